@@ -142,8 +142,8 @@ class Rig:
         self.backend: GroupedAttention[Any] | LatentAttention[Any] | CompressedAttention[Any]
         self.decoder: Decoder | LatentDecoder | CompressedDecoder
         if spec.compressed is not None:
-            states = self._make_states(spec, limits)
-            self.backend = windows = build_compressed_backend(declaration, specs, self.storage, states, bounds, 1)
+            self.states = self._make_states(spec, limits)
+            self.backend = windows = build_compressed_backend(declaration, specs, self.storage, self.states, bounds, 1)
             self.decoder = CompressedDecoder(spec, model.weights, windows, rotaries, *shared, dtype=dtype)
         elif spec.latent is not None:
             self.backend = latents = build_latent_backend(declaration, specs, self.storage, bounds, 1)

@@ -331,7 +331,7 @@ def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
     target = device_target(config.device)
     least = DTYPE_BYTES[config.dtype]
     names, left_out = [], {}
-    for name, kv_format in formats_of(model.spec.latent is not None).items():
+    for name, kv_format in formats_of(model.spec.latent is not None, model.spec.compressed is not None).items():
         if not kv_format.is_quantized and DTYPE_BYTES[kv_format.key_dtype] >= least:
             continue
         try:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.cache.spec import mixed_cache
+from holdfast.cache.compressed import StateKind, compressed_cache, list_states
+from holdfast.cache.groups import block_tokens, tokens_again
+from holdfast.cache.spec import CacheSpec, mixed_cache
 from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import format_bytes, parse_bytes
@@ -121,7 +123,8 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
         choices.append(Choice("kv_cache_dtype", dtype, "the same as dtype"))
     kv_format = model.check_format(dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
     if kv_format.name not in (config.kv_cache_dtype, dtype):
-        reason = f"what {config.kv_cache_dtype} is of latents (MLA)"
+        what = "tokens and entries that all heads share" if model.is_compressed else "latents (MLA)"
+        reason = f"what {config.kv_cache_dtype} is of {what}"
         choices.append(Choice("kv_cache_dtype", kv_format.name, reason))
     kv_format = _with_index(config, model, kv_format, choices)
     protected = choose_protected(config, model, kv_format, dtype)
@@ -163,7 +166,8 @@ def _with_index(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat,
         return kv_format
     if asked == "auto":
         asked = index_dtype_beside(kv_format)
-        reason = "latents are quantized too" if kv_format.is_quantized else "as latents are"
+        what = "entries" if model.is_compressed else "latents"
+        reason = f"{what} are quantized too" if kv_format.is_quantized else f"as {what} are"
         choices.append(Choice("index_cache_dtype", asked, reason))
     return dataclasses.replace(kv_format, index_dtype=asked)
 
@@ -180,17 +184,11 @@ def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tupl
 
 
 def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
-    if config.page_tokens is not None:
-        return config.page_tokens
     heads = model.declaration.heads(1)
     if heads is not None and heads.is_compressed:
-        most = max(heads.ratios)
-        block = most * COMPRESSED_PAGE_TOKENS or COMPRESSED_PAGE_TOKENS
-        reason = (
-            f"a row stands for up to {most} tokens, and a page of prefix caching for {block}" if most else "the default"
-        )
-        choices.append(Choice("page_tokens", str(COMPRESSED_PAGE_TOKENS), reason))
-        return COMPRESSED_PAGE_TOKENS
+        return _entry_rows(config, heads, kv_format, choices)
+    if config.page_tokens is not None:
+        return config.page_tokens
     if model.keeps_latents:
         reason = f"attention over latents works in tiles of {LATENT_PAGE_TOKENS} tokens"
         choices.append(Choice("page_tokens", str(LATENT_PAGE_TOKENS), reason))
@@ -200,6 +198,34 @@ def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
     reason = f"attention over quantized pages works in tiles of {QUANTIZED_PAGE_TOKENS} tokens"
     choices.append(Choice("page_tokens", str(QUANTIZED_PAGE_TOKENS), reason))
     return QUANTIZED_PAGE_TOKENS
+
+
+def _entry_rows(config: EngineConfig, heads: HeadGeometry, kv_format: KVFormat, choices: list[Choice]) -> int:
+    """Rows of a page of compressed attention, and what the prefix cache makes of them."""
+    rows = config.page_tokens or COMPRESSED_PAGE_TOKENS
+    if config.page_tokens is None:
+        reason = (
+            f"rows, of which one stands for up to {max(heads.ratios)} tokens" if any(heads.ratios) else "the default"
+        )
+        choices.append(Choice("page_tokens", str(rows), reason))
+    groups = compressed_pages(heads, (kv_format,) * len(heads.ratios), rows)[0].cache_groups()
+    again = tokens_again(groups)
+    reason = "whole pages of every cache group"
+    if again:
+        reason += f"; the last {again} tokens of a prefix that is found are computed again, to make states of them"
+    choices.append(Choice("prefix block", f"{block_tokens(groups)} tokens", reason))
+    return rows
+
+
+def compressed_pages(
+    heads: HeadGeometry, formats: Sequence[KVFormat], page_tokens: int
+) -> tuple[CacheSpec, tuple[StateKind, ...]]:
+    """Windows and entries on pages, and the states beside them."""
+    (window,) = set(heads.windows)
+    assert window is not None, "compressed attention has a window in every layer"
+    ratios = heads.ratios, heads.overlapped_layers
+    cache = compressed_cache(formats, heads.head_dim, heads.rope_dim, window, *ratios, heads.index_dim, page_tokens)
+    return cache, list_states(*ratios, heads.head_dim, heads.index_dim)
 
 
 def _limits(config: EngineConfig, model: DeclaredModel, kind: str, page_tokens: int, choices: list[Choice]) -> Limits:
@@ -420,7 +446,7 @@ def _check_layers(asked: int | tuple[int, ...] | None, num_layers: int) -> None:
 def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> KVFormat:
     asked = dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype
     found = model.check_format(asked, "kv_protected_dtype")
-    heads, known = model.declaration.heads(1), formats_of(model.keeps_latents)
+    heads, known = model.declaration.heads(1), formats_of(model.keeps_latents, model.is_compressed)
     rope_dim = 0 if heads is None else heads.rope_dim
     sizes = {name: value.bytes_per_token(1, model.head_dim, rope_dim) for name, value in known.items()}
     if sizes[found.name] > sizes[kv_format.name]:

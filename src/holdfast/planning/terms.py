@@ -9,7 +9,6 @@ T rows of a step, N sequences, P pages of the longest one, U changed pages
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from holdfast.attention.declarations import (
     key_bias_terms,
     sink_terms,
 )
-from holdfast.cache.compressed import StateKind, compressed_cache, list_states, state_terms
+from holdfast.cache.compressed import StateKind, state_terms
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
@@ -33,7 +32,7 @@ from holdfast.models.activations import Request
 from holdfast.models.declaration import HeadGeometry, StepShape
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import WeightGroup
-from holdfast.planning.resolve import Resolved
+from holdfast.planning.resolve import Resolved, compressed_pages
 from holdfast.planning.target import Target
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.request.sampling_params import MAX_LOGPROBS
@@ -405,17 +404,6 @@ class Layout(NamedTuple):
             return heads.compressed_specs(cache, length, resolved.dtype, kind)
         group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
         return tuple(self.attention_spec(resolved, layer, heads, group_of[layer.layer]) for layer in cache.layers)
-
-
-def compressed_pages(
-    heads: HeadGeometry, formats: Sequence[KVFormat], page_tokens: int
-) -> tuple[CacheSpec, tuple[StateKind, ...]]:
-    """Windows and entries on pages, and the states beside them."""
-    (window,) = set(heads.windows)
-    assert window is not None, "compressed attention has a window in every layer"
-    ratios = heads.ratios, heads.overlapped_layers
-    cache = compressed_cache(formats, heads.head_dim, heads.rope_dim, window, *ratios, heads.index_dim, page_tokens)
-    return cache, list_states(*ratios, heads.head_dim, heads.index_dim)
 
 
 class Needs(NamedTuple):

@@ -1,0 +1,99 @@
+"""Plans of DeepSeek-V4: bytes of a token and of a million, states, page tables, the prefix block, and what is declined in words."""
+
+from fractions import Fraction
+
+import pytest
+
+from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.memory.sizes import format_bytes
+from holdfast.planning.fit import fit_runner, settle
+from holdfast.planning.plan import plan_runner
+from holdfast.planning.terms import list_needs
+from planning.plan_cases import H200, declared, plan_request
+
+FLASH, PRO = "DeepSeek-V4-Flash", "DeepSeek-V4-Pro"
+MILLION = 2**20
+
+
+@pytest.mark.parametrize(
+    ("model", "kv_dtype", "token_bytes", "page_bytes"),
+    [
+        (FLASH, "fp8", Fraction(15401, 4), 490_496),
+        (FLASH, "bfloat16", 21 * Fraction(1024 + 256, 4) + 20 * 8, 876_544),
+        (PRO, "fp8", 30 * Fraction(584 + 132, 4) + 31 * Fraction(584, 128), 696_704),
+    ],
+)
+def test_bytes_of_a_token_and_of_a_page(model: str, kv_dtype: str, token_bytes: Fraction, page_bytes: int) -> None:
+    ranks = 16 if model == PRO else 4
+    plan = fit_runner(plan_request(model, H200, tensor_parallel_size=ranks, kv_cache_dtype=kv_dtype))
+    assert plan.kv_bytes_per_token == token_bytes
+    assert plan.memory.page_bytes == page_bytes
+    window, fours, hundreds = plan.groups
+    assert (window.decode_pages, fours.decode_pages, hundreds.decode_pages) == (10, 8192, 512)
+    per_sequence = window.decode_pages + fours.decode_pages + hundreds.decode_pages
+    assert plan.max_concurrency == plan.memory.num_pages / per_sequence
+    assert plan.resolved.limits.page_tokens == 16
+    (block,) = (choice for choice in plan.resolved.choices if choice.name == "prefix block")
+    assert block.value == "2048 tokens"
+    assert "the last 4 tokens of a prefix that is found are computed again" in block.reason
+
+
+def test_a_million_tokens_of_flash() -> None:
+    for kv_dtype, words in (("fp8", "3.98 GiB"), ("bfloat16", "7.11 GiB")):
+        plan = fit_runner(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype=kv_dtype))
+        _, fours, hundreds = plan.groups
+        num_bytes = (fours.decode_pages + hundreds.decode_pages) * plan.memory.page_bytes
+        assert format_bytes(num_bytes) == words
+
+
+def test_every_layer_says_what_it_attends_to() -> None:
+    plan = fit_runner(plan_request(FLASH, H200, tensor_parallel_size=4))
+    specs, cache = plan.attention_specs, plan.cache
+    assert cache is not None
+    assert len(specs) == 43
+    assert [spec.ratio for spec in specs[:5]] == [0, 0, 4, 128, 4]
+    assert {(spec.group, spec.window, spec.is_compressed) for spec in specs} == {(0, 128, True)}
+    for layer, spec in enumerate(specs):
+        assert spec.cache == cache.layers[layer]
+        assert spec.is_overlapped == (spec.ratio == 4)
+        assert (spec.index_heads, spec.index_top_k) == ((64, 512) if spec.ratio == 4 else (0, 0))
+        if spec.ratio:
+            assert spec.entries == cache.layers[spec.entries_index]
+            assert (spec.entries.layer, spec.entries.tokens_per_row) == (layer, spec.ratio)
+            assert cache.groups[spec.entries_group].tokens_per_row == spec.ratio
+        else:
+            assert (spec.entries, spec.entries_group, spec.entries_index) == (None, -1, -1)
+
+
+def test_states_and_tables_are_lines_of_the_plan() -> None:
+    layout, resolved = settle(plan_request(FLASH, H200, tensor_parallel_size=4, max_num_seqs=8))
+    terms = {term.owner: term.num_bytes for term in list_needs(layout, resolved).terms}
+    states = sum(num_bytes for owner, num_bytes in terms.items() if owner.startswith("kv state"))
+    assert states == 8 * 445_440
+    assert terms["inputs/states"] == 8192 * 8
+    assert terms["inputs/page_table"] == 8 * MILLION // 16 * 4
+    assert terms["inputs/page_table.1"] == 8 * MILLION // 64 * 4
+    assert terms["inputs/page_table.2"] == 8 * MILLION // 2048 * 4
+    assert "attention/sinks" not in terms, "they are read where they were loaded"
+
+
+def test_one_h200_is_too_small_and_the_refusal_says_by_what() -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_runner(plan_request(FLASH, H200))
+    assert "DeepSeek-V4-Flash" in str(caught.value) or "weights" in str(caught.value)
+
+
+def test_pages_of_other_sizes() -> None:
+    plan = fit_runner(plan_request(FLASH, H200, tensor_parallel_size=4, page_tokens=64))
+    (block,) = (choice for choice in plan.resolved.choices if choice.name == "prefix block")
+    assert block.value == "8192 tokens"
+
+
+def test_what_is_declined_in_words() -> None:
+    with pytest.raises(ConfigError, match="keeps a state of a sequence, which cannot go back behind a rejected token"):
+        settle(plan_request(FLASH, H200, tensor_parallel_size=4, speculative="ngram:4"))
+    with pytest.raises(ConfigError, match="all its layers have one format"):
+        settle(plan_request(FLASH, H200, tensor_parallel_size=4, kv_protected_layers=4))
+    with pytest.raises(ConfigError, match="turboquant_4bit_nc was asked"):
+        settle(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="turboquant_4bit_nc"))
+    assert declared(FLASH).kv_bytes_per_sequence("fp8") == 445_440
