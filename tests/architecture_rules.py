@@ -60,6 +60,7 @@ TORCH_FREE = (
     "cache.pages",
     "cache.prefix",
     "kernels.latent.compress_geometry",
+    "kernels.latent.compressed_geometry",
     "kernels.latent.latent_geometry",
     "kernels.latent.top_k_geometry",
     "kernels.geometry",

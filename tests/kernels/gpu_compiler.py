@@ -43,6 +43,10 @@ from holdfast.kernels.gemm import (  # noqa: E402
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch  # noqa: E402
 from holdfast.kernels.geometry import order_specs  # noqa: E402
 from holdfast.kernels.latent import (  # noqa: E402
+    compress,
+    compressed_attention,
+    compressed_scopes,
+    compressed_warpgroups,
     index_scores,
     latent_attention,
     latent_prefill,
@@ -60,7 +64,9 @@ from holdfast.kernels.latent import (  # noqa: E402
     top_k_tokens,
     write_index,
     write_latent,
+    write_window,
 )
+from holdfast.kernels.latent.compress_geometry import pooled_width, state_shape  # noqa: E402
 from holdfast.kernels.latent.latent_low_tiles import LOW_HEIGHT  # noqa: E402
 from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     IndexPlanes,
@@ -68,7 +74,16 @@ from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     SparseRows,
 )
 from holdfast.kernels.latent.top_k_geometry import top_k_specs  # noqa: E402
-from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
+from holdfast.kernels.moe import (  # noqa: E402
+    deep_gemv,
+    expert_gemv,
+    expert_row,
+    expert_sum,
+    grouped_gemm,
+    hash_routing,
+    normed_routing,
+    routing,
+)
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat, index_planes  # noqa: E402
@@ -364,6 +379,16 @@ def routing_of(num_experts: int, top_k: int, way: routing.Routing, has_score_bia
     routing.route_tokens(logits, way, ids, shares, None, bias if has_score_bias else None)
 
 
+def table_of(num_experts: int, top_k: int, way: routing.Routing) -> None:
+    logits, table, tokens = (
+        torch.empty(7, num_experts),
+        torch.empty(99, top_k, dtype=torch.int32),
+        torch.empty(7).long(),
+    )
+    ids, shares = torch.empty(7, top_k, dtype=torch.int32), torch.empty(7, top_k)
+    hash_routing.route_by_table(logits, table, tokens, way, ids, shares)
+
+
 def projections_of(num_rows: int, num_heads: int, nope_dim: int, value_dim: int) -> None:
     """Both sides of kv_b, of a latent of 512 and 64 rotated elements."""
     kv_b = torch.empty(num_heads, nope_dim + value_dim, 512, dtype=BF16)
@@ -410,6 +435,35 @@ def latents_written_of(name: str, latent_dim: int, rope_dim: int) -> None:
         Rotary(table, table),
         latent_planes_of(name, latent_dim, rope_dim),
     )
+
+
+def window_of(name: str, num_heads: int) -> None:
+    """Tokens of DeepSeek-V4 and their queries written; outputs rotated back."""
+    table, numbers = torch.empty(99, 64), torch.zeros(2, dtype=torch.int64)
+    kv, q = torch.empty(2, 99 + 512, dtype=BF16)[:, 99:], torch.empty(2, num_heads, 512, dtype=BF16)
+    kv_norm = write_latent.LatentNorm(torch.empty(512), 1e-6)
+    planes = latent_planes_of(name, 448, 64)
+    write_window.write_window(kv, q, numbers, numbers, numbers, kv_norm, 1e-6, Rotary(table, table), planes)
+    write_window.rotate_back(q, numbers, Rotary(table, table))
+
+
+def entries_of(name: str, ratio: int, dim: int = 512) -> None:
+    """Entries made and written, or those of an index with its queries."""
+    is_overlapped, numbers, table = ratio == 4, torch.zeros(2, dtype=torch.int64), torch.empty(99, 64)
+    width = pooled_width(dim, is_overlapped)
+    pooled = torch.empty(2, 4 * width)[:, width : 3 * width]
+    compressor = compress.Compressor(ratio, is_overlapped, torch.empty(ratio, width), torch.empty(dim), 1e-6)
+    state = torch.empty(3, *state_shape(dim, is_overlapped))
+    step = numbers, numbers, numbers, state, compressor
+    if dim == 512:
+        compress.compress_entries(pooled, *step, Rotary(table, table), latent_planes_of(name, 448, 64))
+        return
+    planes = {
+        plane.name: torch.empty(64, *plane.token_shape, dtype=getattr(torch, plane.dtype))
+        for plane in index_planes(name, dim)
+    }
+    q = torch.empty(2, 64, dim, dtype=BF16)
+    compress.compress_index(pooled, q, *step, Rotary(table, table), IndexPlanes.of(planes, 64))
 
 
 def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operands: str | None = None) -> None:
@@ -492,6 +546,26 @@ def sparse_of(
     )
 
 
+def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups: bool, num_rows: int = 3) -> None:
+    """Window and entries as DeepSeek-V4 has them, split, and their merge."""
+    compressed_attention.takes_warpgroups = lambda q_TND, scopes: warpgroups
+    planes, numbers = latent_planes_of(name, 448, 64), torch.empty(num_rows, dtype=torch.int32)
+    pages, table = torch.empty(4, 2048, dtype=torch.int32), torch.empty(99, 64)
+    listed = torch.empty(num_rows, top_k, dtype=torch.int32) if top_k else None
+    compressed_attention.compressed_attention(
+        torch.empty(num_rows, num_heads, 512, dtype=BF16),
+        compressed_scopes.Scopes(128, planes, pages, ratio, planes, pages, listed),
+        compressed_scopes.CompressedRows(numbers, numbers),
+        torch.empty(num_heads),
+        Rotary(table, table),
+        0.1,
+        torch.empty(32 * num_rows, num_heads * 512),
+        torch.empty(32 * num_rows, num_heads),
+        torch.empty(num_rows, num_heads, 512, dtype=BF16),
+        num_sms=132,
+    )
+
+
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
     """A few rows behind a context that is split, of two heads."""
     shape, kv_format = up_projection.UpProjection(2, 512, 64, nope_dim, value_dim), ALL_KV_FORMATS[name]
@@ -516,6 +590,20 @@ EXPERT_CASES: dict[str, Callable[[], None]] = {
     for num_rows in (1, 8, 700)
 }
 """In the widths of gpt-oss."""
+V4_ROUTING, V4_FORM = routing.Routing(True, "sqrtsoftplus", share_scale=1.5), GateForm(limit=10.0, is_silu=True)
+V4_CASES: dict[str, Callable[[], None]] = {
+    "routing of V4": lambda: routing_of(256, 6, V4_ROUTING, True),
+    "routing of V4 by a table": lambda: table_of(256, 6, V4_ROUTING),
+    **{
+        f"experts of V4 in {scheme}, {num_rows} rows": partial(
+            experts_of, scheme, (2048, 4096), gated=True, form=V4_FORM, num_rows=num_rows, has_bias=False
+        )
+        for scheme in ("fp8_block", "mxfp4")
+        for num_rows in (1, 8, 700)
+    },
+    "streams of V4-Flash, 1 row": lambda: streams_of(1, 4096),
+    "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
+}
 LAYER_CASES: dict[str, Callable[[], None]] = {
     f"expert layer in {scheme or 'bfloat16'}, {num_rows} rows of {hidden}": partial(
         expert_layer_of, scheme, num_rows, hidden, inner
@@ -590,6 +678,14 @@ CASES: dict[str, Callable[[], None]] = {
     "latents written, fp8": lambda: latents_written_of("fp8_ds_mla", 512, 64),
     "latents written, 4 bits": lambda: latents_written_of("turboquant_mla_4bit", 512, 64),
     "latents written, 4 bits of 192": lambda: latents_written_of("turboquant_mla_4bit_r8", 192, 24),
+    "window": lambda: window_of("bfloat16", 64),
+    "window, fp8": lambda: window_of("fp8_ds_v4", 128),
+    "window, 4 bits": lambda: window_of("turboquant_mla_4bit", 64),
+    "entries of 4, 4 bits": lambda: entries_of("turboquant_mla_4bit", 4),
+    "entries of 4": lambda: entries_of("bfloat16", 4),
+    "entries of 4, fp8": lambda: entries_of("fp8_ds_v4", 4),
+    "entries of 128, fp8": lambda: entries_of("fp8_ds_v4", 128),
+    "index of entries": lambda: entries_of("fp8", 4, dim=128),
     "index in fp8": lambda: index_of("fp8", 64, 128),
     "index in fp8, large pages": lambda: index_of("fp8", 32, 128, page_tokens=256),
     "index in fp8, small pages": lambda: index_of("fp8", 64, 128, page_tokens=8),
@@ -620,6 +716,10 @@ CASES: dict[str, Callable[[], None]] = {
     "chosen tokens, 20 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20),
     "chosen tokens, 16 heads, 4 bits and rope of 8": lambda: sparse_of("turboquant_mla_4bit_r8", 16),
     "chosen tokens, 3 heads, 4 bits of 192": lambda: sparse_of("turboquant_mla_4bit_r8", 3, 192, 24),
+    "window and entries, 64 heads": lambda: compressed_of("bfloat16", 64, 128, 0, warpgroups=True),
+    "window and entries, 128 heads, fp8": lambda: compressed_of("fp8_ds_v4", 128, 4, 1024, warpgroups=True),
+    "window and entries, 20 heads, fp8, any GPU": lambda: compressed_of("fp8_ds_v4", 20, 4, 512, warpgroups=False),
+    "window, 64 heads, any GPU": lambda: compressed_of("bfloat16", 64, 0, 0, warpgroups=False),
     "up-projected P128": lambda: up_projected_of(128, 128, "bfloat16"),
     "up-projected P192, fp8": lambda: up_projected_of(192, 256, "fp8_ds_mla"),
     "up-projected P128, 4 bits": lambda: up_projected_of(128, 128, "turboquant_mla_4bit"),
@@ -629,8 +729,7 @@ CASES: dict[str, Callable[[], None]] = {
     "top-k of 1M": lambda: top_k_of(2**20, 512),
     "routing of V2": lambda: routing_of(160, 6, routing.Routing(False, "softmax", 8, 3, "largest", 16.0)),
     "routing of V3": lambda: routing_of(256, 8, routing.Routing(True, "sigmoid", 8, 4, "two_largest", 2.5), True),
-    "streams of V4-Flash, 1 row": lambda: streams_of(1, 4096),
-    "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
+    **V4_CASES,
     **EXPERT_CASES,
     **LAYER_CASES,
 }
@@ -641,12 +740,16 @@ def main() -> None:
     modules: list[ModuleType] = [
         block_scaled_gemv,
         coded_rms_norm,
+        compressed_attention,
+        compressed_scopes,
+        compressed_warpgroups,
         deferred_rms_norm,
         deep_gemv,
         expert_gemv,
         expert_row,
         expert_sum,
         grouped_gemm,
+        hash_routing,
         hyper_connections,
         index_scores,
         latent_attention,
@@ -670,10 +773,12 @@ def main() -> None:
         sparse_tiles,
         sparse_warpgroups,
         tiled_attention,
+        compress,
         write_index,
         top_k_tokens,
         write_latent,
         write_quantized_kv,
+        write_window,
     ]
     kernels = []
     for module in modules:

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
+from holdfast.config import Limits
 from holdfast.models.compressed_families import respell
 from holdfast.models.families import parameters, read_spec
 from models.tiny_experts import assembled, config_of, make_random, tensors_of
-from runner.drive import LoadedModel
+from models.tiny_latents import MAX_MODEL_LEN, VOCAB, Answer, judge, make_request
+from runner.drive import Drive, LoadedModel, Rig
 
-VOCAB = 131
 WINDOW, HCA, CSA = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -60,7 +61,7 @@ def _layers(kinds: list[str], num_tables: int, **changes: Any) -> dict[str, Any]
 
 
 COMPRESSED_MODELS: dict[str, dict[str, Any]] = {
-    "like V4-Flash": _layers([WINDOW, CSA, HCA, CSA], 1),
+    "like V4-Flash": _layers([WINDOW, CSA, HCA], 1),
     "like V4-Pro": _layers([HCA, HCA, CSA], 2),
     "windows": _layers([WINDOW, WINDOW], 1),
     "all entries": _layers([HCA, HCA], 0),
@@ -94,11 +95,28 @@ def tiny_compressed(case: str) -> tuple[Any, LoadedModel]:
                 tensor.copy_(random(tensor, 0.3))
             elif name.endswith(("hc.base", "hc_base", "position_bias", "sinks")):
                 tensor.copy_(random(tensor, 1.0))
-            elif name.endswith(("hc.scale", "hc_scale")):
-                tensor.copy_(1.0 + random(tensor, 0.3))
-            elif "norm" in name:
+            elif name.endswith(("hc.scale", "hc_scale")) or "norm" in name:
                 tensor.copy_(1.0 + random(tensor, 0.3))
     spec = read_spec(config_of(theirs))
     tensors = {_as_deepseek(name): tensor for name, tensor in tensors_of(theirs, "separate").items()}
     weights = assembled(parameters(spec), tensors)
     return theirs, LoadedModel(spec, weights | {name: weights[name].long() for name in weights if ".table" in name})
+
+
+def make_compressed_drive(
+    model: LoadedModel, max_rows: int, page_tokens: int = 1, num_pages: int = 600, kv_dtype: str = "float32"
+) -> Drive:
+    """Small pages make short blocks of the prefix cache: one of every group ends with each."""
+    limits = Limits(4, max_rows, MAX_MODEL_LEN, page_tokens)
+    return Drive(Rig(model, "torch_compressed", limits, num_pages, kv_dtype), num_pages)
+
+
+@cache
+def alone(case: str, length: int, num_output: int) -> Answer:
+    """A request by itself, judged by transformers."""
+    theirs, ours = tiny_compressed(case)
+    request = make_request(length, num_output)
+    drive = make_compressed_drive(ours, max_rows=MAX_MODEL_LEN)
+    drive.run([request])
+    judge(theirs, drive, request)
+    return Answer(request.prompt, request.output, drive.logits(request))

@@ -1,19 +1,22 @@
-"""Rows of fp8_ds_mla byte for byte, and TurboQuant's codes, scales and rotated elements of latents."""
+"""Rows of fp8_ds_mla and of fp8_ds_v4 byte for byte, and TurboQuant's codes, scales and rotated elements of latents."""
 
+import math
 import struct
 
 import pytest
 import torch
 
-from holdfast.quant.formats import MLA_FORMATS
+from holdfast.quant.formats import COMPRESSED_FORMATS, MLA_FORMATS
 from holdfast.quant.kv_quantize import rotate_heads
 from holdfast.quant.latent_quantize import (
     LATENT_CODEBOOK,
     LATENT_STEP,
     QuantizedLatents,
     dequantize_latents,
+    pack_exponent_rows,
     pack_fp8_rows,
     quantize_latents,
+    unpack_exponent_rows,
     unpack_fp8_rows,
 )
 
@@ -88,6 +91,54 @@ def test_rows_of_fp8_are_read_back(latent_dim: int, rope_dim: int) -> None:
     largest_X1 = latent_XL.abs().amax(-1, keepdim=True)
     error_XL = (read_XY[:, :latent_dim] - latent_XL).abs()
     assert bool((error_XL <= torch.maximum(latent_XL.abs() / 16, largest_X1 * 2**-18)).all())
+
+
+def exponent_rows(latent_L: torch.Tensor, rope_R: torch.Tensor) -> tuple[bytes, bytes]:
+    """The two rows of fp8_ds_v4 as the layout is described."""
+    codes, exponents = b"", b""
+    numbers = latent_L.bfloat16().tolist()
+    for first in range(0, len(numbers), 64):
+        tile = numbers[first : first + 64]
+        exponent = math.ceil(math.log2(max(max(abs(number) for number in tile), 1e-4) / 448))
+        codes += bytes(fp8_code(number * 2.0**-exponent) for number in tile)
+        exponents += bytes([exponent + 127])
+    rope = b"".join(struct.pack("<f", float(number.bfloat16()))[2:] for number in rope_R)
+    return codes + rope, exponents + bytes(-len(exponents) % 8)
+
+
+@pytest.mark.parametrize(("latent_dim", "rope_dim"), [(448, 64), (64, 8), (576, 32)])
+def test_rows_of_v4_are_the_layout_to_the_byte(latent_dim: int, rope_dim: int) -> None:
+    latent_XL, rope_XR = latents(latent_dim, rope_dim, rows=4)
+    latent_XL[1] *= 1e-3
+    latent_XL[2, :64] = 0
+    latent_XL[3] *= 1e20
+    rows_XB, exponents_XC = pack_exponent_rows(latent_XL, rope_XR)
+    num_bytes = COMPRESSED_FORMATS["fp8_ds_v4"].bytes_per_token(1, latent_dim + rope_dim, rope_dim)
+    assert rows_XB.shape[1] + exponents_XC.shape[1] == num_bytes
+    for i in range(4):
+        row, exponents = exponent_rows(latent_XL[i], rope_XR[i])
+        assert bytes(exponents_XC[i].tolist()) == exponents
+        assert bytes(rows_XB[i].tolist()) == row
+    read_XY = unpack_exponent_rows(rows_XB, exponents_XC, latent_dim, rope_dim)
+    torch.testing.assert_close(read_XY[:, latent_dim:], rope_XR.bfloat16().float(), rtol=0, atol=0)
+    tiles_XCE, read_XCE = (x[:, :latent_dim].unflatten(1, (-1, 64)) for x in (latent_XL, read_XY))
+    largest_XC1 = tiles_XCE.abs().amax(-1, keepdim=True)
+    error_XCE = (read_XCE - tiles_XCE).abs()
+    assert bool((error_XCE <= torch.maximum(tiles_XCE.abs() / 15, largest_XC1 * 2**-17)).all())
+
+
+def test_a_vector_of_v4_has_584_bytes_and_scales_have_edges() -> None:
+    """A power of two takes 448 exactly; one step above it takes the next. Beneath 1e-4 there is no smaller one."""
+    latent_XL, rope_XR = torch.zeros(1, 448), torch.zeros(1, 64)
+    latent_XL[0, 3], latent_XL[0, 64], latent_XL[0, 128], rope_XR[0, 0] = 448.0, -450.0, 1e-9, 1.0
+    latent_XL[0, 192], latent_XL[0, 256] = torch.inf, torch.nan
+    rows_XB, exponents_XC = pack_exponent_rows(latent_XL, rope_XR)
+    assert (rows_XB.shape[1], exponents_XC.shape[1]) == (576, 8)
+    assert exponents_XC[0].tolist() == [127, 128, 105, 255, 255, 105, 105, 0]
+    assert rows_XB[0, [3, 64]].tolist() == [0x7E, 0x80 | 0x76]
+    assert rows_XB[0, 448:450].tolist() == [0x80, 0x3F]
+    read_XCE = unpack_exponent_rows(rows_XB, exponents_XC, 448, 64)[:, :448].unflatten(1, (-1, 64))
+    assert read_XCE.isnan().all(-1).tolist() == [[False, False, False, True, True, False, False]]
 
 
 def test_the_codebook_is_what_half_precision_makes_of_the_cubic() -> None:

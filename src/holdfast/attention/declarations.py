@@ -19,6 +19,7 @@ from holdfast.kernels.geometry import (
     key_bias_spec,
     key_turns_specs,
 )
+from holdfast.kernels.latent.compressed_geometry import compressed_partials
 from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, sparse_partials
 from holdfast.kernels.latent.top_k_geometry import top_k_specs, unsupported_top_k
 from holdfast.kernels.up_projection import LEAST_ROWS, UpProjection, expanded_specs
@@ -413,6 +414,68 @@ class TorchSparseDeclaration(TorchLatentDeclaration):
         return (*super().terms(specs, bounds), index)
 
 
+class TritonCompressedDeclaration:
+    """Triton kernels over windows and entries (DeepSeek-V4) on a GPU."""
+
+    name = "triton_compressed"
+    can_be_captured = True
+    can_be_invariant = False
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        if not spec.is_compressed:
+            return WITHOUT_ENTRIES
+        if spec.device_kind != "cuda":
+            return f"it runs on GPUs, not on {spec.device_kind}"
+        if spec.dtype not in ("float16", "bfloat16"):
+            return f"it computes in half precision, not in {spec.dtype}"
+        cache = spec.cache
+        if not cache.format.is_quantized and cache.format.key_dtype != spec.dtype:
+            return f"pages must be {spec.dtype}, the type of the queries"
+        if cache.format.is_quantized and not cache.format.has_exponents:
+            return f"the format {cache.format.name} is not one of windows and entries"
+        if cache.head_dim > MAX_LATENT_DIM or cache.head_dim % 2:
+            return f"head_dim is {cache.head_dim}, and an even number up to {MAX_LATENT_DIM} is computed"
+        return unsupported_top_k(spec.index_top_k, most_entries(spec)) if spec.is_overlapped else None
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        """Partials of few rows; and, where rows choose, scores of some of them against all entries, what the selection works in, lists."""
+        heads, dim = specs[0].num_heads, specs[0].cache.head_dim
+        num_partials = compressed_partials(bounds.max_num_rows, heads)
+        partials = (
+            TensorSpec("partial_out", (num_partials, heads * dim), "float32"),
+            TensorSpec("partial_lse", (num_partials, heads), "float32"),
+        )
+        if (spec := choosing_spec(specs)) is None or spec.entries is None:
+            return partials
+        rows, columns = entry_score_rows(spec, bounds), score_columns(most_entries(spec))
+        queries = rows, spec.index_heads, spec.entries.index_dim
+        return (
+            *partials,
+            TensorSpec(SELECTED, (bounds.max_num_rows * spec.index_top_k,), "int32"),
+            TensorSpec("index_scores", (rows * columns,), "float32"),
+            TensorSpec("index_codes", queries, "float8_e4m3fn"),
+            TensorSpec("index_factors", queries[:2], "float32"),
+            *top_k_specs(rows, columns, spec.index_top_k),
+        )
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        num_bytes = bytes_for("int32", (3, bounds.max_num_rows))
+        return (
+            Term("attention/rows", num_bytes, "of each row its sequence, its position, and among how many it chooses"),
+        )
+
+
+def choosing_spec(specs: Sequence[AttentionSpec]) -> AttentionSpec | None:
+    """A layer whose rows choose entries; None where no context has more of them than are attended to."""
+    return next((spec for spec in specs if spec.is_overlapped and most_entries(spec) > spec.index_top_k), None)
+
+
+def entry_score_rows(spec: AttentionSpec, bounds: StepBounds) -> int:
+    """Rows whose scores against all entries are held at once, as `index_score_rows` has it for tokens."""
+    most = INDEX_SCORE_BYTES // bytes_for("float32", (score_columns(most_entries(spec)),))
+    return max(1, min(most, LATENT_ROWS, bounds.max_num_rows))
+
+
 class TorchCompressedDeclaration:
     """Plain torch over windows and entries (DeepSeek-V4), anywhere."""
 
@@ -468,7 +531,7 @@ LATENT_DECLARATIONS: tuple[BackendDeclaration, ...] = (
     TorchSparseDeclaration(),
 )
 """Of latents (MLA), and with an index (DSA)."""
-COMPRESSED_DECLARATIONS: tuple[BackendDeclaration, ...] = (TorchCompressedDeclaration(),)
+COMPRESSED_DECLARATIONS: tuple[BackendDeclaration, ...] = (TritonCompressedDeclaration(), TorchCompressedDeclaration())
 """Of windows and entries (DeepSeek-V4)."""
 DECLARATIONS: tuple[BackendDeclaration, ...] = (
     *GROUPED_DECLARATIONS,

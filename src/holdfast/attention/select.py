@@ -11,6 +11,7 @@ from holdfast.attention.torch_compressed import TorchCompressedAttention
 from holdfast.attention.torch_latent import TorchLatentAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.torch_sparse import TorchSparseLatentAttention
+from holdfast.attention.triton_compressed import TritonCompressedAttention
 from holdfast.attention.triton_latent import TritonLatentAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.attention.triton_sparse import TritonSparseLatentAttention
@@ -65,4 +66,6 @@ def build_compressed_backend(
     num_sms: int,
 ) -> CompressedAttention[Any]:
     """The backend over windows, entries and states (DeepSeek-V4); no states where no layer has entries."""
+    if declaration.name == TritonCompressedAttention.name:
+        return TritonCompressedAttention(specs, storage, states, bounds, num_sms)
     return {TorchCompressedAttention.name: TorchCompressedAttention}[declaration.name](specs, storage, states)

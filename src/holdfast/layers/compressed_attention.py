@@ -101,10 +101,6 @@ class CompressedAttentionLayer:
         self._rotary = rotary
         self._backend = backend
 
-    def room_for_codes(self, quantized: QuantizedRows | None, num_rows: int) -> QuantizedRows | None:
-        """Where a norm leaves the codes of x; None where its first product does not take them."""
-        return self.qkv_a.room_for_codes(quantized, num_rows)
-
     def __call__(
         self,
         x_TH: torch.Tensor,
@@ -113,14 +109,10 @@ class CompressedAttentionLayer:
         buffers: CompressedBuffers,
         out_TH: torch.Tensor,
         wanted_only: bool = False,
-        is_coded: bool = False,
     ) -> torch.Tensor:
-        """All rows leave their vectors and join entries; all, or those whose logits are wanted, attend: [T, H] or [R, H].
-
-        With `is_coded` the codes of x lie in their room.
-        """
+        """All rows leave their vectors and join entries; all, or those whose logits are wanted, attend: [T, H] or [R, H]."""
         q_rank, quantized = len(self._q_norm.weight_H), buffers.quantized
-        qkv_a_TX = self.qkv_a(x_TH, buffers.qkv_a_TX, quantized, is_coded)
+        qkv_a_TX = self.qkv_a(x_TH, buffers.qkv_a_TX, quantized)
         codes = self.q.room_for_codes(quantized, len(x_TH))
         self._q_norm(qkv_a_TX[:, :q_rank], None, buffers.q_normed_TX, codes)
         self.q(buffers.q_normed_TX, buffers.q_TX, quantized, is_coded=codes is not None)

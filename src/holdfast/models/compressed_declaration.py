@@ -42,7 +42,8 @@ class CompressedDeclaration(DecoderDeclaration):
         if not kv_format.is_quantized:
             return None
         if not kv_format.has_exponents:
-            return f"{kv_format.name} keeps no vectors that stand for keys and values of all heads, as this model does"
+            kept = "latents" if kv_format.is_latent else "keys and values by head"
+            return f"{kv_format.name} keeps {kept}, and this model keeps vectors of compressed attention"
         if plain % EXPONENT_TILE:
             return f"{plain} elements of a vector are not rotated, and {EXPONENT_TILE} of them share a scale"
         return None

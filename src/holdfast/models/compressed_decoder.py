@@ -17,14 +17,7 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
-from holdfast.kernels.hyper_connections import (
-    HeadMix,
-    MixNumbers,
-    StreamMix,
-    add_up_streams,
-    combine_add_up,
-    enter_block,
-)
+from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
 from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.layers.compressed_attention import (
@@ -34,6 +27,7 @@ from holdfast.layers.compressed_attention import (
     EntryIndex,
     OutputGroups,
 )
+from holdfast.layers.hyper_connections import HyperConnection, StreamBuffers, StreamHead
 from holdfast.layers.mlp import RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
@@ -43,25 +37,18 @@ from holdfast.models.activations import Request
 from holdfast.models.compressed_activations import WANTED, CompressedRequests, compressed_requests
 from holdfast.models.decoder_layer import PartBuilder, Weights
 from holdfast.models.model import Stream
-from holdfast.models.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec
+from holdfast.models.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec, StreamsSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 MIX_NAMES = ("weight", "bias", "scale")
 
 
-class Entrance(NamedTuple):
-    """What stands before attention, before the experts, or before the head: a mix of the streams, and a norm of what it gives."""
-
-    mix: StreamMix | HeadMix
-    weight_H: torch.Tensor
-    """Of the norm."""
-
-
 class StreamedLayer(NamedTuple):
-    """Attention and experts between streams."""
+    """Attention and experts, and the streams around each."""
 
-    entrances: tuple[Entrance, Entrance]
+    attention_streams: HyperConnection
     attention: CompressedAttentionLayer
+    expert_streams: HyperConnection
     experts: ExpertLayer
 
 
@@ -72,12 +59,14 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
         self,
         spec: ModelSpec,
         compressed: CompressedSpec,
+        streams: StreamsSpec,
         weights: Weights,
         backend: CompressedAttention[Any],
         rotaries: Sequence[Rotary | None],
     ) -> None:
         super().__init__(spec, weights)
         self._compressed = compressed
+        self._numbers = MixNumbers(spec.norm_eps, streams.eps, streams.num_iterations)
         self._backend = backend
         self._rotaries = rotaries
 
@@ -85,17 +74,20 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
         """All of a layer."""
         layer, prefix = self.layer(index), f"layers.{index}"
         assert isinstance(layer.mlp, ExpertLayer), f"layer {index} has an MLP, and no family with streams has one"
-        entrances = self._entrance(f"{prefix}.attn"), self._entrance(f"{prefix}.mlp")
-        return StreamedLayer(entrances, layer.attention, layer.mlp)
+        around = self._streams(f"{prefix}.attn"), self._streams(f"{prefix}.mlp")
+        return StreamedLayer(around[0], layer.attention, around[1], layer.mlp)
 
-    def head_entrance(self) -> Entrance:
+    def stream_head(self) -> StreamHead:
         """Behind the last layer."""
         mix = HeadMix(*(self.plain(f"head_streams.{name}") for name in MIX_NAMES))
-        return Entrance(mix, self.plain("final_norm.weight"))
+        return StreamHead(mix, self._numbers, self._rms_norm("final_norm"))
 
-    def _entrance(self, prefix: str) -> Entrance:
+    def _streams(self, prefix: str) -> HyperConnection:
         mix = StreamMix(*(self.plain(f"{prefix}_streams.{name}") for name in MIX_NAMES))
-        return Entrance(mix, self.plain(f"{prefix}_norm.weight"))
+        return HyperConnection(mix, self._numbers, self._rms_norm(f"{prefix}_norm"))
+
+    def _rms_norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.plain(f"{name}.weight"), self._spec.norm_eps)
 
     def attention(self, index: int, prefix: str) -> CompressedAttentionLayer:
         compressed, eps, rotary = self._compressed, self._spec.norm_eps, self._rotaries[index]
@@ -107,7 +99,7 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
             self.linear(f"{prefix}.qkv_a"),
             self.linear(f"{prefix}.q_b"),
             OutputGroups(self.plain(f"{prefix}.o_a.weight").view(groups), self.linear(f"{prefix}.o_b")),
-            RMSNorm(self.plain(f"{prefix}.q_a_norm.weight"), eps),
+            self._rms_norm(f"{prefix}.q_a_norm"),
             LatentNorm(self.plain(f"{prefix}.kv_norm.weight"), eps),
             self.plain(f"{prefix}.sinks"),
             None if compressor is None else self._entries(compressor, self._spec.layer_index(index), prefix),
@@ -145,15 +137,14 @@ class CompressedDecoder:
         """`rotaries`: by layer. `dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
         assert spec.compressed is not None, f"{spec.architecture} does not compress"
         assert spec.streams is not None, f"{spec.architecture} has one stream"
-        builder = CompressedLayerBuilder(spec, spec.compressed, weights, backend, rotaries)
+        builder = CompressedLayerBuilder(spec, spec.compressed, spec.streams, weights, backend, rotaries)
         self._spec = spec
-        self._numbers = MixNumbers(spec.norm_eps, spec.streams.eps, spec.streams.num_iterations)
         self.workspace = workspace
         self._dtype = dtype or str(builder.plain("layers.0.attn_norm.weight").dtype).removeprefix("torch.")
         self._recipe = recipe
         self._embed_VH = weights["embed.weight"]
         self._layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
-        self._entrances = (*(one for layer in self._layers for one in layer.entrances), builder.head_entrance())
+        self._head = builder.stream_head()
         self._head_VH = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
         self._tile_scratch = self._make_tile_scratch()
         self._requests: Callable[[int], CompressedRequests] = cache(
@@ -187,34 +178,31 @@ class CompressedDecoder:
         layers: range,
     ) -> Stream:
         """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on, normed for the head."""
-        held = self._acquire(self._requests(batch.num_rows).stream)
-        shares_TM, parts, token_ids_T = held["stream_shares"], held["stream_parts"], batch.token_ids_T
-        x_TSH, normed_TH, delta_TH, _ = stream
-        add_up_streams(x_TSH, self._entrances[2 * layers.start].mix[0], parts)
+        streams = StreamBuffers.of(self._acquire(self._requests(batch.num_rows).stream))
+        (x_TSH, normed_TH, delta_TH, _), token_ids_T = stream, batch.token_ids_T
+        self._layers[layers.start].attention_streams.begin(x_TSH, streams)
         for index in layers:
             layer, is_last = self._layers[index], index == self.num_layers - 1
-            first, second, following = self._entrances[2 * index : 2 * index + 3]
             logits = batch.logits if is_last else None
-            self._enter(first, x_TSH, parts, shares_TM, normed_TH)
+            layer.attention_streams.enter(x_TSH, streams, normed_TH)
             delta_TH = self._attend(layer, normed_TH, batch, plan, delta_TH, logits is not None)
             num_rows = delta_TH.shape[0]
             if num_rows == 0:
                 return Stream(normed_TH[:0], normed_TH[:0], delta_TH, has_delta=False)
             room = self._acquire(self._requests(num_rows).experts)
             if logits is not None:
-                whole = x_TSH, shares_TM, token_ids_T
+                wanted = zip((x_TSH, streams.shares_TM, token_ids_T), WANTED, strict=True)
                 x_TSH, shares_TM, token_ids_T = (
-                    torch.index_select(tensor, 0, logits.rows_R, out=room[name])
-                    for tensor, name in zip(whole, WANTED, strict=True)
+                    torch.index_select(whole, 0, logits.rows_R, out=room[name]) for whole, name in wanted
                 )
-                normed_TH = normed_TH[:num_rows]
-            combine_add_up(x_TSH, delta_TH, shares_TM, second.mix[0], parts)
-            self._enter(second, x_TSH, parts, shares_TM, normed_TH)
+                streams, normed_TH = StreamBuffers(shares_TM, streams.parts), normed_TH[:num_rows]
+            layer.attention_streams.leave(x_TSH, delta_TH, streams, layer.expert_streams)
+            layer.expert_streams.enter(x_TSH, streams, normed_TH)
             layer.experts(normed_TH, self._expert_buffers(room, num_rows), delta_TH, token_ids_T)
-            combine_add_up(x_TSH, delta_TH, shares_TM, following.mix[0], parts)
+            following = self._layers[index + 1].attention_streams if index + 1 < layers.stop else None
+            layer.expert_streams.leave(x_TSH, delta_TH, streams, following)
             if is_last:
-                self._enter(following, x_TSH, parts, shares_TM[:, : x_TSH.shape[1]], normed_TH)
-                x_TSH = normed_TH
+                x_TSH = self._head(x_TSH, streams, normed_TH)
         return Stream(x_TSH, normed_TH, delta_TH, has_delta=False)
 
     def finish(self, stream: Stream) -> torch.Tensor:
@@ -241,18 +229,6 @@ class CompressedDecoder:
         requests = self._requests(batch.num_rows)
         buffers = CompressedBuffers.of(self._acquire(requests.attention), self._quantized(requests.codes))
         return layer.attention(normed_TH, batch, plan, buffers, out_TH, wanted_only)
-
-    def _enter(
-        self,
-        entrance: Entrance,
-        x_TSH: torch.Tensor,
-        parts: torch.Tensor,
-        shares_TX: torch.Tensor,
-        out_TH: torch.Tensor,
-    ) -> None:
-        """The shares of a block from the sums of its mix, and the row that it takes of the streams, normed."""
-        eps = self._spec.norm_eps
-        enter_block(x_TSH, parts, entrance.mix, self._numbers, shares_TX, entrance.weight_H, eps, out_TH)
 
     def _make_tile_scratch(self) -> TileScratch | None:
         """What products of middle batches share, where the plan has it; counters begin at zero."""

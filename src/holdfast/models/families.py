@@ -108,7 +108,7 @@ class Family:
     unread_words: str = ""
     """What these are."""
     draft: str = ""
-    """The prefix of a layer that drafts tokens, by its number; nothing: they are layers behind the last."""
+    """What names of layers that draft tokens begin with; nothing: they are layers behind the last, as many as settings say."""
 
 
 def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelSpec:
@@ -154,11 +154,12 @@ DRAFTS = "drafts of tokens"
 def unread_tensors(spec: ModelSpec) -> tuple[tuple[str, ...], str]:
     """Prefixes of tensors that a checkpoint of the model may hold and nobody reads, and what these are for, in words."""
     family = FAMILIES[spec.architecture]
-    if not spec.num_draft_layers:
+    behind = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
+    drafts = (family.draft,) if family.draft else tuple(family.names.layer.format(layer) for layer in behind)
+    if not drafts:
         return family.unread, family.unread_words
     words = f"{family.unread_words} and {DRAFTS}" if family.unread_words else DRAFTS
-    prefix, first = (family.draft, 0) if family.draft else (family.names.layer, spec.num_layers)
-    return (*family.unread, *(prefix.format(first + draft) for draft in range(spec.num_draft_layers))), words
+    return (*family.unread, *drafts), words
 
 
 def find_family(settings: Settings) -> Family:
@@ -581,7 +582,7 @@ COMPRESSED = Family(
     respell=respell,
     bos_token_id=0,
     eos_token_ids=(1,),
-    draft="mtp.{}.",
+    draft="mtp.",
 )
 OPT = Family(
     "opt",

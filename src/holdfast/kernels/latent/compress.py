@@ -18,9 +18,38 @@ import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compress_geometry import num_sums, state_shape
-from holdfast.kernels.latent.entry_rows import rotate_index_queries, write_entries, write_index_entries
-from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes
+from holdfast.kernels.latent.entry_rows import (
+    finished_vectors,
+    load_turn,
+    rotate_index_queries,
+    rotated_latents,
+    store_vector,
+    turn_heads,
+    wait,
+    write_entries,
+    write_index_entries,
+)
+from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, bits_of_rope
 from holdfast.kernels.latent.write_latent import LatentNorm
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+ROWS = 8
+"""Rows that a program pools at a time, at the most."""
+ELEMENTS_PER_PROGRAM = 2048
+"""Of index heads."""
+ELEMENTS_PER_WARP = 64
+"""Of an entry."""
 
 
 class Compressor(NamedTuple):
@@ -93,7 +122,8 @@ def compress_rows(
     `pooled_TX`: float32, X columns of what is pooled, then X of gates; rows may lie apart. `states_T`: the place of a row's
     sequence in `state_PK3D`, -1 for padding. The rows of a sequence are neighbours, and their positions rise one by one.
     """
-    compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
+    compress = compress_rows_triton if can_run(pooled_TX) else compress_rows_reference
+    compress(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
 
 
 def compress_entries(
@@ -107,7 +137,8 @@ def compress_entries(
     planes: LatentPlanes,
 ) -> None:
     """The same, and the entry of a row that ends a window goes normed and rotated into its slot (-1: nowhere)."""
-    compress_entries_reference(pooled_TX, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, planes)
+    compress = compress_entries_triton if can_run(pooled_TX) else compress_entries_reference
+    compress(pooled_TX, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, planes)
 
 
 def compress_index(
@@ -122,7 +153,8 @@ def compress_index(
     planes: IndexPlanes,
 ) -> None:
     """The same of entries of an index; and the last elements of every row's index heads are rotated in place."""
-    compress_index_reference(pooled_TX, q_TID, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, planes)
+    compress = compress_index_triton if can_run(pooled_TX) else compress_index_reference
+    compress(pooled_TX, q_TID, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, planes)
 
 
 def compress_entries_reference(
@@ -242,3 +274,356 @@ def _check_layout(
     assert pooled_TX.stride(1) == 1, f"{pooled_TX.stride()=}: the columns of a row must lie side by side"
     assert pooled_TX.dtype == state_PK3D.dtype == torch.float32, f"{pooled_TX.dtype=}, {state_PK3D.dtype=}: not float32"
     assert state_PK3D.is_contiguous(), f"{state_PK3D.stride()=}: states must lie side by side"
+
+
+def compress_rows_triton(
+    pooled_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    states_T: torch.Tensor,
+    state_PK3D: torch.Tensor,
+    compressor: Compressor,
+    entries_TD: torch.Tensor,
+) -> None:
+    """The same as a Triton kernel, of `compress_entries` without its last step."""
+    _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
+    step = pooled_TX, positions_T, positions_T, states_T, state_PK3D
+    _launch(step, compressor, None, "rows", Target(entries_TD), None)
+
+
+def compress_entries_triton(
+    pooled_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    states_T: torch.Tensor,
+    state_PK3D: torch.Tensor,
+    compressor: Compressor,
+    rotary: Rotary,
+    planes: LatentPlanes,
+) -> None:
+    """The same as one Triton kernel: a program for every row, which has something to do where a window or its sequence's rows end."""
+    dim = planes.latent_dim + planes.rope_dim
+    assert compressor.dim == dim, f"{compressor.dim=} for planes of {dim} elements"
+    assert rotary.cos_LD.shape[1] == planes.rope_dim, f"{rotary.cos_LD.shape=} for {planes.rope_dim=}"
+    assert not planes.has_small_rope, "rotated elements in e4m3 have no kernel here"
+    target = Target(planes.rows_SX, planes.scales_SC, bits_of_rope(planes))
+    _launch((pooled_TX, positions_T, slots_T, states_T, state_PK3D), compressor, rotary, planes.kind, target, None)
+
+
+def compress_index_triton(
+    pooled_TX: torch.Tensor,
+    q_TID: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    states_T: torch.Tensor,
+    state_PK3D: torch.Tensor,
+    compressor: Compressor,
+    rotary: Rotary,
+    planes: IndexPlanes,
+) -> None:
+    """The same as one Triton kernel, with other programs for some index heads of a row each."""
+    rows_SD = planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD
+    assert compressor.dim == q_TID.shape[2] == rows_SD.shape[1], f"{compressor.dim=}, {q_TID.shape=}, {rows_SD.shape=}"
+    assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
+    target, kind = Target(rows_SD, planes.scales_S1), "index" if planes.is_quantized else "plain"
+    _launch((pooled_TX, positions_T, slots_T, states_T, state_PK3D), compressor, rotary, kind, target, q_TID)
+
+
+class Target(NamedTuple):
+    """Where entries go: rows, and what their format has beside them."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None = None
+    rope: torch.Tensor | None = None
+
+
+Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""pooled_TX, positions_T, slots_T, states_T, state_PK3D."""
+
+
+def _launch(
+    step: Step,
+    compressor: Compressor,
+    rotary: Rotary | None,
+    kind: str,
+    target: Target,
+    q_TID: torch.Tensor | None,
+) -> None:
+    pooled_TX, positions_T, slots_T, states_T, state_PK3D = step
+    num_rows, dim, pdl = len(pooled_TX), compressor.dim, supports_pdl(pooled_TX)
+    _check_layout(pooled_TX, state_PK3D, compressor, compressor.weight_D[None])
+    if num_rows == 0:
+        return
+    tables = (None, None, 0, 0) if rotary is None else (*_tables(rotary, dim), rotary.cos_LD.shape[1])
+    num_heads = 0 if q_TID is None else q_TID.shape[1]
+    block_d, block_r = next_power_of_two(dim), next_power_of_two(max(tables[3], 2))
+    heads = min(next_power_of_two(max(num_heads, 1)), max(1, ELEMENTS_PER_PROGRAM // block_r))
+    _compress_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
+        pooled_TX,
+        positions_T,
+        slots_T,
+        states_T,
+        state_PK3D,
+        compressor.positions_RX,
+        compressor.weight_D,
+        *tables[:2],
+        *target,
+        q_TID,
+        compressor.eps,
+        num_rows,
+        pooled_TX.stride(0),
+        tables[2],
+        target.rows.stride(0),
+        *((0, 0) if q_TID is None else q_TID.stride()[:2]),
+        KIND=kind,
+        RATIO=compressor.ratio,
+        OVERLAPPED=compressor.is_overlapped,
+        DIM=dim,
+        ROPE_DIM=tables[3],
+        NUM_HEADS=num_heads,
+        HEADS=heads,
+        BLOCK_D=block_d,
+        BLOCK_R=block_r,
+        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)),
+        PDL=pdl,
+        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)),
+        **pdl_launch(pdl),
+    )
+
+
+def _tables(rotary: Rotary, dim: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    cos_LD, rope_dim = rotary.cos_LD, rotary.cos_LD.shape[1]
+    assert dim % 2 == rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
+    assert cos_LD.stride() == rotary.sin_LD.stride(), "both tables must lie alike"
+    assert cos_LD.stride(1) == 1, f"{cos_LD.stride()=}: the columns of a table must lie side by side"
+    return cos_LD, rotary.sin_LD, cos_LD.stride(0)
+
+
+@jit_counting("num_rows")
+def _compress_kernel(
+    p_pooled,
+    p_positions,
+    p_slots,
+    p_states,
+    p_state,
+    p_bias,
+    p_norm,
+    p_cosine,
+    p_sine,
+    p_rows,
+    p_scales,
+    p_rope,
+    p_q,
+    eps,
+    num_rows,
+    pooled_stride,
+    table_stride,
+    row_stride,
+    q_stride,
+    head_stride,
+    KIND: constexpr,
+    RATIO: constexpr,
+    OVERLAPPED: constexpr,
+    DIM: constexpr,
+    ROPE_DIM: constexpr,
+    NUM_HEADS: constexpr,
+    HEADS: constexpr,
+    BLOCK_D: constexpr,
+    BLOCK_R: constexpr,
+    BLOCK_T: constexpr,
+    PDL: constexpr,
+):
+    NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
+    i_program = tl.program_id(0)
+    i_row = i_program // NUM_BLOCKS
+    i_block = i_program % NUM_BLOCKS
+    i_place = tl.load(p_states + i_row).to(tl.int64)
+    is_row = i_place >= 0
+    i_position = tl.where(is_row, tl.load(p_positions + i_row).to(tl.int64), 0)
+    if i_block > 0:
+        if NUM_HEADS > 0:
+            if is_row:
+                turn_heads(
+                    p_q + i_row.to(tl.int64) * q_stride,
+                    head_stride,
+                    (i_block - 1) * HEADS,
+                    p_cosine,
+                    p_sine,
+                    i_position,
+                    table_stride,
+                    1,
+                    NUM_HEADS,
+                    HEADS,
+                    DIM,
+                    ROPE_DIM,
+                    BLOCK_R,
+                    PDL,
+                )
+            else:
+                wait(PDL)
+    else:
+        # A program without work waits too: who waits for this kernel relies on all that is before it.
+        is_last = is_row & (tl.load(p_states + i_row + 1, mask=i_row + 1 < num_rows, other=-1) != i_place)
+        # An entry whose tokens are all rows of this step needs no state, and has a program of its own. All others are made by
+        # the program of their sequence's last row, which alone reads the state and writes it.
+        num_tokens = tl.minimum(i_position + 1, 2 * RATIO if OVERLAPPED else RATIO).to(tl.int32)
+        i_back = i_row - num_tokens + 1
+        is_whole = is_row & (tl.load(p_states + i_back, mask=is_row & (i_back >= 0), other=-1) == i_place)
+        is_whole = is_whole & ((i_position + 1) % RATIO == 0)
+        if is_last | is_whole:
+            i_first = i_back
+            if is_last:
+                i_first = _first_row(p_states, i_row, i_place)
+            _pool(
+                p_pooled,
+                p_slots,
+                p_state + i_place * ((6 if OVERLAPPED else 3) * DIM),
+                p_bias,
+                p_norm,
+                p_cosine,
+                p_sine,
+                p_rows,
+                p_scales,
+                p_rope,
+                eps,
+                pooled_stride,
+                table_stride,
+                row_stride,
+                i_row,
+                i_first,
+                i_position,
+                is_last,
+                KIND,
+                RATIO,
+                OVERLAPPED,
+                DIM,
+                ROPE_DIM,
+                BLOCK_D,
+                BLOCK_T,
+                PDL,
+            )
+        else:
+            wait(PDL)
+
+
+@jit
+def _first_row(p_states, i_row, i_place):
+    """The first row of a step of the same sequence: its rows are neighbours."""
+    i_first = i_row
+    i_before = tl.maximum(i_row - 1, 0)
+    if tl.load(p_states + i_before) == i_place:
+        # Rows from i_first on are of the sequence, those before i_low are not.
+        i_first = i_before
+        i_low = i_row * 0
+        while i_low < i_first:
+            i_middle = (i_low + i_first) // 2
+            is_same = tl.load(p_states + i_middle) == i_place
+            i_first = tl.where(is_same, i_middle, i_first)
+            i_low = tl.where(is_same, i_low, i_middle + 1)
+    return i_first
+
+
+@jit
+def _pool(
+    p_pooled,
+    p_slots,
+    p_state,
+    p_bias,
+    p_norm,
+    p_cosine,
+    p_sine,
+    p_rows,
+    p_scales,
+    p_rope,
+    eps,
+    pooled_stride,
+    table_stride,
+    row_stride,
+    i_row,
+    i_first,
+    i_position,
+    is_last,
+    KIND: constexpr,
+    RATIO: constexpr,
+    OVERLAPPED: constexpr,
+    DIM: constexpr,
+    ROPE_DIM: constexpr,
+    BLOCK_D: constexpr,
+    BLOCK_T: constexpr,
+    PDL: constexpr,
+):
+    """Some windows of the rows from `i_first` to `i_row` of a sequence: those at both ends that need a state or leave one."""
+    # Windows of a sequence: those that a state reaches into; the last; and the one before it, where it has a share in it.
+    HEAD: constexpr = 2 if OVERLAPPED else 1
+    WIDTH: constexpr = 2 * DIM if OVERLAPPED else DIM
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < DIM
+    i_start = i_position - (i_row - i_first)
+    first_window, last_window = i_start // RATIO, i_position // RATIO
+    num_windows = tl.minimum(last_window - first_window + 1, 2 * HEAD).to(tl.int32)
+    wait(PDL)
+    m_e = m_d & is_last & ((i_start > 0) if OVERLAPPED else (i_start % RATIO > 0))
+    m_a = m_d & is_last & (i_start % RATIO > 0)
+    e_m = tl.load(p_state + o_d, mask=m_e, other=float("-inf"))
+    e_l = tl.load(p_state + DIM + o_d, mask=m_e, other=0.0)
+    e_x = tl.load(p_state + 2 * DIM + o_d, mask=m_e, other=0.0)
+    b_none, b_zero = tl.full((BLOCK_D,), float("-inf"), tl.float32), tl.zeros((BLOCK_D,), tl.float32)
+    a_m, a_l, a_x = b_none, b_zero, b_zero
+    if OVERLAPPED:
+        a_m = tl.load(p_state + 3 * DIM + o_d, mask=m_a, other=float("-inf"))
+        a_l = tl.load(p_state + 4 * DIM + o_d, mask=m_a, other=0.0)
+        a_x = tl.load(p_state + 5 * DIM + o_d, mask=m_a, other=0.0)
+    for i_window in range(num_windows):
+        window = tl.where(i_window < HEAD, first_window + i_window, last_window - (num_windows - 1 - i_window))
+        is_final = i_window == num_windows - 1
+        if (i_window == HEAD) & (window > first_window + HEAD):
+            # No sums reach across the windows that were left out.
+            e_m, e_l, e_x, a_m, a_l, a_x = b_none, b_zero, b_zero, b_none, b_zero, b_zero
+        first_token = window * RATIO
+        i_begin, i_end = tl.maximum(first_token, i_start), tl.minimum(first_token + RATIO - 1, i_position)
+        has_state = tl.maximum(first_token - (HEAD - 1) * RATIO, 0) < i_start
+        is_made = is_final | (is_last & has_state)
+        for i_token in range(i_begin, i_end + 1, BLOCK_T):
+            o_t = i_token + tl.arange(0, BLOCK_T)[:, None]
+            m_t = (o_t <= i_end) & m_d[None, :]
+            p_row = p_pooled + (i_row - (i_position - o_t)).to(tl.int64) * pooled_stride + o_d[None, :]
+            p_place = p_bias + (o_t - first_token) * WIDTH + o_d[None, :]
+            if OVERLAPPED:
+                m_next = m_t & (is_last | (is_final == 0))
+                a_m, a_l, a_x = _added(a_m, a_l, a_x, p_row, p_place, m_next, WIDTH)
+                e_m, e_l, e_x = _added(e_m, e_l, e_x, p_row + DIM, p_place + DIM, m_t & is_made, WIDTH)
+            else:
+                e_m, e_l, e_x = _added(e_m, e_l, e_x, p_row, p_place, m_t, WIDTH)
+        if i_end == first_token + RATIO - 1:
+            if is_made:
+                i_entry = i_row - (i_position - i_end)
+                b_entry = tl.where(m_d, e_x / tl.where(m_d, e_l, 1.0), 0.0)[None, :]
+                if KIND == "rows":
+                    tl.store(p_rows + i_entry.to(tl.int64) * row_stride + o_d[None, :], b_entry, mask=m_d[None, :])
+                else:
+                    i_slot = tl.load(p_slots + i_entry).to(tl.int64)
+                    b_cos, b_sin = load_turn(p_cosine, p_sine, first_token, table_stride, DIM, ROPE_DIM, BLOCK_D)
+                    b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
+                    b_entry = finished_vectors(b_entry, b_weight, b_cos, b_sin, eps, DIM)
+                    if KIND == "turboquant":
+                        b_entry = rotated_latents(b_entry, DIM - ROPE_DIM)
+                    store_vector(p_rows, p_scales, p_rope, i_slot, row_stride, b_entry, KIND, DIM - ROPE_DIM, DIM)
+            e_m, e_l, e_x, a_m, a_l, a_x = a_m, a_l, a_x, b_none, b_zero, b_zero
+    m_store = m_d & is_last
+    tl.store(p_state + o_d, e_m, mask=m_store)
+    tl.store(p_state + DIM + o_d, e_l, mask=m_store)
+    tl.store(p_state + 2 * DIM + o_d, e_x, mask=m_store)
+    if OVERLAPPED:
+        tl.store(p_state + 3 * DIM + o_d, a_m, mask=m_store)
+        tl.store(p_state + 4 * DIM + o_d, a_l, mask=m_store)
+        tl.store(p_state + 5 * DIM + o_d, a_x, mask=m_store)
+
+
+@jit
+def _added(b_m, b_l, b_acc, p_x, p_bias, m_x, WIDTH: constexpr):
+    """Sums of channels, and rows [T, D] more: of each what is pooled, and its gate WIDTH columns further."""
+    b_x = tl.load(p_x, mask=m_x, other=0.0)
+    b_gate = tl.load(p_x + WIDTH, mask=m_x, other=float("-inf")) + tl.load(p_bias, mask=m_x, other=0.0)
+    b_top = tl.maximum(b_m, tl.max(b_gate, axis=0))
+    b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_share, b_weight = tl.exp(b_m - b_base), tl.exp(b_gate - b_base[None, :])
+    return b_top, b_l * b_share + tl.sum(b_weight, axis=0), b_acc * b_share + tl.sum(b_weight * b_x, axis=0)

@@ -3,15 +3,30 @@
 T rows, I index heads, D elements of a vector, R rotated ones, the last
 
 RMSNorm of all D elements, then rope on neighbours; an entry's at the position of its first token. All of it is in float32 and
-rounded once, to the type that it is kept in.
+rounded once, to the type that it is kept in. TurboQuant keeps the elements before the last R in the rotated space
+(quant/kv_quantize.py), by blocks of the largest power of two that divides them.
 """
 
 import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, size_bits
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, store_latents
-from holdfast.kernels.latent.write_index import LEAST_KEY, quantize_index
-from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
+from holdfast.kernels.latent.write_index import LEAST_KEY, coded_index, quantize_index
+from holdfast.kernels.latent.write_latent import LatentNorm, coded_latent, hadamard_sign, rotate_neighbours, turned
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from holdfast.quant.formats import EXPONENT_ALIGNMENT, EXPONENT_TILE
+from holdfast.quant.latent_quantize import LEAST_TILE
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
+
+TILE = kernel_constant(EXPONENT_TILE)
+ALIGNMENT = kernel_constant(EXPONENT_ALIGNMENT)
+LEAST = kernel_constant(LEAST_TILE)
+LEAST_INDEX = kernel_constant(LEAST_KEY)
 
 
 def write_entries(
@@ -76,3 +91,129 @@ def _finished(
 ) -> torch.Tensor:
     normed_XD = normed(entries_XD, norm.eps) * norm.weight_L.float()
     return rotate_last(normed_XD, positions_X // ratio * ratio, rotary)
+
+
+@jit
+def load_turn(p_cosine, p_sine, i_position, table_stride, DIM: constexpr, ROPE_DIM: constexpr, BLOCK_D: constexpr):
+    """cos and sin of each pair of a vector, [1, BLOCK_D / 2]; pairs before the last ROPE_DIM elements are not turned."""
+    o_f = (tl.arange(0, BLOCK_D // 2) - (DIM - ROPE_DIM) // 2)[None, :]
+    m_f = (o_f >= 0) & (o_f < ROPE_DIM // 2)
+    o_table = i_position * table_stride + o_f
+    b_cos = tl.load(p_cosine + o_table, mask=m_f, other=1.0).to(tl.float32)
+    b_sin = tl.load(p_sine + o_table + ROPE_DIM // 2, mask=m_f, other=0.0).to(tl.float32)
+    return b_cos, b_sin
+
+
+@jit
+def finished_vectors(b_x, b_weight, b_cos, b_sin, eps, DIM: constexpr):
+    """[H, BLOCK_D] normed, weighed and turned; what lies behind DIM must be zero."""
+    b_mean = tl.sum(b_x * b_x, axis=1, keep_dims=True) / DIM
+    return turned(b_x * tl.rsqrt(b_mean + eps) * b_weight, b_cos, b_sin)
+
+
+@jit
+def rotated_latents(b_x, LATENT_DIM: constexpr):
+    """[H, BLOCK_D], of which the first LATENT_DIM elements are taken to the rotated space, or back."""
+    SIDE: constexpr = LATENT_DIM & -LATENT_DIM
+    # A Hadamard matrix is the Kronecker product of smaller ones: one for each half of the bits of an element's number.
+    LOW: constexpr = 8 if SIDE >= 32 else (4 if SIDE >= 8 else SIDE)
+    HIGH: constexpr = SIDE // LOW
+    BLOCKS: constexpr = b_x.shape[0] * b_x.shape[1] // SIDE
+    o_low, o_high = tl.arange(0, LOW), tl.arange(0, HIGH)
+    b_low = hadamard_sign(o_low[:, None], o_low[None, :])[None, None, :, :]
+    b_high = hadamard_sign(o_high[:, None], o_high[None, :])[None, :, :, None]
+    b_y = tl.sum(tl.reshape(b_x, (BLOCKS, HIGH, LOW))[:, :, :, None] * b_low, axis=2)
+    b_y = tl.sum(b_y[:, :, None, :] * b_high, axis=1) * (SIDE**-0.5)
+    m_latent = (tl.arange(0, b_x.shape[1]) < LATENT_DIM)[None, :]
+    return tl.where(m_latent, tl.reshape(b_y, b_x.shape), b_x)
+
+
+@jit
+def store_vector(
+    p_rows, p_scales, p_rope, i_slot, row_stride, b_x, KIND: constexpr, LATENT_DIM: constexpr, DIM: constexpr
+):
+    """A vector [1, BLOCK_D] into its slot (-1: nowhere), in the format of its planes; for TurboQuant in the rotated space already."""
+    BLOCK_D: constexpr = b_x.shape[1]
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_d = (o_d < DIM) & (i_slot >= 0)
+    p_row = p_rows + i_slot * row_stride
+    if KIND == "plain":
+        tl.store(p_row + o_d, b_x.to(p_rows.dtype.element_ty), mask=m_d)
+    elif KIND == "index":
+        b_key, b_scale = coded_index(b_x, LEAST_INDEX)
+        tl.store(p_row + o_d, b_key, mask=m_d)
+        o_1 = tl.arange(0, 1)
+        tl.store(p_scales + i_slot + o_1, b_scale, mask=(o_1 == 0) & (i_slot >= 0))
+    elif KIND == "turboquant":
+        o_rope = i_slot * (DIM - LATENT_DIM) + (o_d - LATENT_DIM)
+        tl.store(p_rope + o_rope, bfloat16_bits(b_x), mask=m_d & (o_d >= LATENT_DIM))
+        COLUMNS: constexpr = LATENT_DIM // 4
+        o_c = tl.arange(0, BLOCK_D // 4)
+        m_4 = tl.broadcast_to((o_c < COLUMNS)[None, :], (4, BLOCK_D // 4))
+        o_4 = tl.where(m_4, tl.arange(0, 4)[:, None] * COLUMNS + o_c[None, :], 0)
+        b_y = tl.gather(tl.reshape(b_x, (BLOCK_D,)), tl.reshape(o_4, (BLOCK_D,)), 0)
+        b_y = tl.where(m_4, tl.reshape(b_y, (4, BLOCK_D // 4)), 0.0)
+        b_words, b_size = coded_latent(b_y, m_4, LATENT_DIM)
+        p_words = p_rows.to(tl.pointer_type(tl.int16)) + i_slot * COLUMNS + o_c
+        tl.store(p_words, b_words.to(tl.int16), mask=(o_c < COLUMNS) & (i_slot >= 0))
+        tl.store(p_scales + i_slot, b_size, mask=i_slot >= 0)
+    else:
+        b_bits = bfloat16_bits(b_x)
+        p_last = (p_row + LATENT_DIM).to(tl.pointer_type(tl.int16)) + (o_d - LATENT_DIM)
+        tl.store(p_last, b_bits, mask=m_d & (o_d >= LATENT_DIM))
+        TILES: constexpr = BLOCK_D // TILE
+        NUM_TILES: constexpr = LATENT_DIM // TILE
+        b_tile = tl.reshape((b_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True), (TILES, TILE))
+        # As integers: NaN is above all numbers there, and is not lost.
+        b_amax = tl.max(size_bits(b_tile), axis=1).to(tl.float32, bitcast=True)
+        b_amax = tl.where(b_amax < LEAST, LEAST, b_amax)
+        b_quotient = size_bits(tl.div_rn(b_amax, tl.full((TILES,), 448.0, tl.float32)))
+        b_exponent = tl.where(b_quotient < 0x7F800000, (b_quotient + 0x7FFFFF) >> 23, 255)
+        b_inverse = tl.where(b_exponent == 255, 0x7FC00000, (254 - b_exponent) << 23).to(tl.float32, bitcast=True)
+        b_code = e4m3_of(b_tile * b_inverse[:, None]).to(tl.uint8)
+        o_tile = tl.arange(0, TILES)
+        o_code = o_tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        tl.store(p_row + o_code, b_code, mask=(o_code < LATENT_DIM) & (i_slot >= 0))
+        NUM_EXPONENTS: constexpr = (NUM_TILES + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        p_exponents = p_scales + i_slot * NUM_EXPONENTS
+        tl.store(p_exponents + o_tile, b_exponent.to(tl.uint8), mask=(o_tile < NUM_TILES) & (i_slot >= 0))
+        o_rest = NUM_TILES + tl.arange(0, ALIGNMENT)
+        b_zero = tl.zeros((ALIGNMENT,), tl.uint8)
+        tl.store(p_exponents + o_rest, b_zero, mask=(o_rest < NUM_EXPONENTS) & (i_slot >= 0))
+
+
+@jit
+def turn_heads(
+    p_heads,
+    head_stride,
+    i_first,
+    p_cosine,
+    p_sine,
+    i_position,
+    table_stride,
+    DIRECTION: constexpr,
+    NUM_HEADS: constexpr,
+    HEADS: constexpr,
+    DIM: constexpr,
+    ROPE_DIM: constexpr,
+    BLOCK_R: constexpr,
+    PDL: constexpr,
+):
+    """The last elements of some heads of a row, from `i_first` on, turned in place, or back (DIRECTION -1)."""
+    o_f = tl.arange(0, BLOCK_R // 2)[None, :]
+    o_table = i_position * table_stride + o_f
+    b_cos = tl.load(p_cosine + o_table, mask=o_f < ROPE_DIM // 2, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_sine + o_table + ROPE_DIM // 2, mask=o_f < ROPE_DIM // 2, other=0.0).to(tl.float32)
+    wait(PDL)
+    o_head, o_r = i_first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK_R)[None, :]
+    p_head = p_heads + o_head * head_stride + (DIM - ROPE_DIM) + o_r
+    m_head = (o_head < NUM_HEADS) & (o_r < ROPE_DIM)
+    b_x = turned(tl.load(p_head, mask=m_head, other=0.0).to(tl.float32), b_cos, b_sin * DIRECTION)
+    tl.store(p_head, b_x.to(p_heads.dtype.element_ty), mask=m_head)
+
+
+@jit
+def wait(PDL: constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

@@ -26,7 +26,7 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 ELEMENTS_PER_PROGRAM = 2048
 """Of index heads."""
@@ -302,7 +302,7 @@ def _write_index_kernel(
         if p_scales is None:
             tl.store(p_y, b_x.to(p_rows.dtype.element_ty), mask=m_store)
         else:
-            b_codes, b_scale = _coded(b_x, LEAST)
+            b_codes, b_scale = coded_index(b_x, LEAST)
             tl.store(p_y, b_codes, mask=m_store)
             o_1 = tl.arange(0, 1)
             tl.store(p_scales + i_slot + o_1, b_scale, mask=(o_1 == 0) & (i_slot >= 0))
@@ -337,13 +337,13 @@ def _quantize_queries_kernel(
     _wait(PDL)
     b_x = tl.load(p_q + i_row * q_stride + o_head[:, None] * head_stride + o_d, mask=m_x, other=0.0).to(tl.float32)
     b_weight = tl.load(p_weights + i_row * weights_stride + o_head, mask=m_head, other=0.0).to(tl.float32)
-    b_codes, b_scale = _coded(b_x, LEAST)
+    b_codes, b_scale = coded_index(b_x, LEAST)
     tl.store(p_codes + i_row * codes_stride + o_head[:, None] * codes_head_stride + o_d, b_codes, mask=m_x)
     tl.store(p_out + i_row * out_stride + o_head, b_weight * b_scale, mask=m_head)
 
 
 @jit
-def _coded(b_x, LEAST: constexpr):
+def coded_index(b_x, LEAST: constexpr):
     """[H, D] codes and the scale of each row: the least power of two from max(amax, LEAST) / 448 on. What is not finite stays."""
     # As integers: NaN is above all numbers there, and is not lost.
     b_amax = tl.max(size_bits(b_x), axis=1).to(tl.float32, bitcast=True)

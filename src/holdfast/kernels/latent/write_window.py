@@ -10,9 +10,34 @@ rotated back by the row's own position.
 import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.latent.entry_rows import normed, rotate_last
-from holdfast.kernels.latent.latent_planes import LatentPlanes, store_latents
+from holdfast.kernels.latent.entry_rows import (
+    finished_vectors,
+    load_turn,
+    normed,
+    rotate_last,
+    rotated_latents,
+    store_vector,
+    turn_heads,
+    wait,
+)
+from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, store_latents
 from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+from holdfast.quant.kv_quantize import rotate_heads
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+ELEMENTS_PER_PROGRAM = 2048
+"""Of query heads, or of what is rotated of outputs."""
+NUM_WARPS = 4
 
 
 def write_window(
@@ -25,20 +50,26 @@ def write_window(
     q_eps: float,
     rotary: Rotary,
     planes: LatentPlanes,
+    is_rotated: bool = False,
 ) -> None:
     """Each row's vector to its slot (-1: nowhere); its query heads are normed and rotated in place.
 
     Rows may lie apart in `kv_TD` and `q_TND`. A row without a state is padding: nothing else of it is looked at. A row with a
     state and no slot is a row like others but for the write.
+
+    `is_rotated`: vectors and heads are wanted in TurboQuant's rotated space, because entries are kept in it; where this window
+    is, they always are.
     """
-    write_window_reference(kv_TD, q_TND, positions_T, slots_T, states_T, norm, q_eps, rotary, planes)
+    write = write_window_triton if can_run(kv_TD) else write_window_reference
+    write(kv_TD, q_TND, positions_T, slots_T, states_T, norm, q_eps, rotary, planes, is_rotated)
 
 
 def rotate_back(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> None:
     """The last R elements of every head turned by minus the row's position, in place.
 
     Padding may have any position."""
-    rotate_back_reference(out_TND, positions_T, rotary)
+    rotate = rotate_back_triton if can_run(out_TND) else rotate_back_reference
+    rotate(out_TND, positions_T, rotary)
 
 
 def write_window_reference(
@@ -51,14 +82,21 @@ def write_window_reference(
     q_eps: float,
     rotary: Rotary,
     planes: LatentPlanes,
+    is_rotated: bool = False,
 ) -> None:
     """The same in plain torch."""
     is_row_T, is_kept_T = states_T >= 0, (states_T >= 0) & (slots_T >= 0)
     safe_T = torch.where(is_row_T, positions_T, 0)
-    turned_TND = rotate_last(normed(q_TND, q_eps), safe_T, rotary).to(q_TND.dtype)
-    q_TND.copy_(torch.where(is_row_T[:, None, None], turned_TND, q_TND))
-    rows_TD = rotate_last(normed(kv_TD, norm.eps) * norm.weight_L.float(), safe_T, rotary)[is_kept_T]
-    store_latents(planes, slots_T[is_kept_T], rows_TD[:, : planes.latent_dim], rows_TD[:, planes.latent_dim :])
+    latent_dim, is_coded = planes.latent_dim, planes.kind == "turboquant"
+    turned_TND = rotate_last(normed(q_TND, q_eps), safe_T, rotary)
+    rows_TD = rotate_last(normed(kv_TD, norm.eps) * norm.weight_L.float(), safe_T, rotary)
+    if is_rotated or is_coded:
+        turned_TND[..., :latent_dim] = rotate_heads(turned_TND[..., :latent_dim])
+    if is_rotated and not is_coded:  # codes are rotated where they are made
+        rows_TD[:, :latent_dim] = rotate_heads(rows_TD[:, :latent_dim])
+    q_TND.copy_(torch.where(is_row_T[:, None, None], turned_TND.to(q_TND.dtype), q_TND))
+    rows_XD = rows_TD[is_kept_T]
+    store_latents(planes, slots_T[is_kept_T], rows_XD[:, :latent_dim], rows_XD[:, latent_dim:])
 
 
 def rotate_back_reference(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> None:
@@ -68,3 +106,198 @@ def rotate_back_reference(out_TND: torch.Tensor, positions_T: torch.Tensor, rota
     safe_T = positions_T.clamp(0, last_position)
     inverse = Rotary(rotary.cos_LD[safe_T], -rotary.sin_LD[safe_T])
     out_TNR.copy_(rotate_neighbours(out_TNR, torch.arange(len(safe_T), device=safe_T.device), inverse))
+
+
+def write_window_triton(
+    kv_TD: torch.Tensor,
+    q_TND: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    states_T: torch.Tensor,
+    norm: LatentNorm,
+    q_eps: float,
+    rotary: Rotary,
+    planes: LatentPlanes,
+    is_rotated: bool = False,
+) -> None:
+    """The same as one Triton kernel: a program for the vector of a row, and others for some of its query heads each."""
+    num_rows, num_heads, dim = q_TND.shape
+    _check_layout(q_TND, rotary)
+    assert dim == kv_TD.shape[1] == planes.latent_dim + planes.rope_dim, f"{q_TND.shape=}, {kv_TD.shape=}"
+    assert rotary.cos_LD.shape[1] == planes.rope_dim, f"{rotary.cos_LD.shape=} for {planes.rope_dim=}"
+    assert kv_TD.stride(1) == 1, f"{kv_TD.stride()=}: the elements of a row must lie side by side"
+    assert not planes.has_small_rope, "rotated elements in e4m3 have no kernel here"
+    if num_rows == 0:
+        return
+    block_d, pdl = next_power_of_two(dim), supports_pdl(kv_TD)
+    heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_d))
+    _write_window_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
+        kv_TD,
+        q_TND,
+        positions_T,
+        slots_T,
+        states_T,
+        norm.weight_L,
+        rotary.cos_LD,
+        rotary.sin_LD,
+        planes.rows_SX,
+        planes.scales_SC,
+        bits_of_rope(planes),
+        norm.eps,
+        q_eps,
+        kv_TD.stride(0),
+        q_TND.stride(0),
+        q_TND.stride(1),
+        planes.rows_SX.stride(0),
+        rotary.cos_LD.stride(0),
+        KIND=planes.kind,
+        ROTATED=is_rotated or planes.kind == "turboquant",
+        NUM_HEADS=num_heads,
+        LATENT_DIM=planes.latent_dim,
+        ROPE_DIM=planes.rope_dim,
+        HEADS=heads,
+        BLOCK_D=block_d,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        **pdl_launch(pdl),
+    )
+
+
+def rotate_back_triton(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> None:
+    """The same as one Triton kernel: a program for some heads of a row."""
+    num_rows, num_heads, dim = out_TND.shape
+    _check_layout(out_TND, rotary)
+    if num_rows == 0:
+        return
+    (num_positions, rope_dim), pdl = rotary.cos_LD.shape, supports_pdl(out_TND)
+    block_r = next_power_of_two(rope_dim)
+    heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_r))
+    _rotate_back_kernel[(num_rows * -(-num_heads // heads),)](
+        out_TND,
+        positions_T,
+        rotary.cos_LD,
+        rotary.sin_LD,
+        num_positions,
+        out_TND.stride(0),
+        out_TND.stride(1),
+        rotary.cos_LD.stride(0),
+        NUM_HEADS=num_heads,
+        DIM=dim,
+        ROPE_DIM=rope_dim,
+        HEADS=heads,
+        BLOCK_R=block_r,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        **pdl_launch(pdl),
+    )
+
+
+def _check_layout(x_TND: torch.Tensor, rotary: Rotary) -> None:
+    dim, rope_dim = x_TND.shape[2], rotary.cos_LD.shape[1]
+    assert dim % 2 == rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
+    assert x_TND.stride(2) == 1, f"{x_TND.stride()=}: the elements of a head must lie side by side"
+    assert rotary.cos_LD.stride() == rotary.sin_LD.stride(), "both tables must lie alike"
+    assert rotary.cos_LD.stride(1) == 1, f"{rotary.cos_LD.stride()=}: the columns of a table must lie side by side"
+
+
+@jit
+def _write_window_kernel(
+    p_kv,
+    p_q,
+    p_positions,
+    p_slots,
+    p_states,
+    p_norm,
+    p_cosine,
+    p_sine,
+    p_rows,
+    p_scales,
+    p_rope,
+    eps,
+    q_eps,
+    kv_stride,
+    q_stride,
+    head_stride,
+    row_stride,
+    table_stride,
+    KIND: constexpr,
+    ROTATED: constexpr,
+    NUM_HEADS: constexpr,
+    LATENT_DIM: constexpr,
+    ROPE_DIM: constexpr,
+    HEADS: constexpr,
+    BLOCK_D: constexpr,
+    PDL: constexpr,
+):
+    NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
+    DIM: constexpr = LATENT_DIM + ROPE_DIM
+    i_program = tl.program_id(0)
+    i_row = (i_program // NUM_BLOCKS).to(tl.int64)
+    i_block = i_program % NUM_BLOCKS
+    is_row = tl.load(p_states + i_row) >= 0
+    i_position = tl.where(is_row, tl.load(p_positions + i_row).to(tl.int64), 0)
+    # What no kernel before this one writes is loaded first.
+    b_cos, b_sin = load_turn(p_cosine, p_sine, i_position, table_stride, DIM, ROPE_DIM, BLOCK_D)
+    o_d = tl.arange(0, BLOCK_D)[None, :]
+    m_d = (o_d < DIM) & is_row
+    if i_block > 0:
+        wait(PDL)
+        o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
+        m_q = (o_head < NUM_HEADS) & m_d
+        p_query = p_q + i_row * q_stride + o_head * head_stride + o_d
+        b_q = tl.load(p_query, mask=m_q, other=0.0).to(tl.float32)
+        b_q = finished_vectors(b_q, 1.0, b_cos, b_sin, q_eps, DIM)
+        if ROTATED:
+            b_q = rotated_latents(b_q, LATENT_DIM)
+        tl.store(p_query, b_q.to(p_q.dtype.element_ty), mask=m_q)
+    else:
+        b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
+        i_slot = tl.where(is_row, tl.load(p_slots + i_row).to(tl.int64), -1)
+        wait(PDL)
+        b_x = tl.load(p_kv + i_row * kv_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_x = finished_vectors(b_x, b_weight, b_cos, b_sin, eps, DIM)
+        if ROTATED:
+            b_x = rotated_latents(b_x, LATENT_DIM)
+        store_vector(p_rows, p_scales, p_rope, i_slot, row_stride, b_x, KIND, LATENT_DIM, DIM)
+
+
+@jit
+def _rotate_back_kernel(
+    p_out,
+    p_positions,
+    p_cosine,
+    p_sine,
+    num_positions,
+    out_stride,
+    head_stride,
+    table_stride,
+    NUM_HEADS: constexpr,
+    DIM: constexpr,
+    ROPE_DIM: constexpr,
+    HEADS: constexpr,
+    BLOCK_R: constexpr,
+    PDL: constexpr,
+):
+    NUM_BLOCKS: constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    i_program = tl.program_id(0)
+    i_row = (i_program // NUM_BLOCKS).to(tl.int64)
+    i_first = i_program % NUM_BLOCKS * HEADS
+    i_position = tl.load(p_positions + i_row).to(tl.int64)
+    i_position = tl.minimum(tl.maximum(i_position, 0), num_positions - 1)
+    p_heads = p_out + i_row * out_stride
+    turn_heads(
+        p_heads,
+        head_stride,
+        i_first,
+        p_cosine,
+        p_sine,
+        i_position,
+        table_stride,
+        -1,
+        NUM_HEADS,
+        HEADS,
+        DIM,
+        ROPE_DIM,
+        BLOCK_R,
+        PDL,
+    )

@@ -86,7 +86,7 @@ def _expert_scheme(settings: Settings) -> str | None:
     """That of experts, where a checkpoint (DeepSeek-V4) stores them in fewer bits than its other matrices."""
     part = settings.part("quantization_config")
     said = settings.text("expert_dtype", "" if part is None else part.text("expert_dtype", ""))
-    return EXPERT_DTYPES[said] if said in EXPERT_DTYPES else None
+    return EXPERT_DTYPES.get(said)
 
 
 PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], DeclaredModel]] = {

@@ -1,0 +1,126 @@
+"""DeepSeek-V4 against transformers: windows, entries, choices and streams; chunks, company, prefixes, forks, preemption."""
+
+import pytest
+import torch
+
+from holdfast.attention import torch_compressed
+from holdfast.attention.torch_sparse import largest_tokens
+from holdfast.cache.groups import block_tokens
+from models.tiny_compressed import COMPRESSED_MODELS, alone, make_compressed_drive, tiny_compressed
+from models.tiny_latents import fork, judge, make_request, preempt_after
+from runner.drive import Request
+
+FLASH = "like V4-Flash"
+BLOCKS = {"like V4-Flash": 24, "like V4-Pro": 24, "windows": 1, "all entries": 8, "chosen entries": 4}
+"""Tokens of a block of the prefix cache where a chunk has one row."""
+
+
+@pytest.mark.parametrize("case", COMPRESSED_MODELS)
+def test_alone_and_whole(case):
+    """Up to the first entries, around windows, and many more than are chosen."""
+    for length in (1, 3, 8, 9, 41):
+        alone(case, length, 8)
+
+
+@pytest.mark.parametrize("case", COMPRESSED_MODELS)
+def test_in_company_of_other_lengths_and_in_chunks(case):
+    theirs, ours = tiny_compressed(case)
+    requests = [make_request(length, 12, 3 * index) for index, length in enumerate((1, 2, 17, 33, 61))]
+    drive = make_compressed_drive(ours, max_rows=11, page_tokens=4)
+    drive.run(requests)
+    for request in requests:
+        judge(theirs, drive, request)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4])
+def test_every_chunk_size(page_tokens):
+    answer = alone(FLASH, 21, 3)
+    for max_rows in range(1, 22):
+        drive = make_compressed_drive(tiny_compressed(FLASH)[1], max_rows, page_tokens)
+        request = make_request(21, 3)
+        drive.run([request])
+        answer.check(drive, request)
+        assert len(drive.logits(request)) == 23, f"{max_rows=}"
+
+
+def test_only_the_rows_that_are_read_are_finished():
+    answer = alone(FLASH, 22, 4)
+    drive = make_compressed_drive(tiny_compressed(FLASH)[1], 9)
+    request = Request(list(answer.prompt), 4)
+    drive.run([request])
+    answer.check(drive, request)
+    assert len(drive.logits(request)) == 4
+
+
+def test_preempted_at_every_position():
+    answer = alone(FLASH, 33, 9)
+    for place in range(1, 16):
+        drive = make_compressed_drive(tiny_compressed(FLASH)[1], 5)
+        request = Request(list(answer.prompt), 9)
+        preempt_after(drive, place)
+        drive.run([request])
+        drive.scheduler.check()
+        assert request.sequence is not None
+        assert request.sequence.num_preemptions == 1
+        answer.check(drive, request)
+
+
+def test_preempted_by_neighbours_where_pages_are_few():
+    answers = [alone(FLASH, length, 26) for length in (4, 6, 5)]
+    drive = make_compressed_drive(tiny_compressed(FLASH)[1], 4, num_pages=28)
+    requests = [Request(list(answer.prompt), 26) for answer in answers]
+    drive.run(requests)
+    assert drive.scheduler.num_preemptions > 0
+    for answer, request in zip(answers, requests, strict=True):
+        answer.check(drive, request)
+
+
+@pytest.mark.parametrize("case", COMPRESSED_MODELS)
+def test_prefixes_are_hit_at_every_block_boundary(case):
+    """Window, entries and index are found; the state of overlapped entries is made again of the last tokens of what is found."""
+    theirs, ours = tiny_compressed(case)
+    answer, block = alone(case, 70, 4), BLOCKS[case]
+    drive = make_compressed_drive(ours, 16)
+    assert block_tokens(drive.rig.groups) == block
+    drive.run([Request(list(answer.prompt), 4)])
+    places = range(block, 70, block)
+    for place in places if len(places) < 20 else (1, 2, 7, 8, 9, 10, 31, 32, 33, 57, 69):
+        request = Request([*answer.prompt[:place], *fork(answer, place % 32)[place % 32 :]], 4)
+        drive.run([request])
+        drive.scheduler.check()
+        judge(theirs, drive, request)
+        assert request.sequence is not None
+        assert request.sequence.num_cached_tokens == place
+
+
+@pytest.mark.parametrize("case", ["like V4-Flash", "chosen entries", "all entries"])
+def test_forks_at_every_position_side_by_side(case):
+    """Each goes on from the blocks that it has in common with the first, while the first still runs."""
+    theirs, ours = tiny_compressed(case)
+    answer = alone(case, 40, 4)
+    drive = make_compressed_drive(ours, 16)
+    first = Request(list(answer.prompt), 4)
+    forks = [Request(fork(answer, place), 4, arrival=2 + place // 3) for place in range(1, 36)]
+    drive.run([first, *forks])
+    drive.scheduler.check()
+    answer.check(drive, first)
+    for place, request in enumerate(forks, 1):
+        judge(theirs, drive, request)
+        assert request.sequence is not None
+        assert request.sequence.num_cached_tokens == place // BLOCKS[case] * BLOCKS[case]
+
+
+def test_no_choice_hangs_on_a_rounding(monkeypatch):
+    """Between the last entry that is chosen and the first that is not lies far more than two ways to compute in float32 differ by."""
+    gaps = []
+
+    def measured(scores_nC: torch.Tensor, top_k: int) -> torch.Tensor:
+        inside, outside = scores_nC.topk(top_k + 1, dim=1).values[:, -2:].unbind(1)
+        gaps.append(float((inside - outside).min()))
+        return largest_tokens(scores_nC, top_k)
+
+    monkeypatch.setattr(torch_compressed, "largest_tokens", measured)
+    for case in ("like V4-Flash", "like V4-Pro", "chosen entries"):
+        for length in (21, 33, 41, 61, 70):
+            make_compressed_drive(tiny_compressed(case)[1], 96).run([make_request(length, 1)])
+    assert min(gaps) > 2e-5
