@@ -165,7 +165,7 @@ FITTING = view_of(plan_request("Qwen3-32B", "h200"), "Qwen3-32B")
 TOO_LONG = view_of(plan_request("Qwen3-8B", "rtx4090", max_model_len=1_000_000), "Qwen3-8B")
 
 
-TOO_LARGE = view_of(plan_request("DeepSeek-V4-Flash", "l4"), "DeepSeek-V4-Flash")
+TOO_LARGE = view_of(plan_request("GLM-4.5", "l4"), "GLM-4.5")
 
 
 def text_of(view: PlanView) -> str:

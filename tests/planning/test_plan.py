@@ -18,7 +18,14 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
 from holdfast.planning.plan import RunnerPlan, plan_runner
 from holdfast.planning.target import memory_target
-from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, MLA_FORMATS, MLA_NAMES
+from holdfast.quant.formats import (
+    COMPRESSED_FORMATS,
+    COMPRESSED_NAMES,
+    DEFAULT_PROTECTED_LAYERS,
+    KV_FORMATS,
+    MLA_FORMATS,
+    MLA_NAMES,
+)
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from models.model_sample import SOME_MODELS
 from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, declared, plan_request
@@ -41,14 +48,14 @@ def test_a_plan_of_a_model_that_runs() -> None:
 
 def test_a_plan_of_a_model_that_does_not_run() -> None:
     plan = fit_runner(
-        plan_request("DeepSeek-V4-Flash", memory_target("400GiB"), kv_cache_dtype="fp8", max_model_len=100_000)
+        plan_request("gemma-2-9b", memory_target("400GiB"), kv_cache_dtype="bfloat16", max_model_len=100_000)
     )
     assert plan.cache is None
     assert plan.declaration is None
     assert plan.attention_specs == ()
-    assert plan.kv_bytes_per_token == Fraction(15401, 4)
-    assert plan.memory.page_bytes == 61604
-    assert plan.kv_bytes_per_sequence == declared("DeepSeek-V4-Flash").kv_bytes_per_sequence("fp8")
+    assert plan.kv_bytes_per_token == 172_032
+    assert plan.memory.page_bytes == 16 * 172_032
+    assert plan.kv_bytes_per_sequence == declared("gemma-2-9b").kv_bytes_per_sequence("bfloat16") > 0
     assert len(plan.not_in_this_version) == 1
     assert plan.resolved.limits.page_tokens == 16
 
@@ -60,8 +67,10 @@ def test_every_model_in_every_format(name: str, kv_format: str) -> None:
     model, found = declared(name), KV_FORMATS[kv_format]
     if model.keeps_latents and kv_format in MLA_NAMES:
         found = MLA_FORMATS[MLA_NAMES[kv_format]]
+    if model.is_compressed and kv_format in COMPRESSED_NAMES:
+        found = COMPRESSED_FORMATS[COMPRESSED_NAMES[kv_format]]
     if model.declaration.unsupported_format(found) is not None:
-        with pytest.raises(ConfigError, match=r"this model keeps .*; try bfloat16 or fp8"):
+        with pytest.raises(ConfigError, match=r"this model .*; try bfloat16 or fp8"):
             fit_runner(wanted)
         return
     plan = fit_runner(wanted)
@@ -72,9 +81,11 @@ def test_every_model_in_every_format(name: str, kv_format: str) -> None:
         reasons = {choice.name: choice.reason for choice in plan.resolved.choices}
         is_dropped = len(plan.cache.groups) > 1 and "pages unused" in reasons.get("kv_protected_layers", "")
         assert num_wide == (0 if is_dropped else DEFAULT_PROTECTED_LAYERS.get(found.name, 0))
-        assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
+        if not model.is_compressed:  # where windows are not counted, and rows stand for several tokens
+            assert plan.cache.bytes_per_token == plan.kv_bytes_per_token
         assert plan.cache.bytes_per_page == plan.memory.page_bytes
-        assert plan.cache.page_tokens == (64 if found.is_quantized or model.keeps_latents else 16)
+        is_tiled = found.is_quantized and not model.is_compressed
+        assert plan.cache.page_tokens == (64 if is_tiled or model.keeps_latents else 16)
     bare = fit_runner(replace(wanted, config=replace(wanted.config, kv_protected_layers=0)))
     assert bare.kv_bytes_per_token == model.kv_bytes_per_token(kv_format)
 

@@ -78,7 +78,7 @@ def test_steps_that_are_too_short_are_refused_with_what_works() -> None:
 
 def test_models_that_are_only_planned_are_declined() -> None:
     with pytest.raises(ConfigError, match=r"speculative=ngram:4 was asked; .* is planned, not run: .*; leave specul"):
-        settle(plan_request("DeepSeek-V4-Pro", speculative="ngram"))
+        settle(plan_request("gemma-2-9b", speculative="ngram"))
 
 
 class Kept:

@@ -14,7 +14,7 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.decoder_declaration import DecoderDeclaration
-from holdfast.models.spec import ModelSpec
+from holdfast.models.spec import LayerKind
 
 PLANNED = " *"
 """Behind the name of a model that this version does not run."""
@@ -35,7 +35,7 @@ class ModelRow(NamedTuple):
     """As its makers store it."""
     kv_bytes_per_token: float
     kv_bytes_per_sequence: int
-    """What windows take of a sequence, whatever its length."""
+    """What windows or states take of a sequence, whatever its length."""
     max_position: int
     source: str
 
@@ -64,7 +64,7 @@ def _sizes(declared: DeclaredModel) -> tuple[int, int]:
     declaration = declared.declaration
     if not isinstance(declaration, DecoderDeclaration):
         return _listed(declared)
-    counts = Counter(_kind(declaration.decoder, layer) for layer in range(declaration.decoder.num_layers))
+    counts = Counter(map(declaration.decoder.layer_kind, range(declaration.decoder.num_layers)))
     alone = {kind: _listed(replace(declared, declaration=_layers(declaration, kind, 1))) for kind in counts}
     kind, one = next(iter(alone.items()))
     two = _listed(replace(declared, declaration=_layers(declaration, kind, 2)))
@@ -75,21 +75,18 @@ def _sizes(declared: DeclaredModel) -> tuple[int, int]:
     return parameters, num_bytes
 
 
-def _kind(spec: ModelSpec, layer: int) -> tuple[bool, bool]:
-    """What layers have or not: experts, and an index."""
-    return spec.layer_experts(layer) is not None, spec.layer_index(layer) is not None
-
-
-def _layers(declaration: DecoderDeclaration, kind: tuple[bool, bool], num_layers: int) -> DecoderDeclaration:
+def _layers(declaration: DecoderDeclaration, kind: LayerKind, num_layers: int) -> DecoderDeclaration:
     """So many layers of one kind between the ends."""
     spec, every, none = declaration.decoder, frozenset(range(num_layers)), frozenset[int]()
-    has_experts, has_index = kind
-    experts = None if spec.experts is None else replace(spec.experts, dense_layers=none if has_experts else every)
-    latent = spec.latent
-    if latent is not None and latent.index is not None:
-        latent = replace(latent, index=replace(latent.index, shared_layers=none if has_index else every))
-    windows = spec.sliding_windows[:num_layers]
-    made = replace(spec, num_layers=num_layers, sliding_windows=windows, experts=experts, latent=latent)
+    made = replace(spec, num_layers=num_layers, sliding_windows=spec.sliding_windows[:num_layers])
+    if spec.experts is not None:
+        dense, tables = none if kind.experts else every, every if kind.has_table else none
+        made = replace(made, experts=replace(spec.experts, dense_layers=dense, table_layers=tables))
+    if spec.latent is not None and spec.latent.index is not None:
+        index = replace(spec.latent.index, shared_layers=none if kind.index else every)
+        made = replace(made, latent=replace(spec.latent, index=index))
+    if spec.compressed is not None:
+        made = replace(made, compressed=replace(spec.compressed, compressors=(kind.compressor,) * num_layers))
     return declaration._replace(decoder=made)
 
 

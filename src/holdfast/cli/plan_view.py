@@ -341,7 +341,8 @@ def _reason(terms: list[Term]) -> str:
     largest = max(terms, key=lambda term: term.num_bytes)
     if len(terms) == 1:
         return largest.reason
-    return f"{largest.owner.partition('/')[2]}: {largest.reason}; and {len(terms) - 1} more"
+    name = largest.owner.partition("/")[2]
+    return f"{name + ': ' if name else ''}{largest.reason}; and {len(terms) - 1} more"
 
 
 def _page_term(memory: MemoryPlan, groups: tuple[GroupAccount, ...]) -> Term:

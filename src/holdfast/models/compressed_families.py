@@ -156,8 +156,8 @@ def _layer_kinds(settings: Settings, num_layers: int, num_drafts: int) -> tuple[
     ratios = settings.values.get("compress_ratios")
     if ratios is None:
         raise settings.missing("compress_ratios", "nothing else says which layers compress, and how far")
-    # Lists go on behind the last layer, with those that draft.
-    is_list = isinstance(ratios, list) and num_layers <= len(ratios) <= num_layers + num_drafts
+    # Lists go on behind the last layer, with those that draft, also where settings have left these out.
+    is_list = isinstance(ratios, list) and num_layers <= len(ratios) <= num_layers + max(1, num_drafts)
     if not is_list or not all(type(ratio) is int and ratio in KINDS_BY_RATIO for ratio in ratios):
         known = " or ".join(map(str, KINDS_BY_RATIO))
         raise settings.refuse("compress_ratios", ratios, f"a list of {known} for each of {num_layers} layers")

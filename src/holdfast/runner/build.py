@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import linear
+from holdfast.kernels.latent.compressed_geometry import compressed_splits
 from holdfast.kernels.native_library import compile_native
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
 from holdfast.loading.declared import declare_opened
@@ -410,7 +412,9 @@ class RunnerBuild:
             has_proposals = self._plan.resolved.num_proposals > 0
             mixed = tuple(size for size in mixed_sizes(limits.max_num_batched_tokens, has_proposals) if size >= least)
             graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.sampled_rows, least))
-        rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, self._model.spec.experts)
+        spec = self._model.spec
+        is_split = None if spec.compressed is None else partial(_is_split, spec.num_heads, self._num_sms)
+        rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, spec.experts, is_split)
         _warm(runner, rows, graphs, on_prepare)
         log.info("Graph capturing finished in %.0f secs", time.monotonic() - start)
 
@@ -424,6 +428,12 @@ class RunnerBuild:
         if self._device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed cannot even do this
                 torch.cuda.empty_cache()
+
+
+def _is_split(num_heads: int, num_sms: int, num_rows: int) -> bool:
+    """Whether compressed attention merges splits of so many rows. Without splits it launches no merge, and such a step could
+    be the first of the form that a merge of more rows has."""
+    return compressed_splits(num_rows, num_heads, num_sms) > 1
 
 
 def _telling(on_prepare: OnPrepare) -> Callable[[Path, int, int], None]:
