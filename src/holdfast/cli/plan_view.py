@@ -40,11 +40,14 @@ STARTING = (
 
 def asked_words(request: PlanRequest, resolved: Resolved) -> str:
     """What the plan is of, on one line."""
-    limits, ranks, scheme = resolved.limits, request.tensor_parallel_size, resolved.recipe.scheme
+    limits, ranks, recipe = resolved.limits, request.tensor_parallel_size, resolved.recipe
+    weights = resolved.dtype if recipe.scheme is None else recipe.scheme.name
+    if recipe.expert_scheme is not None:
+        weights += f" and {recipe.expert_scheme.name}"
     device = "the CPU of this machine" if request.target.kind == "cpu" else request.target.name
     return (
         f"{printable(request.declared.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
-        f"weights in {resolved.dtype if scheme is None else scheme.name}, KV pages in {format_words(request, resolved)}, "
+        f"weights in {weights}, KV pages in {format_words(request, resolved)}, "
         f"context {_context_words(resolved)}, {_sequence_words(limits.max_num_seqs)}, "
         f"{_token_count_words(limits.max_num_batched_tokens)} a step"
     )

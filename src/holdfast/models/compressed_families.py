@@ -157,11 +157,12 @@ def _layer_kinds(settings: Settings, num_layers: int, num_drafts: int) -> tuple[
     if ratios is None:
         raise settings.missing("compress_ratios", "nothing else says which layers compress, and how far")
     # Lists go on behind the last layer, with those that draft, also where settings have left these out.
-    is_list = isinstance(ratios, list) and num_layers <= len(ratios) <= num_layers + max(1, num_drafts)
-    if not is_list or not all(type(ratio) is int and ratio in KINDS_BY_RATIO for ratio in ratios):
+    listed = ratios if isinstance(ratios, list) else []
+    is_whole = num_layers <= len(listed) <= num_layers + max(1, num_drafts)
+    if not is_whole or not all(type(ratio) is int and ratio in KINDS_BY_RATIO for ratio in listed):
         known = " or ".join(map(str, KINDS_BY_RATIO))
         raise settings.refuse("compress_ratios", ratios, f"a list of {known} for each of {num_layers} layers")
-    return tuple(KINDS_BY_RATIO[ratio] for ratio in ratios[:num_layers])
+    return tuple(KINDS_BY_RATIO[ratio] for ratio in listed[:num_layers])
 
 
 def _read_ratio(settings: Settings, kind: str) -> int:

@@ -533,6 +533,8 @@ def _as_stored(
         )
     recipe = model.review_stored(asked)
     reason = "the checkpoint's own" if asked.scheme is None else "asked, and the checkpoint's own"
+    if stored.expert_scheme is not None:
+        reason += f", with experts in {stored.expert_scheme.name}"
     num_more = len(stored.ignore) - len(recipe.ignore)
     if num_more:
         reason += f"; {num_more} of its plain weights {'is' if num_more == 1 else 'are'} quantized on load"
