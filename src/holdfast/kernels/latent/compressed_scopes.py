@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.geometry import BLOCK_TOKENS
-from holdfast.kernels.latent.compressed_geometry import MAX_SPLITS, compressed_splits
+from holdfast.kernels.latent.compressed_geometry import compressed_splits
 from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.latent.latent_tiles import merge_row, merge_shape
 from holdfast.kernels.triton_compat import (
@@ -29,7 +29,8 @@ from holdfast.kernels.triton_compat import (
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
-MERGED_SPLITS = kernel_constant(MAX_SPLITS)
+MERGED_SPLITS = kernel_constant(32)
+"""That are merged side by side."""
 SPLIT_UNIT = kernel_constant(BLOCK_TOKENS)
 """Places that splits are multiples of: a block of the kernels that are made for it."""
 
