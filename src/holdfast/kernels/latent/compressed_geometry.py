@@ -19,12 +19,12 @@ def compressed_splits(num_rows: int, num_heads: int, num_sms: int) -> int:
     num_tiles = num_rows * head_blocks(num_heads)[0]
     most = max(1, min(MAX_SPLITS, PARTIAL_TILES // num_tiles))
 
-    def cost(splits: int) -> float:
+    def cost(splits: int, blocks: int) -> float:
         num_turns = -(-num_tiles * splits // num_sms)
-        merge_cost = MERGE_COST + PARTIAL_COST * num_tiles * splits if splits > 1 else 0.0
-        return sum((num_turns * (-(-blocks // splits) + TILE_COST) + merge_cost) / blocks for blocks in TYPICAL_BLOCKS)
+        merge_cost = MERGE_COST + PARTIAL_COST * num_tiles * min(splits, blocks) if splits > 1 else 0.0
+        return num_turns * (-(-blocks // splits) + TILE_COST) + merge_cost
 
-    return min(range(1, most + 1), key=cost)
+    return min(range(1, most + 1), key=lambda splits: sum(cost(splits, own) / own for own in TYPICAL_BLOCKS))
 
 
 def compressed_partials(max_rows: int, num_heads: int) -> int:

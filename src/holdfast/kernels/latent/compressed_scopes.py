@@ -3,8 +3,8 @@
 T rows, N query heads, D head dim, R rotated elements, K entries that a row attends to at the most, C split-KV partials
 
 A row at position p sees the newest tokens of a window, its own included, and the entries that end at its own token or before it:
-all (p + 1) // ratio of them, or those that a list names where there are more than K. Both scopes are one row of places, tokens
-first, and a split has some neighbours of them. All of it follows from a position: nothing is planned by the host, and the number of
+all (p + 1) // ratio of them, or those that a list names where there are more than K. Both scopes are one row of places,
+entries first, and a split has some neighbours of them. All of it follows from a position: nothing is planned by the host, and the number of
 splits follows from the number of rows, so that a graph serves rows of any length.
 """
 
