@@ -320,6 +320,7 @@ def _attend_kernel(
         if (num_splits == 1) & (position < 0):
             tl.store(p_out + o_q, tl.zeros((BLOCK_M, BLOCK_D), tl.float32).to(p_out.dtype.element_ty), mask=m_out)
         return
+    num_taken = num_places - num_window
     first = position + 1 - num_window
     table_row = tl.load(p_table_rows + i_row).to(tl.int64)
     p_window_row = p_window_pages + table_row * window_stride
@@ -333,8 +334,8 @@ def _attend_kernel(
     for n in tl.range(low, high, BLOCK_N):
         o_place = n + o_n
         m_n = o_place < high
-        m_window = m_n & (o_place < num_window)
-        b_token = tl.where(m_window, first + o_place, 0)
+        m_window = m_n & (o_place >= num_taken)
+        b_token = tl.where(m_window, first + o_place - num_taken, 0)
         b_page = tl.load(p_window_row + b_token // WINDOW_PAGE, mask=m_window, other=0).to(tl.int64)
         o_slot = tl.maximum(b_page, 0) * WINDOW_PAGE + b_token % WINDOW_PAGE
         b_k = _load_tile(
@@ -342,8 +343,8 @@ def _attend_kernel(
         )
         m_seen = m_window
         if RATIO > 0:
-            m_entry = m_n & (o_place >= num_window)
-            b_entry = tl.where(m_entry, o_place - num_window, 0)
+            m_entry = m_n & (o_place < num_taken)
+            b_entry = tl.where(m_entry, o_place, 0)
             if LISTED:
                 b_entry = tl.where(is_listed, tl.load(p_listed + b_entry, mask=m_entry & is_listed, other=-1), b_entry)
                 m_entry = m_entry & (b_entry >= 0) & (b_entry < num_entries)
