@@ -68,6 +68,8 @@ COMPRESSED_MODELS: dict[str, dict[str, Any]] = {
     "all entries": _layers([HCA, HCA], 0),
     "chosen entries": _layers([CSA, CSA], 2, index_topk=2),
 }
+WIDE = {"wide vectors": _layers([CSA, HCA], 1, head_dim=72, index_topk=40)}
+"""What fp8 keeps: 64 elements beside those that are rotated. All entries are attended to, so that no rounding changes a choice."""
 EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -80,7 +82,7 @@ def _as_deepseek(name: str) -> str:
 @cache
 def tiny_compressed(case: str) -> tuple[Any, LoadedModel]:
     """transformers' model, and ours over the same weights."""
-    settings = COMPRESSED_MODELS[case]
+    settings = (COMPRESSED_MODELS | WIDE)[case]
     theirs = make_random("DeepseekV4", settings, seed=len(case))
     generator = torch.Generator().manual_seed(1)
 
