@@ -132,3 +132,16 @@ def test_no_choice_hangs_on_a_rounding(monkeypatch):
         for length in (21, 33, 41, 61, 70):
             make_compressed_drive(tiny_compressed(case)[1], 96).run([make_request(length, 1)])
     assert min(gaps) > 2e-5
+
+
+@pytest.mark.parametrize("case", ["like V4-Flash", "like V4-Pro", "windows"])
+def test_as_a_gpu_is_told_of_rows_and_pages(case):
+    """The backend of a GPU over the references of its kernels: page tables and rows are what it gets there."""
+    theirs, ours = tiny_compressed(case)
+    answer = alone(case, 41, 8)
+    drive = make_compressed_drive(ours, 9, page_tokens=2, backend="triton_compressed")
+    requests = [make_request(41, 8), *(make_request(length, 6, 2 + index) for index, length in enumerate((1, 8, 25)))]
+    drive.run(requests)
+    answer.check(drive, requests[0])
+    for request in requests[1:]:
+        judge(theirs, drive, request)

@@ -107,11 +107,16 @@ def tiny_compressed(case: str) -> tuple[Any, LoadedModel]:
 
 
 def make_compressed_drive(
-    model: LoadedModel, max_rows: int, page_tokens: int = 1, num_pages: int = 600, kv_dtype: str = "float32"
+    model: LoadedModel,
+    max_rows: int,
+    page_tokens: int = 1,
+    num_pages: int = 600,
+    kv_dtype: str = "float32",
+    backend: str = "torch_compressed",
 ) -> Drive:
     """Small pages make short blocks of the prefix cache: one of every group ends with each."""
     limits = Limits(4, max_rows, MAX_MODEL_LEN, page_tokens)
-    return Drive(Rig(model, "torch_compressed", limits, num_pages, kv_dtype), num_pages)
+    return Drive(Rig(model, backend, limits, num_pages, kv_dtype), num_pages)
 
 
 @cache
