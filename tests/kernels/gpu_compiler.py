@@ -602,6 +602,7 @@ V4_CASES: dict[str, Callable[[], None]] = {
         for num_rows in (1, 8, 700)
     },
     "streams of V4-Flash, 1 row": lambda: streams_of(1, 4096),
+    "streams of V4-Flash, 16 rows": lambda: streams_of(16, 4096),
     "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
 }
 LAYER_CASES: dict[str, Callable[[], None]] = {
