@@ -26,6 +26,7 @@ class Held:
     sequence_id: int
     token_ids: list[int]
     tables: list[list[int]]
+    num_stored: int = 0
     num_computed: int = -1
     """Collected; -1 before its first step, which may start on cached pages."""
     num_scheduled: int = -1
@@ -145,7 +146,7 @@ class FakeDevice:
         ids = [held.sequence_id for held in self.slots.values()]
         assert admitted.sequence_id not in ids, f"sequence {admitted.sequence_id} has two slots"
         tables: list[list[int]] = [[] for _ in self._groups]
-        self.slots[slot] = Held(admitted.sequence_id, list(admitted.token_ids), tables)
+        self.slots[slot] = Held(admitted.sequence_id, list(admitted.token_ids), tables, admitted.num_stored)
 
     def _accept(self, item: StepItem, held: Held) -> Launched:
         name = f"sequence {held.sequence_id}"
@@ -187,7 +188,8 @@ class FakeDevice:
         for token_id in part.tokens:
             value = mix(value, self._last_tokens[item.slot] if token_id is None else token_id)
             values.append(value)
-        self._see_pages(client, self._shadow.write(part.tables, item.start, values))
+        written = self._shadow.write(part.tables, item.start, values, item.slot, part.held.num_stored)
+        self._see_pages(client, written)
         part.chosen = self._chosen(item, values)
         if part.chosen:
             self._last_tokens[item.slot] = part.chosen[-1]

@@ -4,6 +4,10 @@ The fake model gives each position a value that depends on all tokens so far. A 
 finished when the last of them is computed: that token's value, mixed with the group's number, so that a page of another
 group is seen too. The part of a row that is not finished is in the group that keeps a state: the value of the last token,
 at every position but those where the state begins anew.
+
+Where a group says itself that its rows stand for several tokens, the unfinished row is beside the pages, by slot: it is added
+up token by token and begins anew with every row, as compressed attention does it. Rows that overlap go on from what the row
+before gathered. Nobody checks such a state; a wrong one makes a wrong row, and rows are read.
 """
 
 from collections.abc import Sequence
@@ -21,6 +25,18 @@ class ShadowGroup:
 
     group: CacheGroup
     ratio: int = 1
+    reach: int | None = None
+    """How many of the newest tokens attention sees, where the group keeps more."""
+
+    @property
+    def window(self) -> int | None:
+        """What attention sees."""
+        return self.group.window if self.reach is None else self.reach
+
+    @property
+    def is_pooled(self) -> bool:
+        """Rows are added up beside the pages."""
+        return self.group.tokens_per_row > 1
 
     @property
     def rows(self) -> int:
@@ -44,11 +60,33 @@ class ShadowGroup:
         return min(every, promised)
 
 
+@dataclass
+class Pooled:
+    """An unfinished row, and what it leaves to the next one."""
+
+    row: int = 0xBAD
+    rest: int = 0xBAD
+
+    def add(self, position: int, value: int, group: CacheGroup) -> int:
+        """One token more; the row so far."""
+        if position % group.tokens_per_row == 0:
+            if position == 0 or not group.tokens_again:
+                self.row = 1
+            self.rest = 1
+        self.row = (self.row * ODD + value) & MASK
+        self.rest = (self.rest * ODD + 3 * value) & MASK
+        found = self.row
+        if (position + 1) % group.tokens_per_row == 0:
+            self.row = self.rest
+        return found
+
+
 class Truth:
     """What each group should hold of one sequence: rows by page, and the value of every token."""
 
     def __init__(self, groups: Sequence[ShadowGroup]) -> None:
         self.values: list[int] = []
+        self._pooled = [Pooled() for _ in groups]
         self.pages: list[list[list[int]]] = [[] for _ in groups]
         self._groups = groups
 
@@ -56,11 +94,14 @@ class Truth:
         """One token more."""
         self.values.append(value)
         for index, own in enumerate(self._groups):
+            kept = value
+            if own.is_pooled:
+                kept = self._pooled[index].add(len(self.values) - 1, value, own.group)
             if own.group.is_state or len(self.values) % own.ratio:
                 continue
             if (len(self.values) - 1) // own.group.page_tokens == len(self.pages[index]):
                 self.pages[index].append([])
-            self.pages[index][-1].append(row_of(index, value))
+            self.pages[index][-1].append(row_of(index, kept))
 
 
 def row_of(index: int, value: int) -> int:
@@ -77,7 +118,9 @@ class Shadow:
         self.num_reads = 0
         rows = [index for index, own in enumerate(groups) if not own.group.is_state]
         self._states = [index for index, own in enumerate(groups) if own.group.is_state]
-        seen = [i for i in rows if groups[i].ratio == 1 and groups[i].group.window != 1]
+        self.pooled: dict[tuple[int, int], Pooled] = {}
+        """By slot and group: whoever had the slot before leaves what he had."""
+        seen = [i for i in rows if groups[i].ratio == 1 and groups[i].window != 1]
         self._carrier = seen[0] if seen else None
         self._rows = rows
 
@@ -110,20 +153,25 @@ class Shadow:
         # A wrong row is seen where the rows are compared; here it only has to make a difference.
         return truth.values[start - 1] if stored == row_of(self._carrier, truth.values[start - 1]) else stored
 
-    def write(self, tables: Sequence[Sequence[int]], start: int, values: Sequence[int]) -> list[int]:
-        """The rows that become finished, and the state at the end; which pages were written."""
-        end, written = start + len(values), []
+    def write(
+        self, tables: Sequence[Sequence[int]], start: int, values: Sequence[int], slot: int = 0, num_stored: int = 0
+    ) -> list[int]:
+        """The rows that become finished, and the state at the end; which pages were written: none of those before `num_stored`."""
+        end, written, first = start + len(values), [], max(start, num_stored)
         for index in self._rows:
             own, table = self.groups[index], tables[index]
-            page_tokens, rows = own.group.page_tokens, own.rows
-            for page in table[-(-start // page_tokens) :]:
+            page_tokens, rows, kept = own.group.page_tokens, own.rows, values
+            if own.is_pooled:
+                pooled = self.pooled.setdefault((slot, index), Pooled())
+                kept = [pooled.add(start + nth, value, own.group) for nth, value in enumerate(values)]
+            for page in table[-(-first // page_tokens) :]:
                 self.pages[page] = [0] * rows
-            written += table[start // page_tokens :]
-            for row in range(start // own.ratio, end // own.ratio):
+            written += table[first // page_tokens :]
+            for row in range(first // own.ratio, end // own.ratio):
                 held = self.pages[table[row // rows]]
                 if held is None:
                     held = self.pages[table[row // rows]] = [0] * rows
-                held[row % rows] = row_of(index, values[(row + 1) * own.ratio - 1 - start])
+                held[row % rows] = row_of(index, kept[(row + 1) * own.ratio - 1 - start])
         for index in self._states:
             for part, page in enumerate(tables[index]):
                 self.pages[page] = [row_of(index, values[-1]) + part]
@@ -135,8 +183,8 @@ class Shadow:
         for index in self._rows:
             own, table, right = self.groups[index], tables[index], truth.pages[index]
             first = 0
-            if own.group.window is not None:
-                first = max(0, start - own.group.window + 1) // own.group.page_tokens
+            if own.window is not None:
+                first = max(0, start - own.window + 1) // own.group.page_tokens
             num_full, rest = divmod(end // own.ratio, own.rows)
             found = [self.pages[page] if page != HOLE else None for page in table[first:num_full]]
             is_right = found == right[first:num_full]

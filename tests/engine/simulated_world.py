@@ -113,9 +113,26 @@ class World:
     @classmethod
     def late(cls, seed: int) -> "World":
         """The same with results that come late: up to two steps ahead; in half of those that can rewind, with proposals."""
-        world, rng = cls.from_seed(seed), Random(f"late {seed}")
+        return cls._made_late(cls.from_seed(seed), seed)
+
+    @classmethod
+    def compressed(cls, seed: int) -> "World":
+        """A window and rows of several tokens, unfinished ones beside the pages; in every other world results come late."""
+        world, rng = cls.plain(seed), Random(f"compressed {seed}")
+        shadows = compressed_groups(rng)
+        block = block_tokens([own.group for own in shadows])
+        longest = rng.randint(3, 6) * block + rng.choice((0, 1, 3))
+        limits = replace(world.limits, max_model_len=longest, page_tokens=1)
+        world = replace(world, limits=limits, shadows=shadows, caches_prefixes=seed % 8 != 7)
+        num_pages = int(world.most_pages(longest) * rng.choice((1, 1, 1.2, 1.5, 3)))
+        world = replace(world, num_pages=max(num_pages, 4))
+        return cls._made_late(world, seed) if seed % 2 else world
+
+    @classmethod
+    def _made_late(cls, world: "World", seed: int) -> "World":
+        rng = Random(f"late {seed}")
         run_ahead = rng.choice((0, 1, 1, 1, 2, 2))
-        can_rewind = not any(group.is_state for group in world.groups)
+        can_rewind = not any(group.has_state for group in world.groups)
         guess_share = rng.choice((0.0, 0.0, 0.3, 1.0)) if can_rewind else 0.0
         limits = world.limits
         if guess_share:
@@ -178,6 +195,19 @@ def random_groups(rng: Random, page: int, context: int) -> tuple[ShadowGroup, ..
         shadows.append(ShadowGroup(state))
     rng.shuffle(shadows)
     return tuple(shadows)
+
+
+def compressed_groups(rng: Random) -> tuple[ShadowGroup, ...]:
+    """A window, and rows of one or two ratios; those of the smaller one overlap in most worlds."""
+    page, ratio = rng.choice((1, 2, 4)), rng.choice((2, 4))
+    again = ratio if rng.random() < 0.8 else 0
+    reach = rng.choice((1, 2, page + 1, 2 * page + 1, 8))
+    shadows = [ShadowGroup(CacheGroup(f"window of {reach}", page, reach + again), 1, reach)]
+    for own, tokens_again in ((ratio, again), (2 * ratio, 0)):
+        page_tokens = own * rng.choice((1, 2))
+        group = CacheGroup(f"entries of {own}", page_tokens, tokens_per_row=own, tokens_again=tokens_again)
+        shadows.append(ShadowGroup(group, own))
+    return tuple(shadows[: rng.choice((2, 3, 3))])
 
 
 @dataclass(eq=False, slots=True)

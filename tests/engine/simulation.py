@@ -18,7 +18,7 @@ from time import process_time
 from engine.fake_device import FakeDevice
 from engine.shadow import Shadow, Truth
 from engine.simulated_world import VOCABULARY, Client, World, colliding_hash, first_value, solo_run
-from holdfast.cache.groups import HOLE
+from holdfast.cache.groups import HOLE, tokens_again
 from holdfast.cache.prefix import strong_hash
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
@@ -177,7 +177,7 @@ class Simulation:
         self.counts["failed step"] += 1
         self.device.cancel()
         self.scheduler.forget_steps()
-        has_states = any(group.is_state for group in self.groups)
+        has_states = any(group.has_state for group in self.groups)
         for item in (item for step in self.flights for item in step.scheduled):
             client = self.clients[item.sequence.sequence_id]
             is_alive, client.num_flying, client.num_coming = client.num_final is None, 0, 0
@@ -392,8 +392,10 @@ class Simulation:
                 assert is_same, f"{item.sequence} has other pages in its slot: {group.name} {table}"
 
     def _check_hit(self, sequence: Sequence) -> None:
-        start = sequence.num_computed
+        start = max(sequence.num_computed, sequence.num_stored)
         assert start % self.block == 0, f"{sequence} starts inside a page"
+        resumed = max(start - tokens_again(self.groups), 0)
+        assert sequence.num_computed == resumed, f"{sequence} does not begin with what its state is made of"
         for group in self.groups:
             is_anew = start == 0 or not group.is_state or (group.state_period and start % group.state_period == 0)
             assert is_anew, f"{sequence} starts inside a state"
@@ -428,11 +430,13 @@ class Simulation:
             self._check_item(item)
             sequence, end = item.sequence, item.start + item.num_new_tokens
             for group, table in zip(self.groups, sequence.tables, strict=True):
-                num_pages = group.state_pages if group.is_state else -(-end // group.page_tokens)
+                far = max(end, sequence.num_stored + 1) if sequence.num_stored else end
+                num_pages = group.state_pages if group.is_state else -(-far // group.page_tokens)
                 # What a longer step was given, that was then not taken or was forgotten, is kept.
                 is_enough = len(table) == num_pages or (self.world.is_late and len(table) > num_pages)
                 assert is_enough, f"{sequence} has not {num_pages} pages for {end} tokens"
-                for page in table if group.is_state else table[item.start // group.page_tokens :]:
+                first = max(item.start, sequence.num_stored)
+                for page in table if group.is_state else table[first // group.page_tokens :]:
                     assert page != HOLE, f"{sequence} writes into a hole of {group.name}"
                     assert pool.num_owners(page) == 1, f"page {page} is written and has other owners"
                     assert not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
@@ -535,7 +539,8 @@ def main(num_worlds: int, num_events: int, kind: str = "") -> None:
     num_reads = worst = num_hit_tokens = 0
     start = process_time()
     for seed in range(num_worlds):
-        simulation = Simulation(seed, World.late(seed) if kind == "late" else None)
+        kinds = {"late": World.late, "compressed": World.compressed}
+        simulation = Simulation(seed, kinds.get(kind, World.from_seed)(seed))
         try:
             simulation.run(num_events)
         except AssertionError as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.entry_mutants import ENTRY_MUTANTS
 from engine.late_mutants import LATE_MUTANTS
 from engine.mutants import MUTANTS
 from engine.simulated_world import World, solo_run
@@ -23,6 +24,7 @@ EVENTS_PER_WORLD = 10_000
 BUGGED_SEEDS = (0, 2, 12, 4, 3, 6, 10, 14, 15, 18, 47, 5, 8, 9, 1, 24)
 """Plain worlds and worlds with groups of all kinds, which show all planted bugs; those that show most come first."""
 BUGGED_LATE_SEEDS = (7, 4, 12, 2, 8, 17, 19, 36, 34, 5, 11, 40)
+BUGGED_ENTRY_SEEDS = (*range(10), 20, 24)
 NEEDED = {"arrive", "finish", "abort", "preempt", "share", "reset", "queue full", "refuse", "step", "failed step"}
 GUESSES = {"proposals", "accepted"}
 LATE = GUESSES | {"late stop", "drain", "quarantined sequences", "quarantined pages", "surplus tokens"}
@@ -38,6 +40,12 @@ def run_late_worlds() -> None:
     """The same with steps in flight."""
     for seed in BUGGED_LATE_SEEDS:
         Simulation(seed, World.late(seed)).run(300)
+
+
+def run_compressed_worlds() -> None:
+    """The same with rows of several tokens."""
+    for seed in BUGGED_ENTRY_SEEDS:
+        Simulation(seed, World.compressed(seed)).run(400)
 
 
 def run_all(seeds: range, num_events: int, world: Callable[[int], World] = World.from_seed) -> set[str]:
@@ -76,6 +84,17 @@ def test_two_million_events_with_late_results_leave_no_leak_and_no_wrong_read(ba
     seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
     # Pages run short in few worlds of this kind, and not in all of them can anybody guess.
     assert run_all(seeds, EVENTS_PER_WORLD, World.late) >= (NEEDED | LATE) - GUESSES - {"preempt"}
+
+
+def test_a_sample_with_rows_of_several_tokens_leaves_no_leak_and_no_wrong_read() -> None:
+    assert run_all(range(24), 400, World.compressed) >= (NEEDED | LATE) - GUESSES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(10))
+def test_a_million_events_with_rows_of_several_tokens_leave_no_wrong_read(batch: int) -> None:
+    seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
+    assert run_all(seeds, EVENTS_PER_WORLD, World.compressed) >= NEEDED
 
 
 def test_late_worlds_are_of_every_kind() -> None:
@@ -130,9 +149,17 @@ def test_a_planted_bug_of_steps_in_flight_is_caught(name: str, monkeypatch: pyte
         run_late_worlds()
 
 
+@pytest.mark.parametrize("name", ENTRY_MUTANTS)
+def test_a_planted_bug_of_rows_of_several_tokens_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ENTRY_MUTANTS[name].plant(monkeypatch)
+    with pytest.raises(AssertionError, match=ENTRY_MUTANTS[name].says):
+        run_compressed_worlds()
+
+
 def test_without_a_bug_the_same_runs_pass() -> None:
     run_worlds()
     run_late_worlds()
+    run_compressed_worlds()
 
 
 @pytest.mark.parametrize("num_events", [500, pytest.param(1_000, marks=pytest.mark.slow)])

@@ -25,7 +25,8 @@ SCHEMES = (None, *WEIGHT_SCHEMES)
 CPU = torch.device("cpu")
 GPT_OSS = GateForm(is_interleaved=True, limit=0.5)
 """A limit that many of the numbers here are beyond, on every side."""
-FORMS = (SILU_HALVES, GateForm(is_interleaved=True), GateForm(limit=0.7), GPT_OSS)
+DEEPSEEK_V4 = GateForm(limit=0.5, is_silu=True)
+FORMS = (SILU_HALVES, GateForm(is_interleaved=True), GateForm(limit=0.7), GPT_OSS, DEEPSEEK_V4)
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,16 @@ def expert_case(
     has_bias: bool = False,
     form: GateForm = SILU_HALVES,
 ) -> ExpertCase:
-    """(T, S, E, N, K). Choice: "any" experts, "same" for every token, or "some" of which many are nobody's."""
+    """(T, S, E, N, K). Choice: "any" experts, "same" for every token, or "some" of which many are nobody's.
+
+    "twice": as a table may name them, the same one several times for a token.
+    """
     num_rows, top_k, num_experts, size_n, size_k = sizes
     generator = torch.Generator().manual_seed(seed)
-    reach = {"any": num_experts, "same": top_k, "some": max(top_k, num_experts // 3)}[choice]
+    reach = {"any": num_experts, "same": top_k, "some": max(top_k, num_experts // 3), "twice": 2}[choice]
     ids = torch.stack([torch.randperm(reach, generator=generator)[:top_k] for _ in range(num_rows)])
+    if choice == "twice":
+        ids = torch.randint(reach, (num_rows, top_k), generator=generator)
     x = random(num_rows * (top_k if by_pair else 1), size_k, seed=seed + 1).to(dtype)
     num_weight_rows = size_n * (2 if gated else 1)
     weight = random(num_experts, num_weight_rows, size_k, seed=seed + 2, scale=size_k**-0.5).to(dtype)
@@ -182,6 +188,8 @@ def gated_by_hand(y: torch.Tensor, form: GateForm) -> torch.Tensor:
     if form.limit is None:
         return F.silu(gate) * up
     gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    if form.is_silu:
+        return F.silu(gate) * up
     return (up + 1) * gate / (1 + (-1.702 * gate).exp())
 
 

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from holdfast.kernels import norm, up_projection  # noqa: E402
+from holdfast.kernels import hyper_connections, norm, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     quantized_attention,
@@ -44,6 +44,9 @@ from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratc
 from holdfast.kernels.geometry import order_specs  # noqa: E402
 from holdfast.kernels.latent import (  # noqa: E402
     compress,
+    compressed_attention,
+    compressed_scopes,
+    compressed_warpgroups,
     index_scores,
     latent_attention,
     latent_prefill,
@@ -71,7 +74,17 @@ from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     SparseRows,
 )
 from holdfast.kernels.latent.top_k_geometry import top_k_specs  # noqa: E402
-from holdfast.kernels.moe import deep_gemv, expert_gemv, expert_row, expert_sum, grouped_gemm, normed_routing, routing  # noqa: E402
+from holdfast.kernels.moe import (  # noqa: E402
+    deep_gemv,
+    expert_gemv,
+    expert_row,
+    expert_sum,
+    grouped_gemm,
+    hash_routing,
+    normed_routing,
+    routing,
+)
+from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat, index_planes  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
@@ -201,6 +214,21 @@ def attention_of(
     tiled_attention.tiled_attention(
         q, plane, plane, numbers, work, 16, 0.1, window, partial, partial, out, 132, sinks, softcap
     )
+
+
+def streams_of(num_rows: int, hidden: int) -> None:
+    """Both launches around a block, streams that are mixed first, and those that are collapsed last."""
+    x, norm_weight = torch.empty(num_rows, 4, hidden, dtype=BF16), torch.empty(hidden, dtype=BF16)
+    mix = hyper_connections.StreamMix(torch.empty(24, 4 * hidden), torch.empty(24), torch.empty(3))
+    head = hyper_connections.HeadMix(torch.empty(4, 4 * hidden), torch.empty(4), torch.empty(1))
+    numbers, shares = hyper_connections.MixNumbers(1e-6, 1e-6, 20), torch.empty(num_rows, 24)
+    y, parts = x[:, 0].contiguous(), torch.empty(stream_parts_spec(num_rows, 4).shape)
+    hyper_connections.add_up_streams(x, mix.weight_MX, parts)
+    hyper_connections.enter_block(x, parts, mix, numbers, shares, norm_weight, 1e-6, y)
+    hyper_connections.combine_add_up(x, y, shares, mix.weight_MX, parts)
+    hyper_connections.combine_streams(x, y, shares, x)
+    hyper_connections.mix_head(x, *head, 1e-6, 1e-6, shares[:, :4], parts)
+    hyper_connections.collapse_streams(x, shares, y)
 
 
 def layer_norm_of(dtype: torch.dtype) -> None:
@@ -349,6 +377,16 @@ def routing_of(num_experts: int, top_k: int, way: routing.Routing, has_score_bia
     logits, bias = torch.empty(7, num_experts), torch.empty(num_experts)
     ids, shares = torch.empty(7, top_k, dtype=torch.int32), torch.empty(7, top_k)
     routing.route_tokens(logits, way, ids, shares, None, bias if has_score_bias else None)
+
+
+def table_of(num_experts: int, top_k: int, way: routing.Routing) -> None:
+    logits, table, tokens = (
+        torch.empty(7, num_experts),
+        torch.empty(99, top_k, dtype=torch.int32),
+        torch.empty(7).long(),
+    )
+    ids, shares = torch.empty(7, top_k, dtype=torch.int32), torch.empty(7, top_k)
+    hash_routing.route_by_table(logits, table, tokens, way, ids, shares)
 
 
 def projections_of(num_rows: int, num_heads: int, nope_dim: int, value_dim: int) -> None:
@@ -508,6 +546,26 @@ def sparse_of(
     )
 
 
+def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups: bool, num_rows: int = 3) -> None:
+    """Window and entries as DeepSeek-V4 has them, split, and their merge."""
+    compressed_attention.takes_warpgroups = lambda q_TND, scopes: warpgroups
+    planes, numbers = latent_planes_of(name, 448, 64), torch.empty(num_rows, dtype=torch.int32)
+    pages, table = torch.empty(4, 2048, dtype=torch.int32), torch.empty(99, 64)
+    listed = torch.empty(num_rows, top_k, dtype=torch.int32) if top_k else None
+    compressed_attention.compressed_attention(
+        torch.empty(num_rows, num_heads, 512, dtype=BF16),
+        compressed_scopes.Scopes(128, planes, pages, ratio, planes, pages, listed),
+        compressed_scopes.CompressedRows(numbers, numbers),
+        torch.empty(num_heads),
+        Rotary(table, table),
+        0.1,
+        torch.empty(32 * num_rows, num_heads * 512),
+        torch.empty(32 * num_rows, num_heads),
+        torch.empty(num_rows, num_heads, 512, dtype=BF16),
+        num_sms=132,
+    )
+
+
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
     """A few rows behind a context that is split, of two heads."""
     shape, kv_format = up_projection.UpProjection(2, 512, 64, nope_dim, value_dim), ALL_KV_FORMATS[name]
@@ -532,6 +590,20 @@ EXPERT_CASES: dict[str, Callable[[], None]] = {
     for num_rows in (1, 8, 700)
 }
 """In the widths of gpt-oss."""
+V4_ROUTING, V4_FORM = routing.Routing(True, "sqrtsoftplus", share_scale=1.5), GateForm(limit=10.0, is_silu=True)
+V4_CASES: dict[str, Callable[[], None]] = {
+    "routing of V4": lambda: routing_of(256, 6, V4_ROUTING, True),
+    "routing of V4 by a table": lambda: table_of(256, 6, V4_ROUTING),
+    **{
+        f"experts of V4 in {scheme}, {num_rows} rows": partial(
+            experts_of, scheme, (2048, 4096), gated=True, form=V4_FORM, num_rows=num_rows, has_bias=False
+        )
+        for scheme in ("fp8_block", "mxfp4")
+        for num_rows in (1, 8, 700)
+    },
+    "streams of V4-Flash, 1 row": lambda: streams_of(1, 4096),
+    "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
+}
 LAYER_CASES: dict[str, Callable[[], None]] = {
     f"expert layer in {scheme or 'bfloat16'}, {num_rows} rows of {hidden}": partial(
         expert_layer_of, scheme, num_rows, hidden, inner
@@ -644,6 +716,10 @@ CASES: dict[str, Callable[[], None]] = {
     "chosen tokens, 20 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20),
     "chosen tokens, 16 heads, 4 bits and rope of 8": lambda: sparse_of("turboquant_mla_4bit_r8", 16),
     "chosen tokens, 3 heads, 4 bits of 192": lambda: sparse_of("turboquant_mla_4bit_r8", 3, 192, 24),
+    "window and entries, 64 heads": lambda: compressed_of("bfloat16", 64, 128, 0, warpgroups=True),
+    "window and entries, 128 heads, fp8": lambda: compressed_of("fp8_ds_v4", 128, 4, 1024, warpgroups=True),
+    "window and entries, 20 heads, fp8, any GPU": lambda: compressed_of("fp8_ds_v4", 20, 4, 512, warpgroups=False),
+    "window, 64 heads, any GPU": lambda: compressed_of("bfloat16", 64, 0, 0, warpgroups=False),
     "up-projected P128": lambda: up_projected_of(128, 128, "bfloat16"),
     "up-projected P192, fp8": lambda: up_projected_of(192, 256, "fp8_ds_mla"),
     "up-projected P128, 4 bits": lambda: up_projected_of(128, 128, "turboquant_mla_4bit"),
@@ -653,6 +729,7 @@ CASES: dict[str, Callable[[], None]] = {
     "top-k of 1M": lambda: top_k_of(2**20, 512),
     "routing of V2": lambda: routing_of(160, 6, routing.Routing(False, "softmax", 8, 3, "largest", 16.0)),
     "routing of V3": lambda: routing_of(256, 8, routing.Routing(True, "sigmoid", 8, 4, "two_largest", 2.5), True),
+    **V4_CASES,
     **EXPERT_CASES,
     **LAYER_CASES,
 }
@@ -663,12 +740,17 @@ def main() -> None:
     modules: list[ModuleType] = [
         block_scaled_gemv,
         coded_rms_norm,
+        compressed_attention,
+        compressed_scopes,
+        compressed_warpgroups,
         deferred_rms_norm,
         deep_gemv,
         expert_gemv,
         expert_row,
         expert_sum,
         grouped_gemm,
+        hash_routing,
+        hyper_connections,
         index_scores,
         latent_attention,
         latent_prefill,

@@ -203,6 +203,18 @@ def test_the_clamped_gate_is_as_exact_as_torch_and_the_same_in_any_company(is_in
 
 
 @FORM
+@pytest.mark.parametrize("size", [1, 33, 100], ids=lambda size: f"I{size}")
+def test_a_limit_beside_silu_is_as_exact_as_torch_and_the_same_in_any_company(is_interleaved, size):
+    form, x = GateForm(is_interleaved, 10.0, is_silu=True), random(20, 2 * size, scale=9)
+    halves = (x[:, ::2], x[:, 1::2]) if is_interleaved else x.chunk(2, dim=-1)
+    gate, up = halves[0].double().clamp(max=10), halves[1].double().clamp(-10, 10)
+    y = gate_up_product(x, form)
+    assert_as_exact_as_torch(y, gate_up_product_reference(x, form), torch.nn.functional.silu(gate) * up)
+    for rows in companies(20):
+        assert same_bits(gate_up_product(x[rows], form), y[rows]), f"{rows=}"
+
+
+@FORM
 @pytest.mark.parametrize("limit", [None, 7.0])
 def test_gates_and_ups_lie_as_the_form_says(is_interleaved, limit):
     gate, up = torch.tensor([[-50.0, 2.0, 50.0]]), torch.tensor([[0.5, -50.0, 50.0]])

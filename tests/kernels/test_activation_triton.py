@@ -10,6 +10,7 @@ from holdfast.kernels.activation import (
     activate_triton,
     gate_mul,
     gate_mul_reference,
+    gate_mul_triton,
     silu_mul,
     silu_mul_reference,
     silu_mul_triton,
@@ -187,6 +188,23 @@ def test_no_rows_give_no_rows_silu_mul_triton(device):
 def test_nothing_is_allocated_silu_mul_triton(device):
     gate_up, out = random(3, 1024).to(device, torch.bfloat16), random(3, 640).to(device, torch.bfloat16)
     assert_allocates_nothing(lambda: silu_mul(gate_up, out[:, :512]))
+
+
+@DTYPES
+@pytest.mark.parametrize("launch", [gate_mul, gate_mul_triton], ids=["any", "kernel"])
+def test_a_limit_on_the_gate(device, guarded, dtype, launch):
+    for num_rows, size in ((1, 7), (3, 577)):
+        gate_up = random(num_rows, 2 * size, scale=4).to(dtype)
+        gate_up[0, 3] = POISON
+        out = guarded(num_rows, size, dtype=dtype).fill_(1.0)
+        assert launch(amid_poison(gate_up, device), "silu", out, 2.5) is out
+        assert out[0, 3].isnan()
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        exact = torch.nn.functional.silu(gate.clamp(max=2.5)) * up.clamp(-2.5, 2.5)
+        in_torch = gate_mul_reference(gate_up, "silu", torch.empty(num_rows, size, dtype=dtype), 2.5)
+        for y in (exact, in_torch, out):
+            y[0, 3] = 0.0
+        assert_as_exact_as_torch(out.cpu(), in_torch, exact)
 
 
 @DTYPES

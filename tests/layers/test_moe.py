@@ -5,11 +5,20 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.kernels.activation import GateForm
+from holdfast.kernels.gemm import quantize_activations
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.geometry import order_specs
+from holdfast.kernels.moe import expert_linear, expert_sum, hash_routing
+from holdfast.kernels.moe import routing as routing_module
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers
 from holdfast.layers.moe import ExpertBiases, ExpertBuffers, ExpertLayer, SharedExpert
+from holdfast.models.activations import experts_request
+from holdfast.models.spec import ExpertsSpec
 from kernels.exactness import assert_as_exact_as_torch, companies, random, require_native, same_bits
+from kernels.expert_cases import quantized
+from kernels.quantized_cases import weight_on
+from kernels.triton_cases import QUIET
 
 NAN = float("nan")
 HIDDEN, INNER, SHARED, NUM_EXPERTS, TOP_K = 12, 5, 7, 6, 2
@@ -185,6 +194,80 @@ def test_experts_of_deepseek_v3(num_rows):
     x = random(num_rows, HIDDEN, seed=20 + num_rows)
     in_torch, exact = (deepseek_by_hand(rows, score_bias) for rows in (x, x.double()))
     assert_as_exact_as_torch(run(layer, x, "routed"), in_torch, exact)
+
+
+TABLE = torch.randint(NUM_EXPERTS, (19, TOP_K), generator=torch.Generator().manual_seed(4))
+
+
+def deepseek_v4_by_hand(x: torch.Tensor, tokens: torch.Tensor, limit: float) -> torch.Tensor:
+    """Row by row: experts of the token, shares of sqrt(softplus), and gates with a limit, in the shared expert too."""
+    weights = (ROUTER, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN)
+    router, gate_up, down, shared_gate_up, shared_down = (weight.to(x.dtype) for weight in weights)
+
+    def expert(row: torch.Tensor, both: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(row, both).chunk(2, dim=-1)
+        return F.linear(F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit), last)
+
+    rows = []
+    for row, token in zip(x, tokens.tolist(), strict=True):
+        chosen = TABLE[token].tolist()
+        scores = F.softplus(F.linear(row, router)).sqrt()[chosen]
+        shares = scores / scores.sum() * 1.5
+        y = sum(share * expert(row, gate_up[i], down[i]) for share, i in zip(shares, chosen, strict=True))
+        rows.append(y + expert(row, shared_gate_up, shared_down))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 37])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_experts_of_deepseek_v4_from_a_table(num_rows, dtype):
+    """Some tokens of which name one expert twice."""
+    assert (TABLE[:, 0] == TABLE[:, 1]).any()
+    shared = SharedExpert(GatedMLP(Linear(SHARED_GATE_UP), Linear(SHARED_DOWN), "silu", 0.5), None)
+    form, routing = GateForm(limit=0.5, is_silu=True), Routing(True, "sqrtsoftplus", share_scale=1.5)
+    layer = ExpertLayer(ROUTER, GATE_UP, DOWN, routing, shared, form=form, table_VS=TABLE.to(dtype))
+    x, tokens = random(num_rows, HIDDEN, seed=20 + num_rows), torch.arange(num_rows) * 7 % 19
+    found = layer(x, make_buffers(num_rows, "shared"), torch.full_like(x, NAN), tokens)
+    in_torch, exact = (deepseek_v4_by_hand(rows, tokens, 0.5) for rows in (x, x.double()))
+    assert_as_exact_as_torch(found, in_torch, exact)
+    with pytest.raises(AssertionError, match="no token ids are here"):
+        layer(x, make_buffers(num_rows, "shared"), torch.empty_like(x))
+
+
+@QUIET
+@pytest.mark.parametrize("scheme", [None, "mxfp4", "fp8_block"], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 6, 18])
+def test_kernels_of_a_layer_with_a_table(device, monkeypatch, scheme, num_rows):
+    """As GEMVs, unsorted and sorted blocks; codes are those that DeepSeek stores experts in."""
+    hidden, inner, form = 64, 32, GateForm(limit=0.5, is_silu=True)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    shapes = ((NUM_EXPERTS, 2 * inner, hidden), (NUM_EXPERTS, hidden, inner))
+    weights = [random(*shape, seed=index, scale=0.2).to(dtype) for index, shape in enumerate(shapes)]
+    if scheme is not None:
+        weights = [quantized(weight, scheme, part) for weight, part in zip(weights, (inner, hidden), strict=True)]
+    routing, router = Routing(True, "sqrtsoftplus", share_scale=1.5), random(NUM_EXPERTS, hidden, seed=7).to(dtype)
+    x, tokens = random(num_rows, hidden, seed=8).to(dtype), torch.arange(num_rows) * 7 % 19
+    found = []
+    for where, launches in ((torch.device("cpu"), False), (device, True)):
+        for module in (expert_linear, expert_sum, hash_routing, quantize_activations, routing_module):
+            monkeypatch.setattr(module, "can_run", lambda tensor, launches=launches: launches)
+        placed = [
+            weight.to(where) if isinstance(weight, torch.Tensor) else weight_on(weight, where) for weight in weights
+        ]
+        layer = ExpertLayer(router.to(where), *placed, routing, None, form=form, table_VS=TABLE.to(where))
+        specs = experts_request(ExpertsSpec(NUM_EXPERTS, TOP_K, inner), hidden, num_rows, str(dtype)[6:]).specs
+        held = {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=where) for spec in specs}
+        codes = torch.zeros(num_rows * TOP_K * hidden, device=where).to(torch.float8_e4m3fn)
+        buffers = ExpertBuffers.of(held, QuantizedRows(codes, torch.zeros(num_rows * TOP_K, device=where)))
+        out = torch.full_like(x, NAN, device=where)
+        found.append(layer(x.to(where), buffers, out, tokens.to(where)).float().cpu())
+    slack = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found[1], found[0], rtol=slack, atol=slack)
+
+
+def test_a_table_leaves_nothing_to_choose():
+    with pytest.raises(AssertionError, match="are not chosen"):
+        ExpertLayer(ROUTER, GATE_UP, DOWN, Routing(), None, ExpertBiases(score_E=ROUTER[:, 0]), table_VS=TABLE)
 
 
 def test_which_routing_the_fused_decode_path_takes():

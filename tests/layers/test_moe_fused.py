@@ -140,3 +140,16 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme, num_rows):
         for rows in ([*range(num_rows)][::-1], fewer):
             for mine, theirs in zip(run(x[rows], scheme, device), whole, strict=True):
                 assert same_bits(mine, theirs[rows]), f"{rows=}"
+
+
+def test_experts_from_a_table_are_declined_in_words():
+    from holdfast.models.decoder_layer import DecoderLayer
+    from holdfast.models.fused_decode import declined
+
+    layer, norm = make_layer(None, torch.float32, CPU)[:2]
+    table = torch.zeros(9, TOP_K, dtype=torch.int32)
+    by_table = ExpertLayer(layer.router_EH, layer.gate_up, layer.down, Routing(), None, table_VS=table)
+    parts = DecoderLayer(norm, None, norm, by_table)  # type: ignore[type-var] attention is not looked at
+    assert "from a table by token id" in str(declined([parts], torch.empty(1)))
+    with pytest.raises(AssertionError, match="has no token ids"):
+        by_table.add_normed(None, None, torch.empty(1, HIDDEN), norm, None, None, None)

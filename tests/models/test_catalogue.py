@@ -58,8 +58,10 @@ LATENT_BYTES = {
 CHECKPOINT_BYTES = {
     "Qwen1.5-MoE-A2.7B": 26.67 * 2**30,  # what vLLM logs once it is loaded
     "DeepSeek-R1": (642 - 14.2) * 2**30,  # its files, less the layer that drafts tokens, with an embedding and a head
-    "DeepSeek-V4-Flash": 148.66 * 2**30,  # its files, as vLLM logs them
-    "DeepSeek-V4-Pro": 865e9,  # its files, as a recipe for serving it has them
+    # Their files, as vLLM logs them and as a recipe for serving has them, less a layer that drafts tokens; and o_a takes two
+    # bytes an element here and one there.
+    "DeepSeek-V4-Flash": 148.66 * 2**30 - 3.627e9 + 1.443e9,
+    "DeepSeek-V4-Pro": 865e9 - 14.02e9 + 4.094e9,
 }
 """Sizes that others stated."""
 ONLY_POSITIONS = ("max_position_embeddings", "rope_theta", "rope_scaling", "rms_norm_eps", "sliding_window")
@@ -116,7 +118,7 @@ def test_totals_that_others_published() -> None:
 def test_weight_bytes_are_those_of_the_checkpoint(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
     planned = declared.weight_bytes(declared.checkpoint_dtype)
-    assert abs(planned / CHECKPOINT_BYTES[name] - 1) < 0.01, f"{planned} bytes are planned"
+    assert abs(planned / CHECKPOINT_BYTES[name] - 1) < (0.001 if "V4" in name else 0.01), f"{planned} bytes are planned"
 
 
 def test_the_weights_that_a_step_of_qwen3_32b_reads() -> None:
@@ -154,7 +156,6 @@ def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
     assert (declared.spec is None) == (declared.not_runnable is not None)
     planned = (
-        "DeepSeek-V4",
         "GLM-4-",
         "GLM-4.5",
         "GLM-4.6",

@@ -10,10 +10,11 @@ from holdfast.models.blueprints.read import PLANNED_FAMILIES, declare_config, re
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import declare_decoder
 from holdfast.models.families import FAMILIES, parameters, read_spec
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import COMPRESSED_FORMATS, KV_FORMATS
 from holdfast.quant.weight_schemes import AS_STORED, FP8, MXFP4, WeightRecipe
 
 QWEN = CATALOGUE["Qwen3-8B"]
+V4 = declare_config(CATALOGUE["DeepSeek-V4-Pro"], "x")
 STORED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -113,7 +114,7 @@ def test_what_can_only_be_planned_says_so_where_it_is_to_run() -> None:
     refuse_planned_only(QWEN, "config.json")
     refuse_planned_only({"architectures": ["MambaForCausalLM"]}, "config.json")
     with pytest.raises(UnsupportedModelError, match=r"does not run in this version, in any format.*with holdfast plan"):
-        refuse_planned_only(CATALOGUE["DeepSeek-V4-Flash"], "config.json")
+        refuse_planned_only(CATALOGUE["Mixtral-8x7B-v0.1"], "config.json")
 
 
 def test_formats_by_name_or_as_values() -> None:
@@ -132,24 +133,36 @@ def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
     odd = declare_config({**QWEN, "head_dim": 72}, "x")
     for declared, declines, advice in (
         (odd, quantized, "head_dim is 72, and heads of a multiple of 16 elements can be quantized; try bfloat16$"),
-        (declare_config(CATALOGUE["DeepSeek-V4-Pro"], "x"), turbo, "keeps compressed vectors; try bfloat16 or fp8$"),
+        (V4, turbo, "this model keeps vectors of compressed attention; try bfloat16 or fp8_ds_v4$"),
     ):
         if declines:
             with pytest.raises(ConfigError, match=f"kv_cache_dtype={name} was asked; .*{advice}"):
                 declared.check_format(name)
         else:
-            assert declared.check_format(name) is KV_FORMATS[name]
+            own = COMPRESSED_FORMATS["fp8_ds_v4"] if declared is V4 and quantized else KV_FORMATS[name]
+            assert declared.check_format(name) is own
 
 
-@pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-V4-Pro"])
-def test_formats_of_latents_on_models_without_them(name: str) -> None:
-    words = r"fp8_ds_mla keeps latents \(MLA\), and this model has none; try bfloat16 or fp8$"
-    with pytest.raises(ConfigError, match=f"kv_cache_dtype=fp8_ds_mla was asked; {words}"):
-        declare_config(CATALOGUE[name], "x").check_format("fp8_ds_mla")
+@pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-R1", "DeepSeek-V4-Pro"])
+def test_formats_of_latents_and_of_compressed_vectors_on_models_without_them(name: str) -> None:
+    declared = declare_config(CATALOGUE[name], "x")
+    if name == "Qwen3-32B":
+        words = r"fp8_ds_mla keeps latents \(MLA\), and this model has none; try bfloat16 or fp8$"
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype=fp8_ds_mla was asked; {words}"):
+            declared.check_format("fp8_ds_mla")
+    if name == "DeepSeek-V4-Pro":
+        assert declared.check_format("fp8_ds_mla").name == declared.check_format("fp8_ds_v4").name == "fp8_ds_v4"
+        with pytest.raises(ConfigError, match=r"turboquant_mla_4bit keeps latents \(MLA\), and this model has none"):
+            declared.check_format("turboquant_mla_4bit")
+    else:
+        with pytest.raises(
+            ConfigError, match="fp8_ds_v4 keeps vectors of compressed attention, and this model has none"
+        ):
+            declared.check_format("fp8_ds_v4")
 
 
 def test_dtype_of_a_checkpoint_that_cannot_be_one() -> None:
-    with pytest.raises(ModelFormatError, match="torch_dtype = 'int4'"):
+    with pytest.raises(UnsupportedModelError, match="torch_dtype = 'int4'"):
         declare_config({**CATALOGUE["DeepSeek-V4-Pro"], "torch_dtype": "int4"}, "x")
 
 

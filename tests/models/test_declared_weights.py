@@ -10,7 +10,6 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import (
-    FP8_BLOCK_E8M0,
     Review,
     Weight,
     WeightGroup,
@@ -100,11 +99,10 @@ def test_a_rank_s_share_of_stacked_matrices_has_blocks_that_end_with_it() -> Non
 
 
 def test_a_checkpoint_s_own_scheme_counts_by_name_or_as_it_is() -> None:
-    stored = LINEAR._replace(native=FP8_BLOCK_E8M0.name)
-    assert weight_bytes(stored, "bfloat16", AS_STORED) == aligned(300 * 96) + aligned(3)
+    stored = LINEAR._replace(native=FP8_BLOCK.name)
+    assert weight_bytes(stored, "bfloat16", AS_STORED) == aligned(300 * 96) + aligned(4 * 3)
     settled = LINEAR._replace(native=FP8_BLOCK.with_parts((4,)))
     assert weight_bytes(settled, "bfloat16", AS_STORED) == aligned(300 * 96) + aligned(4 * 75)
-    assert FP8_BLOCK_E8M0.name not in WEIGHT_SCHEMES, "nobody asks for it: checkpoints have it"
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from(sorted(WEIGHT_SCHEMES)))

@@ -321,10 +321,15 @@ def test_planes_that_need_padding_say_so() -> None:
 
 def test_what_a_sequence_keeps_whatever_its_length() -> None:
     wanted = plan_request("DeepSeek-V4-Flash", H200, max_num_seqs=10)
-    state = by_owner(list_needs(*settle(wanted)))["kv state"]
-    assert state.num_bytes == 10 * wanted.declared.kv_bytes_per_sequence("bfloat16")
-    assert state.phases == ("capture", "serve")
-    assert "kv state" not in by_owner(needs("DeepSeek-R1", H200))
+    terms = by_owner(list_needs(*settle(wanted)))
+    states = {owner: term for owner, term in terms.items() if owner.startswith("kv state/")}
+    assert list(states) == ["kv state/entries of 4", "kv state/index of 4", "kv state/entries of 128"]
+    # Of a channel the largest gate, the sum of weights and the weighted sum, in float32; twice where entries overlap.
+    per_sequence = 3 * 4 * (21 * 2 * 512 + 21 * 2 * 128 + 20 * 512)
+    assert sum(term.num_bytes for term in states.values()) == 10 * per_sequence
+    assert per_sequence == wanted.declared.kv_bytes_per_sequence("bfloat16") == 445_440
+    assert {term.phases for term in states.values()} == {("capture", "serve")}
+    assert not any(owner.startswith("kv state") for owner in by_owner(needs("DeepSeek-R1", H200)))
 
 
 def test_scratch_of_a_backend_is_part_of_attention() -> None:

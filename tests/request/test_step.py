@@ -92,7 +92,7 @@ EXAMPLE = Step(
     3,
     released=(1, 4),
     admitted=(
-        Admitted(1, 77, (5, 6, 7), 2, SamplingParams(stop=("x",), logit_bias={3: 1.5}), 2**64 - 1, ((1, 2), (3,))),
+        Admitted(1, 77, (5, 6, 7), 2, SamplingParams(stop=("x",), logit_bias={3: 1.5}), 2**64 - 1, ((1, 2), (3,)), 2),
     ),
     items=(
         StepItem(1, 0, 3, True, ((0, 1), (-1, 2))),
@@ -240,6 +240,7 @@ def admitted_with(params: str) -> bytes:
     return body_of(
         *(("int", 1), ("ints", ()), ("int", 1)),
         *(("int", 0), ("int", 5), ("ints", (3,)), ("int", 1), ("text", params), ("int", 0), ("ints", ()), ("ints", ())),
+        ("int", 0),
         *(("ints", ()), ("ints", ()), ("ints", ())),
     )
 

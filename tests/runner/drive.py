@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import GroupedAttention, LatentAttention
+from holdfast.attention.backend import CompressedAttention, GroupedAttention, LatentAttention
 from holdfast.attention.declarations import DECLARATIONS, AttentionSpec, StepBounds
-from holdfast.attention.select import build_backend, build_latent_backend
+from holdfast.attention.select import build_backend, build_compressed_backend, build_latent_backend
 from holdfast.cache.chunks import chunk_shapes
-from holdfast.cache.spec import mixed_cache
+from holdfast.cache.compressed import compressed_cache
+from holdfast.cache.spec import CacheSpec, mixed_cache
+from holdfast.cache.states import StateStorage
 from holdfast.cache.storage import PageStorage
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
@@ -23,6 +25,8 @@ from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec, WorkspacePlan
+from holdfast.models.compressed_declaration import CompressedDeclaration
+from holdfast.models.compressed_decoder import CompressedDecoder
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import declare_decoder
 from holdfast.models.decoder import Decoder
@@ -30,7 +34,7 @@ from holdfast.models.latent_decoder import LatentDecoder
 from holdfast.models.rope import rope_tables
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.terms import PROMPT_ROWS
-from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, Sequence, SequenceState, StepResult, TokenLogprobs
@@ -117,63 +121,31 @@ class Rig:
     ) -> None:
         """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses. `index_dtype`: of a model with one."""
         spec = model.spec
-        heads = spec.num_kv_heads, spec.head_dim
-        kv_format = KV_FORMATS[kv_dtype]
+        kv_format = ALL_KV_FORMATS[kv_dtype]
         if spec.latent is not None and spec.latent.index is not None:
             kv_format = replace(kv_format, index_dtype=index_dtype)
-        formats = (kv_format,) * spec.num_layers
-        rope_dim, nope_dim, value_dim = (
-            (0, 0, 0) if spec.latent is None else (spec.latent.rope_dim, spec.latent.nope_dim, spec.latent.value_dim)
-        )
-        geometry = declare_decoder(spec, "tiny").declaration.heads(1)
-        assert geometry is not None, "keys and values by head, or latents"
-        cache = mixed_cache(
-            formats,
-            *heads,
-            limits.page_tokens,
-            spec.sliding_windows,
-            limits.max_model_len,
-            rope_dim,
-            geometry.index_dim,
-            geometry.shared_layers,
-        )
-        specs = tuple(
-            AttentionSpec(
-                layer,
-                spec.num_heads,
-                spec.score_scale,
-                spec.window(layer.layer),
-                limits.max_model_len,
-                dtype,
-                "cpu",
-                group=cache.group_of(layer.layer),
-                softcap=spec.attention_softcap,
-                has_sinks=spec.has_sinks,
-                nope_dim=nope_dim,
-                value_dim=value_dim,
-                index_heads=geometry.index_heads,
-                index_top_k=geometry.index_top_k,
-                index_turns_neighbours=geometry.index_turns_neighbours,
-            )
-            for layer in cache.layers
-        )
+        cache, specs = lay_out(spec, kv_format, limits, dtype)
         bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
         declaration = next(one for one in DECLARATIONS if one.name == backend)
         scratch = declaration.scratch(specs, bounds)
         self.limits = limits
         self.storage = PageStorage(cache, num_pages, CPU, Ledger())
-        for layer in cache.layers:
+        for place, layer in enumerate(cache.layers):
             for plane in layer.planes:
-                self.storage.plane(layer.layer, plane.name).fill_(float("nan"))
+                self.storage.plane(place, plane.name).view(torch.uint8).fill_(0xFF)  # NaN in every type
         self.workspace = Workspace(workspace_plan(spec, limits, dtype, scratch), CPU, Ledger())
         rotaries = rope_tables(spec, limits.max_model_len, getattr(torch, dtype), CPU)
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.sampled_rows, Ledger())
         if keeps_tokens:
             self.sampler.take_device_sampler(limits.sampled_rows)
         shared = self.workspace, scratch
-        self.backend: GroupedAttention[Any] | LatentAttention[Any]
-        self.decoder: Decoder | LatentDecoder
-        if rope_dim:
+        self.backend: GroupedAttention[Any] | LatentAttention[Any] | CompressedAttention[Any]
+        self.decoder: Decoder | LatentDecoder | CompressedDecoder
+        if spec.compressed is not None:
+            states = self._make_states(spec, limits)
+            self.backend = windows = build_compressed_backend(declaration, specs, self.storage, states, bounds, 1)
+            self.decoder = CompressedDecoder(spec, model.weights, windows, rotaries, *shared, dtype=dtype)
+        elif spec.latent is not None:
             self.backend = latents = build_latent_backend(declaration, specs, self.storage, bounds, 1)
             assert rotaries[0] is not None, "latents are rotated"
             self.decoder = LatentDecoder(spec, model.weights, latents, rotaries[0], *shared, dtype=dtype)
@@ -182,7 +154,9 @@ class Rig:
             self.backend = by_head = build_backend(declaration, specs, self.storage, bounds, 1, False, **sinks)
             self.decoder = Decoder(spec, model.weights, by_head, rotaries, *shared, dtype=dtype)
         shapes, is_shared = chunk_shapes(cache, num_pages), not backend.startswith("triton") and not keeps_tokens
-        self.buffers = BatchBuffers(limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes)
+        self.buffers = BatchBuffers(
+            limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes, has_states=cache.has_states
+        )
         self.groups = cache.cache_groups()
         self.runner = Runner(
             self.decoder,
@@ -198,6 +172,17 @@ class Rig:
             min_rows,
         )
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
+
+    @staticmethod
+    def _make_states(spec: ModelSpec, limits: Limits) -> StateStorage:
+        """All NaN: what a place held of another sequence may be anything."""
+        declaration = declare_decoder(spec, "tiny").declaration
+        assert isinstance(declaration, CompressedDeclaration), f"{spec.architecture} does not compress"
+        states = StateStorage(declaration.states, limits.max_num_seqs, CPU, Ledger())
+        for kind in declaration.states:
+            for layer in kind.layers:
+                states.state(layer, kind.name).fill_(float("nan"))
+        return states
 
     def poison(self) -> None:
         """Every byte of the workspace is NaN in every float, and -1 in every integer."""
@@ -231,6 +216,43 @@ class Rig:
                 logits[item.start + item.num_new_tokens - 1] = next(sampled)
         assert next(sampled, None) is None is next(prompt, None), "logits that belong to nobody"
         return result
+
+
+def lay_out(
+    spec: ModelSpec, kv_format: KVFormat, limits: Limits, dtype: str
+) -> tuple[CacheSpec, tuple[AttentionSpec, ...]]:
+    """The cache of a model in one format, and what its layers compute over it."""
+    geometry, formats = declare_decoder(spec, "tiny").declaration.heads(1), (kv_format,) * spec.num_layers
+    assert geometry is not None, "keys and values by head, latents, or windows and entries"
+    if geometry.is_compressed:
+        cache = compressed_cache(
+            formats,
+            geometry.head_dim,
+            geometry.rope_dim,
+            geometry.windows[0] or 0,
+            geometry.ratios,
+            geometry.overlapped_layers,
+            geometry.index_dim,
+            limits.page_tokens,
+        )
+        return cache, geometry.compressed_specs(cache, limits.max_model_len, dtype, "cpu")
+    cache = mixed_cache(
+        formats,
+        spec.num_kv_heads,
+        spec.head_dim,
+        limits.page_tokens,
+        spec.sliding_windows,
+        limits.max_model_len,
+        geometry.rope_dim,
+        geometry.index_dim,
+        geometry.shared_layers,
+    )
+    geometry = geometry._replace(has_separable_key_bias=False)  # pages hold keys with their bias
+    specs = (
+        geometry.attention_spec(layer, cache.group_of(layer.layer), limits.max_model_len, dtype, "cpu")
+        for layer in cache.layers
+    )
+    return cache, tuple(specs)
 
 
 def workspace_plan(spec: ModelSpec, limits: Limits, dtype: str, scratch: tuple[TensorSpec, ...]) -> WorkspacePlan:

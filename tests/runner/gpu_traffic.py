@@ -151,6 +151,52 @@ MODELS["sparse_shared"] = {
     "index_topk_pattern": "FSF",
 }
 """A layer between two that choose takes what the first chose."""
+MODELS["compressed"] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 256,
+    "o_groups": 4,
+    "o_lora_rank": 64,
+    "sliding_window": 128,
+    "compress_ratios": [0, 4, 128, 4, 0],
+    "compress_rope_theta": 160000.0,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 16,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 128,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 0.25,
+    "num_hash_layers": 1,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 4,
+    "hc_eps": 1e-6,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+"""Rows from 67 on choose their entries; the sizes are those that kernels of a Hopper are made for."""
+MODELS["compressed_small"] = MODELS["compressed"] | {
+    "num_attention_heads": 4,
+    "head_dim": 160,
+    "qk_rope_head_dim": 32,
+    "sliding_window": 20,
+    "index_topk": 5,
+}
+"""Sizes that any GPU's kernels take."""
 SMALL: dict[str, Any] = {
     "load_format": "dummy",
     "max_num_seqs": 8,
@@ -304,7 +350,10 @@ class Traffic:
             if asks_prompts and self._dice.random() < 0.1:
                 kind["prompt_logprobs"] = 1
             params = SamplingParams(**kind)
+            taken = {known.sequence.slot for known in self._live}
             self._live.append(Known(self._number, prompt_length, length, self._vocab_size, params))
+            # A sequence whose layers keep states has a place of its own for them.
+            self._live[-1].sequence.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
 
 
 def _held(sequence: Sequence) -> list[int]:

@@ -137,8 +137,8 @@ def recorded_runner(folder: Path, name: str = "qwen3", **options: Any) -> Iterat
             monkeypatch.setattr(
                 building,
                 "BatchBuffers",
-                lambda limits, device, ledger, is_shared, shapes: BatchBuffers(
-                    limits, device, ledger, is_shared=False, shapes=shapes
+                lambda limits, device, ledger, is_shared, shapes, has_states: BatchBuffers(
+                    limits, device, ledger, is_shared=False, shapes=shapes, has_states=has_states
                 ),
             )
             monkeypatch.setattr(sampling, "HostSampler", _device_sampler)

@@ -19,6 +19,7 @@ from holdfast.kernels.geometry import (
     key_bias_spec,
     key_turns_specs,
 )
+from holdfast.kernels.latent.compressed_geometry import compressed_partials
 from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, sparse_partials
 from holdfast.kernels.latent.top_k_geometry import top_k_specs, unsupported_top_k
 from holdfast.kernels.up_projection import LEAST_ROWS, UpProjection, expanded_specs
@@ -59,6 +60,18 @@ class AttentionSpec:
     """Tokens that a row attends to at the most. A layer whose cache has no index takes what one before it chose."""
     index_turns_neighbours: bool = False
     """Rope turns neighbouring elements of the index, not halves."""
+    entries: LayerCache | None = None
+    """Of compressed attention: the entries that a row attends to beside its window, with their index; None: the window only."""
+    entries_group: int = -1
+    """Which of the cache's groups they belong to ..."""
+    entries_index: int = -1
+    """... and their place in its storage."""
+    ratio: int = 0
+    """Tokens that an entry stands for; 0: there are none."""
+    is_overlapped: bool = False
+    """An entry is made of as many tokens before its own too, and an index chooses those that a row attends to."""
+    is_compressed: bool = False
+    """Compressed attention, with or without entries: a token is one vector that is key and value of all heads."""
 
     @property
     def is_plain_softmax(self) -> bool:
@@ -110,6 +123,8 @@ BY_HEAD = "it attends to keys and values by head, and this model keeps latents (
 BY_LATENT = "it attends to latents (MLA), and this model keeps keys and values by head"
 WITHOUT_INDEX = "it attends to the tokens that an index chooses (DSA), and this model has none"
 WITH_INDEX = "it attends to all tokens, and an index of this model chooses them (DSA)"
+WITHOUT_ENTRIES = "it attends to windows and entries (DeepSeek-V4), and this model keeps something else"
+BY_ENTRY = "it attends to tokens, and this model keeps windows and entries (DeepSeek-V4)"
 LATENT_ROWS = 1024
 """Rows of a step whose queries are in the latent space at once: a larger step goes in parts, each with tiles of its own."""
 LATENT_HEAD_ROWS = 2**16
@@ -141,7 +156,7 @@ class NativePagedDeclaration:
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.cache.is_latent:
-            return BY_HEAD
+            return BY_ENTRY if spec.is_compressed else BY_HEAD
         if spec.device_kind != "cpu":
             return f"it runs on CPU only, not on {spec.device_kind}"
         planes = {plane.name: plane.dtype for plane in spec.cache.planes}
@@ -167,7 +182,7 @@ class TritonPagedDeclaration:
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.cache.is_latent:
-            return BY_HEAD
+            return BY_ENTRY if spec.is_compressed else BY_HEAD
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
         if half_quantized := _half_quantized(spec):
@@ -218,7 +233,7 @@ class TorchPagedDeclaration:
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
         if spec.cache.is_latent:
-            return BY_HEAD
+            return BY_ENTRY if spec.is_compressed else BY_HEAD
         if spec.num_heads % spec.cache.num_kv_heads:
             return f"{spec.num_heads} query heads do not divide into {spec.cache.num_kv_heads} key heads"
         if spec.cache.format.is_quantized and spec.cache.head_dim % QUANTIZED_HEADS:
@@ -253,8 +268,8 @@ class TritonLatentDeclaration:
     can_be_invariant = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        if not spec.cache.is_latent:
-            return BY_LATENT
+        if not spec.cache.is_latent or spec.is_compressed:
+            return BY_ENTRY if spec.is_compressed else BY_LATENT
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
         return WITH_INDEX if spec.index_heads else self._declined(spec)
@@ -307,8 +322,8 @@ class TritonSparseDeclaration(TritonLatentDeclaration):
     name = "triton_sparse"
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        if not spec.cache.is_latent:
-            return BY_LATENT
+        if not spec.cache.is_latent or spec.is_compressed:
+            return BY_ENTRY if spec.is_compressed else BY_LATENT
         if spec.device_kind != "cuda":
             return f"it runs on GPUs, not on {spec.device_kind}"
         if not spec.index_heads:
@@ -350,8 +365,8 @@ class TorchLatentDeclaration:
     can_be_invariant = False
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        if not spec.cache.is_latent:
-            return BY_LATENT
+        if not spec.cache.is_latent or spec.is_compressed:
+            return BY_ENTRY if spec.is_compressed else BY_LATENT
         return WITH_INDEX if spec.index_heads else _unsupported_latent(spec)
 
     def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
@@ -371,8 +386,8 @@ class TorchSparseDeclaration(TorchLatentDeclaration):
     name = "torch_sparse"
 
     def unsupported(self, spec: AttentionSpec) -> str | None:
-        if not spec.cache.is_latent:
-            return BY_LATENT
+        if not spec.cache.is_latent or spec.is_compressed:
+            return BY_ENTRY if spec.is_compressed else BY_LATENT
         if not spec.index_heads:
             return WITHOUT_INDEX
         # A GPU without kernels for the choice would be slow, and without graphs, for no reason that a user sees.
@@ -399,6 +414,110 @@ class TorchSparseDeclaration(TorchLatentDeclaration):
         return (*super().terms(specs, bounds), index)
 
 
+class TritonCompressedDeclaration:
+    """Triton kernels over windows and entries (DeepSeek-V4) on a GPU."""
+
+    name = "triton_compressed"
+    can_be_captured = True
+    can_be_invariant = False
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        if not spec.is_compressed:
+            return WITHOUT_ENTRIES
+        if spec.device_kind != "cuda":
+            return f"it runs on GPUs, not on {spec.device_kind}"
+        if spec.dtype not in ("float16", "bfloat16"):
+            return f"it computes in half precision, not in {spec.dtype}"
+        cache = spec.cache
+        if not cache.format.is_quantized and cache.format.key_dtype != spec.dtype:
+            return f"pages must be {spec.dtype}, the type of the queries"
+        if cache.format.is_quantized and not cache.format.has_exponents:
+            return f"the format {cache.format.name} is not one of windows and entries"
+        if cache.head_dim > MAX_LATENT_DIM or cache.head_dim % 2:
+            return f"head_dim is {cache.head_dim}, and an even number up to {MAX_LATENT_DIM} is computed"
+        return unsupported_top_k(spec.index_top_k, most_entries(spec)) if spec.is_overlapped else None
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        """Partials of few rows; and, where rows choose, scores of some of them against all entries, what the selection works in, lists."""
+        heads, dim = specs[0].num_heads, specs[0].cache.head_dim
+        num_partials = compressed_partials(bounds.max_num_rows, heads)
+        partials = (
+            TensorSpec("partial_out", (num_partials, heads * dim), "float32"),
+            TensorSpec("partial_lse", (num_partials, heads), "float32"),
+        )
+        if (spec := choosing_spec(specs)) is None or spec.entries is None:
+            return partials
+        rows, columns = entry_score_rows(spec, bounds), score_columns(most_entries(spec))
+        queries = rows, spec.index_heads, spec.entries.index_dim
+        return (
+            *partials,
+            TensorSpec(SELECTED, (bounds.max_num_rows * spec.index_top_k,), "int32"),
+            TensorSpec("index_scores", (rows * columns,), "float32"),
+            TensorSpec("index_codes", queries, "float8_e4m3fn"),
+            TensorSpec("index_factors", queries[:2], "float32"),
+            *top_k_specs(rows, columns, spec.index_top_k),
+        )
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        num_bytes = bytes_for("int32", (3, bounds.max_num_rows))
+        return (
+            Term("attention/rows", num_bytes, "of each row its sequence, its position, and among how many it chooses"),
+        )
+
+
+def choosing_spec(specs: Sequence[AttentionSpec]) -> AttentionSpec | None:
+    """A layer whose rows choose entries; None where no context has more of them than are attended to."""
+    return next((spec for spec in specs if spec.is_overlapped and most_entries(spec) > spec.index_top_k), None)
+
+
+def entry_score_rows(spec: AttentionSpec, bounds: StepBounds) -> int:
+    """Rows whose scores against all entries are held at once, as `index_score_rows` has it for tokens."""
+    most = INDEX_SCORE_BYTES // bytes_for("float32", (score_columns(most_entries(spec)),))
+    return max(1, min(most, LATENT_ROWS, bounds.max_num_rows))
+
+
+class TorchCompressedDeclaration:
+    """Plain torch over windows and entries (DeepSeek-V4), anywhere."""
+
+    name = "torch_compressed"
+    can_be_captured = False
+    can_be_invariant = False
+
+    def unsupported(self, spec: AttentionSpec) -> str | None:
+        return None if spec.is_compressed else WITHOUT_ENTRIES
+
+    def scratch(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[TensorSpec, ...]:
+        """What every row has chosen; nothing where no context is long enough."""
+        choosing = [spec for spec in specs if most_entries(spec) > spec.index_top_k > 0]
+        if not choosing:
+            return ()
+        return (TensorSpec(SELECTED, (bounds.max_num_rows * choosing[0].index_top_k,), "int32"),)
+
+    def terms(self, specs: Sequence[AttentionSpec], bounds: StepBounds) -> tuple[Term, ...]:
+        spec, rows, tokens = specs[0], latent_block_rows(specs[0].num_heads), LATENT_BLOCK_TOKENS
+        head_rows, dim = rows * spec.num_heads, spec.cache.head_dim
+        num_elements = 5 * head_rows * tokens + 6 * head_rows * dim + 3 * tokens * dim
+        words = f"scores of {rows} rows against {tokens} vectors at a time, and what they are made of"
+        blocks = Term("attention/blocks", bytes_for("float32", (num_elements,)), words)
+        indexed = next((own for own in specs if own.entries is not None and own.index_heads), None)
+        return (blocks,) if indexed is None else (blocks, _entry_index_term(indexed))
+
+
+def _entry_index_term(spec: AttentionSpec) -> Term:
+    assert spec.entries is not None, "no entries to choose from"
+    rows = index_block_rows(spec.index_heads, 1)
+    head_rows = rows * spec.index_heads
+    num_elements = 8 * max(INDEX_SCORES, most_entries(spec)) + 2 * head_rows * LATENT_BLOCK_TOKENS
+    num_elements += 2 * (LATENT_BLOCK_TOKENS + head_rows) * spec.entries.index_dim
+    words = f"scores of an index of {rows} rows against {LATENT_BLOCK_TOKENS} entries at a time, and the largest of all"
+    return Term("attention/index", bytes_for("float32", (num_elements,)), words)
+
+
+def most_entries(spec: AttentionSpec) -> int:
+    """Entries that the longest context has."""
+    return spec.max_model_len // spec.ratio if spec.ratio else 0
+
+
 GROUPED_DECLARATIONS: tuple[BackendDeclaration, ...] = (
     NativePagedDeclaration(),
     TritonPagedDeclaration(),
@@ -412,7 +531,13 @@ LATENT_DECLARATIONS: tuple[BackendDeclaration, ...] = (
     TorchSparseDeclaration(),
 )
 """Of latents (MLA), and with an index (DSA)."""
-DECLARATIONS: tuple[BackendDeclaration, ...] = (*GROUPED_DECLARATIONS, *LATENT_DECLARATIONS)
+COMPRESSED_DECLARATIONS: tuple[BackendDeclaration, ...] = (TritonCompressedDeclaration(), TorchCompressedDeclaration())
+"""Of windows and entries (DeepSeek-V4)."""
+DECLARATIONS: tuple[BackendDeclaration, ...] = (
+    *GROUPED_DECLARATIONS,
+    *LATENT_DECLARATIONS,
+    *COMPRESSED_DECLARATIONS,
+)
 
 
 def choose_declaration(specs: Sequence[AttentionSpec]) -> BackendDeclaration:

@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.attention.backend import GroupedAttention, LatentAttention
+from holdfast.attention.backend import CompressedAttention, GroupedAttention, LatentAttention
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.attention.layer_pages import KeyBiases, KeyMeans, Sinks
 from holdfast.attention.native_paged import NativePagedAttention
+from holdfast.attention.torch_compressed import TorchCompressedAttention
 from holdfast.attention.torch_latent import TorchLatentAttention
 from holdfast.attention.torch_paged import TorchPagedAttention
 from holdfast.attention.torch_sparse import TorchSparseLatentAttention
+from holdfast.attention.triton_compressed import TritonCompressedAttention
 from holdfast.attention.triton_latent import TritonLatentAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.attention.triton_sparse import TritonSparseLatentAttention
+from holdfast.cache.states import StateStorage
 from holdfast.cache.storage import PageStorage
 
 
@@ -52,3 +55,17 @@ def build_latent_backend(
         return on_gpu[declaration.name](specs, storage, bounds, num_sms)
     by_name = {one.name: one for one in (TorchLatentAttention, TorchSparseLatentAttention)}
     return by_name[declaration.name](specs, storage)
+
+
+def build_compressed_backend(
+    declaration: BackendDeclaration,
+    specs: Sequence[AttentionSpec],
+    storage: PageStorage,
+    states: StateStorage | None,
+    bounds: StepBounds,
+    num_sms: int,
+) -> CompressedAttention[Any]:
+    """The backend over windows, entries and states (DeepSeek-V4); no states where no layer has entries."""
+    if declaration.name == TritonCompressedAttention.name:
+        return TritonCompressedAttention(specs, storage, states, bounds, num_sms)
+    return {TorchCompressedAttention.name: TorchCompressedAttention}[declaration.name](specs, storage, states)

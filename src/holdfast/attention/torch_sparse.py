@@ -111,6 +111,18 @@ def score_tokens(
     q_nID: torch.Tensor, weights_nI: torch.Tensor, planes: IndexPlanes, slots_C: torch.Tensor, position: int
 ) -> torch.Tensor:
     """float32 [n, C]: what rows from `position` on want of the tokens in these slots; -inf behind a row's own, and in the place of NaN."""
+    num_seen_n = position + 1 + torch.arange(len(q_nID), device=q_nID.device)
+    return score_keys(q_nID, weights_nI, planes, slots_C, num_seen_n)
+
+
+def score_keys(
+    q_nID: torch.Tensor,
+    weights_nI: torch.Tensor,
+    planes: IndexPlanes,
+    slots_C: torch.Tensor,
+    num_seen_n: torch.Tensor,
+) -> torch.Tensor:
+    """float32 [n, C]: what rows want of the keys in these slots; -inf behind as many as a row sees, and in the place of NaN."""
     num_rows, num_heads, dim = q_nID.shape
     if planes.is_quantized:
         codes_nID, scaled_nI = q_nID.new_empty(q_nID.shape, dtype=torch.float8_e4m3fn), torch.empty_like(weights_nI)
@@ -125,8 +137,7 @@ def score_tokens(
         sums_nC = scores_nC[:, first : first + len(keys_CD)].copy_(by_head[:, 0])
         for head in range(1, num_heads):
             sums_nC.add_(by_head[:, head])
-    own_n1 = (position + torch.arange(num_rows, device=q_MD.device)).unsqueeze(1)
-    is_hidden_nC = torch.arange(len(slots_C), device=q_MD.device) > own_n1
+    is_hidden_nC = torch.arange(len(slots_C), device=q_MD.device) >= num_seen_n.unsqueeze(1)
     return scores_nC.masked_fill_(is_hidden_nC | scores_nC.isnan(), -torch.inf)
 
 

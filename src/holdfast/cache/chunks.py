@@ -18,6 +18,8 @@ class ChunkShape(NamedTuple):
     chunks_per_page: int = 1
     num_pages: int = 0
     """Of the pool; 0 where a page is one chunk, and its number is the page's."""
+    tokens_per_row: int = 1
+    """Tokens that a row of a chunk stands for."""
 
     def numbers(self, pages: Sequence[int]) -> np.ndarray:
         """The numbers of all chunks on these pages, in order; HOLE for those of a hole."""
@@ -40,7 +42,7 @@ class ChunkShape(NamedTuple):
 
 def chunk_shapes(spec: CacheSpec, num_pages: int) -> tuple[ChunkShape, ...]:
     """How the pages of each group become chunks, in a pool of so many pages."""
-    return tuple(ChunkShape(group.chunks_per_page, num_pages) for group in spec.groups)
+    return tuple(ChunkShape(group.chunks_per_page, num_pages, group.tokens_per_row) for group in spec.groups)
 
 
 class ChunkTable(Sequence[int]):

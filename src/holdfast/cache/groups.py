@@ -4,6 +4,7 @@ One pool of pages of equal bytes serves all groups; how many tokens a page holds
 
     whole     [ page 0 | page 1 | ... | page k-1 ]                 page i holds tokens [i * page_tokens, (i + 1) * page_tokens)
     window    [ HOLE   | HOLE   | ... | page k-2 | page k-1 ]      pages that no later token sees are given back
+    entries   [ page 0 | page 1 | ... | page k-1 ]                 a row of a page stands for `tokens_per_row` tokens
     state     [ page 0 .. state_pages - 1 ]                        one state per sequence, whatever its length
 
 A token at position p sees, in a group with a window of W tokens, positions [p - W + 1, p]. So a step over positions
@@ -32,6 +33,11 @@ class CacheGroup:
     """Pages of a sequence's one state; 0: the group keeps rows of tokens."""
     state_period: int = 0
     """The state begins anew at every multiple of so many tokens, where nothing has to be restored; 0: at the first only."""
+    tokens_per_row: int = 1
+    """Tokens that a row stands for. With several, those of a row that is not finished are in a state that no page holds, at the
+    slot of the sequence; it begins anew with every row ..."""
+    tokens_again: int = 0
+    """... but for so many tokens before it, where rows overlap: a sequence that begins behind a prefix computes them again."""
 
     def __post_init__(self) -> None:
         is_rows = self.page_tokens >= 1 and self.state_pages == 0
@@ -39,10 +45,18 @@ class CacheGroup:
         assert is_rows or is_state, f"{self} keeps neither rows of tokens nor a state"
         assert self.window is None or self.window >= 1, f"{self.name} has a window of {self.window} tokens"
         assert self.state_period == 0 or is_state, f"{self.name} is no state and has a period"
+        is_whole = self.tokens_per_row == 1 or (is_rows and self.page_tokens % self.tokens_per_row == 0)
+        assert is_whole, f"{self.name} has {self.page_tokens} tokens a page, and rows of {self.tokens_per_row}"
+        assert self.tokens_again in (0, self.tokens_per_row), f"{self.name} has {self.tokens_again=}"
 
     @property
     def is_state(self) -> bool:
         return self.state_pages > 0
+
+    @property
+    def has_state(self) -> bool:
+        """Whether something of a sequence, on pages or beside them, holds every token that was written."""
+        return self.is_state or self.tokens_per_row > 1
 
     def pages_for(self, num_tokens: int) -> int:
         """Places in the page list of a sequence of so many tokens, holes included."""
@@ -86,7 +100,17 @@ def unrewindable(groups: Sequence[CacheGroup]) -> str | None:
             return (
                 f"the cache group {group.name} keeps one state of a sequence, which holds every token that was written"
             )
+        if group.has_state:
+            return (
+                f"the cache group {group.name} makes one row of {group.tokens_per_row} tokens, and a token that was added to "
+                "one cannot be taken out"
+            )
     return None
+
+
+def tokens_again(groups: Sequence[CacheGroup]) -> int:
+    """Tokens before the end of a prefix that a sequence which begins behind it computes again, and does not store."""
+    return max(group.tokens_again for group in groups)
 
 
 def block_tokens(groups: Sequence[CacheGroup]) -> int:

@@ -1,7 +1,8 @@
 """The geometry of the KV cache: planes of each layer, groups of layers, and how one pool's pages serve all groups; no torch.
 
-A chunk is `page_tokens` tokens of one layer: what an entry of a block table names, and what kernels call a page. A page of
-the pool is one chunk in each of its columns. A column is an array over all pages, for layers of one kind (the same planes).
+A chunk is `page_tokens` rows of one layer: what an entry of a block table names, and what kernels call a page. A row is what is
+kept of one token, or of several (cache/compressed.py). A page of the pool is one chunk in each of its columns. A column is an
+array over all pages, for layers of one kind (the same planes; an index beside latents lies in columns of its own).
 
     column 0   [ chunk of page 0 | chunk of page 1 | ... | chunk of page P-1 ]
     column 1   [ chunk of page 0 | chunk of page 1 | ... | chunk of page P-1 ]
@@ -46,6 +47,9 @@ class LayerCache:
     index_dim: int = 0
     """Elements of the index of sparse attention that lies beside a latent; 0: none."""
 
+    tokens_per_row: int = 1
+    """Tokens that a row stands for; it is there once the last of them is computed."""
+
     @property
     def is_latent(self) -> bool:
         """Whether a token is one latent that all query heads share."""
@@ -58,17 +62,18 @@ class LayerCache:
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        own = self.format.planes(self.num_kv_heads, self.head_dim, self.rope_dim)
-        return (*own, *index_planes(index_dtype_beside(self.format), self.index_dim)) if self.index_dim else own
+        return tuple(plane for kind in self.kinds for plane in kind)
 
     @property
     def bytes_per_token(self) -> int:
+        """Of a row."""
         return _token_bytes(self.planes)
 
     @property
-    def kind(self) -> tuple[Plane, ...]:
-        """What layers must have in common to take turns in a column."""
-        return self.planes
+    def kinds(self) -> tuple[tuple[Plane, ...], ...]:
+        """What layers must have in common to take turns in a column: of what is kept of a token, and of an index beside it."""
+        own = self.format.planes(self.num_kv_heads, self.head_dim, self.rope_dim)
+        return (own, index_planes(index_dtype_beside(self.format), self.index_dim)) if self.index_dim else (own,)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -82,10 +87,17 @@ class LayerGroup:
 
     window: int | None
     layers: tuple[int, ...]
+    """As places in `CacheSpec.layers`."""
     chunks_per_page: int = 1
+    tokens_per_row: int = 1
+    """Tokens that each of their rows stands for."""
+    is_overlapped: bool = False
+    """A row is made of its own tokens and of as many before them."""
 
     @property
     def name(self) -> str:
+        if self.tokens_per_row > 1:
+            return f"entries of {self.tokens_per_row}"
         return "whole context" if self.window is None else f"window of {self.window}"
 
 
@@ -112,6 +124,8 @@ class CacheSpec:
     layers: tuple[LayerCache, ...]
     groups: tuple[LayerGroup, ...] = ()
     """Left out: all layers, for the whole context."""
+    has_states: bool = False
+    """Sequences have a place beside the pages too, for rows that are not finished (cache/states.py)."""
     columns: dict[tuple[Plane, ...], int] = field(init=False, compare=False, repr=False)
     """How many columns a page has of each kind: as many as the group that takes most."""
 
@@ -122,23 +136,23 @@ class CacheSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers, for a token that none of them has given back."""
+        """Of a row in all layers, for a token that none of them has given back."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def _count_columns(self) -> dict[tuple[Plane, ...], int]:
         most: dict[tuple[Plane, ...], int] = {}
         kinds = self._kinds()
         for group in self.groups:
-            for kind, count in Counter(map(kinds.__getitem__, group.layers)).items():
+            for kind, count in Counter(kind for layer in group.layers for kind in kinds[layer]).items():
                 most[kind] = max(most.get(kind, 0), count * group.chunks_per_page)
         return most
 
-    def _kinds(self) -> list[tuple[Plane, ...]]:
+    def _kinds(self) -> list[tuple[tuple[Plane, ...], ...]]:
         """Of every layer. Many layers have few kinds, and to list the planes of one takes a while."""
-        kinds: dict[tuple[object, ...], tuple[Plane, ...]] = {}
+        kinds: dict[tuple[object, ...], tuple[tuple[Plane, ...], ...]] = {}
         for layer in self.layers:
             if layer.shape not in kinds:
-                kinds[layer.shape] = layer.planes
+                kinds[layer.shape] = layer.kinds
         return [kinds[layer.shape] for layer in self.layers]
 
     @property
@@ -147,8 +161,8 @@ class CacheSpec:
 
     def padding_bytes(self, group: int) -> int:
         """Of a page that a group has taken, what it has no layer for."""
-        own = self.groups[group]
-        counts = Counter(map(self._kinds().__getitem__, own.layers))
+        own, kinds = self.groups[group], self._kinds()
+        counts = Counter(kind for layer in own.layers for kind in kinds[layer])
         used = own.chunks_per_page * sum(count * _token_bytes(kind) for kind, count in counts.items())
         return self.bytes_per_page - self.page_tokens * used
 
@@ -157,10 +171,10 @@ class CacheSpec:
         return next(index for index, group in enumerate(self.groups) if layer in group.layers)
 
     def column_of(self, layer: int) -> int:
-        """The first of its columns, among those of its kind."""
+        """The first of its columns, among those of its kind; that of an index beside it is not counted."""
         group = self.groups[self.group_of(layer)]
-        kind = self.layers[layer].kind
-        same = [other for other in group.layers if self.layers[other].kind == kind]
+        kind = self.layers[layer].kinds[0]
+        same = [other for other in group.layers if self.layers[other].kinds[0] == kind]
         return same.index(layer) * group.chunks_per_page
 
     def stored_planes(self) -> tuple[StoredPlane, ...]:
@@ -175,7 +189,7 @@ class CacheSpec:
         for kind, num_columns in self.columns.items():
             columns: dict[int, tuple[int, int]] = {}
             for group in self.groups:
-                members = [layer for layer in group.layers if kinds[layer] is kind or kinds[layer] == kind]
+                members = [layer for layer in group.layers if kind in kinds[layer]]
                 size = group.chunks_per_page
                 columns |= {layer: (place * size, size) for place, layer in enumerate(members)}
             first = self.layers[min(columns)]
@@ -184,9 +198,21 @@ class CacheSpec:
         return tuple(found)
 
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The groups as pool, prefix cache and scheduler count them."""
+        """The groups as pool, prefix cache and scheduler count them.
+
+        Where rows overlap, a sequence that begins behind a prefix computes the last tokens of it again, so that windows are
+        kept for those too.
+        """
+        again = max((group.tokens_per_row for group in self.groups if group.is_overlapped), default=0)
         return tuple(
-            CacheGroup(group.name, group.chunks_per_page * self.page_tokens, group.window) for group in self.groups
+            CacheGroup(
+                group.name,
+                group.chunks_per_page * self.page_tokens * group.tokens_per_row,
+                None if group.window is None else group.window + again,
+                tokens_per_row=group.tokens_per_row,
+                tokens_again=group.tokens_per_row if group.is_overlapped else 0,
+            )
+            for group in self.groups
         )
 
 

@@ -242,7 +242,7 @@ class PlanView(NamedTuple):
             f"KV cache size: {self.kv_tokens:,} tokens ({token_words(self.kv_bytes_per_token)} each), "
             f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x"
         )
-        if not self.groups:
+        if not self.tokens_without_groups:
             return words
         return f"{words}; {self.tokens_without_groups:,} tokens if every layer kept all of them"
 
@@ -327,7 +327,7 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
         context_note=context_note(request, plan, listed) if fits else "",
         commands=tuple(plan_command(request, model, item) for item in listed),
         groups=plan.groups,
-        tokens_without_groups=plan.tokens_without_groups if fits and plan.groups else 0,
+        tokens_without_groups=plan.tokens_without_groups if fits and plan.groups and not plan.states else 0,
     )
 
 
@@ -396,7 +396,7 @@ def _formats(request: PlanRequest, asked: str) -> list[_Pages]:
     """The asked one first, then fewer and fewer bytes; of plain ones one for each number of bytes."""
     first = _pages_in(request, asked)
     found = {} if first is None else {(first.bytes_per_token, ALL_KV_FORMATS[asked].is_quantized and asked): first}
-    for kv_format in formats_of(request.declared.keeps_latents).values():
+    for kv_format in formats_of(request.declared.keeps_latents, request.declared.is_compressed).values():
         pages = _pages_in(request, kv_format.name)
         if pages is not None and first is not None and pages.bytes_per_token <= first.bytes_per_token:
             found.setdefault((pages.bytes_per_token, kv_format.is_quantized and kv_format.name), pages)

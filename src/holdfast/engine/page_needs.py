@@ -34,13 +34,13 @@ class PageNeeds:
         self,
         sequence: Sequence,
         tables: SequenceABC[SequenceABC[int]],
-        num_computed: int,
+        num_kept: int,
         longest: int,
         is_shared: Callable[[int], bool],
     ) -> int:
         """Pages that it may still take, in all groups, until its tokens, known and coming, and a page more are computed.
 
-        `is_shared` says of a page whether it has other owners, so that giving it back makes nothing available.
+        `num_kept`: of its tokens, what is on pages. `is_shared` says of a page whether it has other owners, so that giving it back makes nothing available.
         """
         num_tokens, budget = sequence.num_tokens_coming, self.limits.max_num_batched_tokens
         total = 0
@@ -48,9 +48,9 @@ class PageNeeds:
             end = min(num_tokens + group.page_tokens, longest)
             claim = group.pages_for(end) - len(table)
             if group.window is not None and claim > 0:
-                first, last = group.first_page(num_computed), group.first_page(end - 1)
+                first, last = group.first_page(num_kept), group.first_page(end - 1)
                 num_stuck = sum(map(is_shared, table[first:last]))
-                most = group.most_pages(end, min(budget, max(num_tokens - num_computed, 1)))
+                most = group.most_pages(end, min(budget, max(num_tokens - num_kept, 1)))
                 claim = min(claim, most - (len(table) - first) + num_stuck)
             total += max(claim, 0)
         return total

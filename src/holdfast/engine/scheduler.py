@@ -27,6 +27,12 @@ later. So with nothing in flight such a group holds at most W - 1 tokens and one
 most W - 1 + n and one page, where n is never more than max_num_batched_tokens: a sequence with windows is not scheduled
 further ahead. Whole contexts only grow; a state is held whole from the first token on.
 
+**States beside pages.** A row that stands for several tokens is added up in a state at the sequence's slot. It begins anew
+with every row, and blocks of the prefix cache end with one in every group, so that a hit needs none; but for rows that
+overlap: there a sequence that starts on a hit of h tokens computes the last `tokens_again` of them again. Nothing is
+written for those (`num_stored` is h until they are computed), so that they may lie on pages of others, and windows are wide
+enough for them to see what they saw the first time. For everything that follows about pages it is as far as h.
+
 **Order.** Every running sequence arrived before every waiting one, and both queues are in order of arrival. Admission
 takes the oldest that waits and makes it the youngest that runs; preemption does the reverse. Nothing else moves. So
 among those that run, admissions happened in order of arrival too.
@@ -66,7 +72,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 
-from holdfast.cache.groups import HOLE, CacheGroup, by_position
+from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
@@ -148,6 +154,7 @@ def _admitted(sequence: Sequence) -> Admitted:
         sequence.params,
         sequence.seed,
         sequence.bad_word_ids,
+        sequence.num_stored,
     )
 
 
@@ -189,7 +196,8 @@ class Scheduler:
         self._caches_prefixes = enable_prefix_caching and can_hit(self.groups)
         self._needs = PageNeeds(limits, num_pages, self.groups)
         self._windows = tuple(index for index, group in enumerate(self.groups) if group.window is not None)
-        self._has_states = any(group.is_state for group in self.groups)
+        self._has_states = any(group.has_state for group in self.groups)
+        self._tokens_again = tokens_again(self.groups)
         self._queues = Queues()
         self._slots = SlotPool(limits.max_num_seqs)
         self._tracks: dict[int, Track] = {}
@@ -472,7 +480,7 @@ class Scheduler:
         """Releases what no later token sees: in each group with a window the pages behind it, the last of them first."""
         for index in self._windows:
             table = sequence.tables[index]
-            place = self.groups[index].first_page(sequence.num_computed) - 1
+            place = self.groups[index].first_page(sequence.num_kept) - 1
             while place >= 0 and table[place] != HOLE:
                 self.pool.release(table[place])
                 table[place] = HOLE
@@ -491,7 +499,7 @@ class Scheduler:
         sequence = self._queues.preempt()
         self._release_pages(sequence)
         self._release_slot(sequence, self._tracks[sequence.sequence_id])
-        sequence.num_computed = sequence.num_scheduled = 0
+        sequence.num_computed = sequence.num_scheduled = sequence.num_stored = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         return sequence
@@ -537,20 +545,22 @@ class Scheduler:
         sequence.slot = self._slots.take()
         self._blocked = None
         self._start(sequence, hit)
-        start = hit.num_tokens
         if self._asks_cache(sequence) and sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = start
+            sequence.num_cached_tokens = hit.num_tokens
             self.num_prefix_query_tokens += len(sequence.token_ids)
-            self.num_prefix_hit_tokens += start
+            self.num_prefix_hit_tokens += hit.num_tokens
+        start = sequence.num_computed
         num_new_tokens = min(len(sequence.token_ids) - start, max_new_tokens)
-        has_grown = self._grow(sequence, start + num_new_tokens)
+        # Even if its first step does not reach the end of the hit, it has a page of its own to give back.
+        has_grown = self._grow(sequence, max(start + num_new_tokens, hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without room"
         return ScheduledSequence.of(sequence, start, num_new_tokens)
 
     def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
         track = self._tracks[sequence.sequence_id]
         sequence.tables = self.prefix.share(track.chain, hit)
-        sequence.num_computed = sequence.num_scheduled = hit.num_tokens
+        sequence.num_computed = sequence.num_scheduled = max(hit.num_tokens - self._tokens_again, 0)
+        sequence.num_stored = hit.num_tokens if self._tokens_again else 0
         track.num_told = [0] * len(self.groups)
         track.is_grown = True
         track.capacity = self._needs.capacity(sequence.tables)
@@ -586,7 +596,7 @@ class Scheduler:
     def _claim(self, sequence: Sequence) -> int:
         num_owners, longest = self.pool.num_owners, self._tracks[sequence.sequence_id].longest
         return self._needs.claim(
-            sequence, sequence.tables, sequence.num_computed, longest, lambda page: num_owners(page) > 1
+            sequence, sequence.tables, sequence.num_kept, longest, lambda page: num_owners(page) > 1
         )
 
     def _release_pages(self, sequence: Sequence) -> None:
@@ -614,7 +624,7 @@ class Scheduler:
         max_num_seqs = self.limits.max_num_seqs
         assert len(running) <= max_num_seqs, f"{len(running)} sequences run, {max_num_seqs=}"
         for sequence in waiting:
-            is_idle = not any(sequence.tables) and sequence.num_computed == sequence.num_scheduled == 0
+            is_idle = not any(sequence.tables) and sequence.num_kept == sequence.num_scheduled == 0
             is_idle = is_idle and sequence.slot < 0 and sequence.num_coming == 0
             assert is_idle, f"{named(sequence)} waits: {sequence.tables=} {sequence.num_computed=} {sequence.slot=}"
         self._check_in_flight(running)
@@ -670,21 +680,21 @@ class Scheduler:
         assert len(set(pages)) == len(pages), f"{named(sequence)} holds a page twice"
         for group, table in zip(self.groups, tables, strict=True):
             self._check_table(sequence, group, table)
-        num_full, num_registered = sequence.num_computed // self.prefix.block_tokens, track.chain.num_blocks
+        num_full, num_registered = sequence.num_kept // self.prefix.block_tokens, track.chain.num_blocks
         assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} blocks, {num_full=}"
 
     def _check_table(self, sequence: Sequence, group: CacheGroup, table: list[int]) -> None:
         """A state whole, a row in each place, holes behind the window and nowhere else, and no more than the bound."""
-        track, num_computed = self._tracks[sequence.sequence_id], sequence.num_computed
+        track, num_kept = self._tracks[sequence.sequence_id], sequence.num_kept
         num_places = group.pages_for(track.end)
         assert len(table) == num_places, f"{named(sequence)} has not {num_places} places in {group.name}: {table}"
-        first = group.first_page(num_computed)
+        first = group.first_page(num_kept)
         is_held = [page != HOLE for page in table]
         assert not any(is_held[:first]), f"{named(sequence)} holds what is behind its {group.name}: {table}"
         assert all(is_held[first:]), f"{named(sequence)} has not what its {group.name} sees from {first=} on: {table}"
         if group.window is not None:
             # Afterwards, when its steps have one token each, this is the window and one page.
-            num_step_tokens = max(track.end - num_computed, 1)
+            num_step_tokens = max(track.end - num_kept, 1)
             most, num_held = group.most_held(num_step_tokens), sum(is_held)
             assert num_step_tokens <= self.limits.max_num_batched_tokens, f"{named(sequence)}: {num_step_tokens=}"
             assert num_held <= most, f"{named(sequence)} holds {num_held} pages of its {group.name}, at most {most}"

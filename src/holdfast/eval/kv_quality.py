@@ -199,6 +199,7 @@ def steps_of(window: int, token_ids: Sequence[int], runner: Runner) -> list[Live
     assert num_tokens <= limits.max_model_len, f"{num_tokens=} is more than {limits}"
     tables = ring_tables(runner.groups, num_tokens, chunk)
     sequence = TokenSequence(window, list(token_ids), num_tokens, SamplingParams(), seed=0, max_tokens=1, tables=tables)
+    sequence.slot = 0  # where a model keeps states beside pages, the first place is its own
     starts = range(0, num_tokens, chunk)
     return [LiveStep((ScheduledSequence.of(sequence, start, min(chunk, num_tokens - start)),)) for start in starts]
 
@@ -330,7 +331,7 @@ def narrower_formats(config: EngineConfig, model: OpenModel) -> FormatChoice:
     target = device_target(config.device)
     least = DTYPE_BYTES[config.dtype]
     names, left_out = [], {}
-    for name, kv_format in formats_of(model.spec.latent is not None).items():
+    for name, kv_format in formats_of(model.spec.latent is not None, model.spec.compressed is not None).items():
         if not kv_format.is_quantized and DTYPE_BYTES[kv_format.key_dtype] >= least:
             continue
         try:

@@ -1,4 +1,4 @@
-"""Activations element by element (silu, relu, both gelus), the gate of a gated MLP, activation(gate) * up, and the clamped one of gpt-oss.
+"""Activations element by element (silu, relu, both gelus), the gate of a gated MLP, activation(gate) * up, and the clamped ones of gpt-oss and DeepSeek-V4.
 
 T rows, I columns, X = 2 I of gate and up
 """
@@ -13,6 +13,7 @@ from holdfast.kernels.native_library import native_for
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+# ruff: noqa: SIM108 a branch on a constant is taken when a kernel is compiled
 
 
 REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -110,20 +111,35 @@ def activated_numbers(b_x, KIND: constexpr):
     return b_y
 
 
-def gate_mul(gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor) -> torch.Tensor:
-    """The activation of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI`."""
+def gate_mul(gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """The activation of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI`.
+
+    With a limit, the left half is at most, and the right half within plus and minus, this.
+    """
+    if can_run(gate_up_TX):
+        return gate_mul_triton(gate_up_TX, kind, out_TI, limit)
+    if limit is not None:
+        gate_up_TX = clamped_halves(gate_up_TX, limit)
     if kind == "silu":
         return silu_mul(gate_up_TX, out_TI)
-    if can_run(gate_up_TX):
-        return gate_mul_triton(gate_up_TX, kind, out_TI)
     gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
     return activate(gate_TI, kind, out_TI).mul_(up_TI)
 
 
-def gate_mul_reference(gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor) -> torch.Tensor:
+def gate_mul_reference(
+    gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor, limit: float | None = None
+) -> torch.Tensor:
     """The same in plain torch."""
+    if limit is not None:
+        gate_up_TX = clamped_halves(gate_up_TX, limit)
     gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
     return torch.mul(REFERENCES[kind](gate_TI), up_TI, out=out_TI)
+
+
+def clamped_halves(gate_up_TX: torch.Tensor, limit: float) -> torch.Tensor:
+    """Gates that are at most, and ups that are within plus and minus, this; what is NaN stays so."""
+    gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
+    return torch.cat((gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)), dim=-1)
 
 
 def silu_mul(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
@@ -152,7 +168,9 @@ def silu_mul_triton(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None
     return gate_mul_triton(gate_up_TX, "silu", y_TI)
 
 
-def gate_mul_triton(gate_up_TX: torch.Tensor, kind: str, y_TI: torch.Tensor) -> torch.Tensor:
+def gate_mul_triton(
+    gate_up_TX: torch.Tensor, kind: str, y_TI: torch.Tensor, limit: float | None = None
+) -> torch.Tensor:
     """A program for some columns of a row; rounded once, where torch rounds the activation too."""
     num_rows, width = gate_up_TX.shape
     assert gate_up_TX.stride(1) == y_TI.stride(1) == 1, f"{gate_up_TX.stride()=} {y_TI.stride()=}: columns lie apart"
@@ -165,6 +183,7 @@ def gate_mul_triton(gate_up_TX: torch.Tensor, kind: str, y_TI: torch.Tensor) -> 
             y_TI.stride(0),
             width // 2,
             KIND=kind,
+            LIMIT=limit or 0.0,
             NUM_BLOCKS=num_blocks,
             BLOCK=COLUMNS_PER_PROGRAM,
             num_warps=NUM_WARPS,
@@ -174,7 +193,15 @@ def gate_mul_triton(gate_up_TX: torch.Tensor, kind: str, y_TI: torch.Tensor) -> 
 
 @jit
 def _gate_mul_kernel(
-    p_gate_up, p_y, x_stride, y_stride, size, KIND: constexpr, NUM_BLOCKS: constexpr, BLOCK: constexpr
+    p_gate_up,
+    p_y,
+    x_stride,
+    y_stride,
+    size,
+    KIND: constexpr,
+    LIMIT: constexpr,
+    NUM_BLOCKS: constexpr,
+    BLOCK: constexpr,
 ):
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
@@ -182,6 +209,8 @@ def _gate_mul_kernel(
     m_i = o_i < size
     b_gate = tl.load(p_gate_up + i_row * x_stride + o_i, mask=m_i, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + i_row * x_stride + size + o_i, mask=m_i, other=0.0).to(tl.float32)
+    if LIMIT > 0:
+        b_gate, b_up = _clamped_numbers(b_gate, b_up, LIMIT)
     tl.store(p_y + i_row * y_stride + o_i, (activated_numbers(b_gate, KIND) * b_up).to(p_y.dtype.element_ty), mask=m_i)
 
 
@@ -197,6 +226,13 @@ class GateForm(NamedTuple):
     """gate 0, up 0, gate 1, ...; else all gates come first."""
     limit: float | None = None
     """gate * sigmoid(1.702 * gate) * (up + 1), with gate at most, and up within plus and minus, this; None: silu(gate) * up."""
+    is_silu: bool = False
+    """silu(gate) * up with a limit too, as without one."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it is the sigmoid of 1.702 gates that counts, and up + 1."""
+        return self.limit is not None and not self.is_silu
 
 
 SILU_HALVES = GateForm()
@@ -206,7 +242,7 @@ def gate_up_product(gate_up_TX: torch.Tensor, form: GateForm) -> torch.Tensor:
     """[T, 2 I] -> [T, I] on a CPU; on a GPU it is in the epilogue of products (`gated_numbers`)."""
     if form == SILU_HALVES:
         return silu_mul(gate_up_TX)
-    library = native_for(gate_up_TX) if form.limit is not None else None
+    library = native_for(gate_up_TX) if form.is_scaled else None
     if library is None or form.limit is None:
         return gate_up_product_reference(gate_up_TX, form)
     num_rows, width = gate_up_TX.shape
@@ -222,17 +258,26 @@ def gate_up_product_reference(gate_up_TX: torch.Tensor, form: GateForm) -> torch
     gate_TI, up_TI = (half.contiguous() for half in halves)
     if form.limit is None:
         return silu_mul(torch.cat((gate_TI, up_TI), dim=-1))
+    if form.is_silu:
+        return silu_mul(clamped_halves(torch.cat((gate_TI, up_TI), dim=-1), form.limit))
     gate_TI, up_TI = gate_TI.clamp(max=form.limit), up_TI.clamp(-form.limit, form.limit)
     return gate_TI * (SWIGLU_ALPHA * gate_TI).sigmoid() * (up_TI + 1.0)
 
 
 @jit
-def gated_numbers(b_gate, b_up, LIMIT: constexpr):
+def _clamped_numbers(b_gate, b_up, LIMIT: constexpr):
+    # A minimum would swallow NaN.
+    b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
+    b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up))
+    return b_gate, b_up
+
+
+@jit
+def gated_numbers(b_gate, b_up, LIMIT: constexpr, IS_SCALED: constexpr):
     """The same of numbers in registers; LIMIT is 0 where there is none."""
     if LIMIT > 0:
-        # A minimum would swallow NaN.
-        b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
-        b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up))
+        b_gate, b_up = _clamped_numbers(b_gate, b_up, LIMIT)
+    if IS_SCALED:
         b_y = b_gate * tl.sigmoid(b_gate * ALPHA) * (b_up + 1.0)
     else:
         b_y = b_gate * tl.sigmoid(b_gate) * b_up

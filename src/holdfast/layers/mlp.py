@@ -96,11 +96,12 @@ class MLPBuffers(NamedTuple):
 
 
 class GatedMLP:
-    """down(activation(gate) * up)."""
+    """down(activation(gate) * up), with gate at most, and up within plus and minus, the limit, where there is one."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: str, limit: float | None = None) -> None:
         self.gate_up = gate_up
         self.down = down
+        self.limit = limit
         self._activation = activation
 
     @property
@@ -114,11 +115,11 @@ class GatedMLP:
         """With `is_coded` the codes of x lie in their room."""
         quantized, active_TI = buffers.quantized, buffers.active_TI
         gate_up, down = self.gate_up.weight_NK, self.down.weight_NK
-        if fuses_gate(x_TH, gate_up, down, quantized):
+        if self.limit is None and fuses_gate(x_TH, gate_up, down, quantized):
             gated_linear(x_TH, gate_up, self.gate_up.bias_N, self._activation, active_TI, down, quantized, is_coded)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
         wide_TX = self.gate_up(x_TH, buffers.wide_TX, quantized, is_coded)
-        return self.down(gate_mul(wide_TX, self._activation, active_TI), out_TH, quantized)
+        return self.down(gate_mul(wide_TX, self._activation, active_TI, self.limit), out_TH, quantized)
 
 
 class PlainMLP:

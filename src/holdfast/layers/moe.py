@@ -1,6 +1,6 @@
 """ExpertLayer: a router, the experts that each row takes, and perhaps one that every row takes.
 
-T rows, E experts, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert
+T rows, E experts, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert, V vocabulary
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from holdfast.kernels.moe.deep_gemv import takes_deep_loads
 from holdfast.kernels.moe.expert_linear import expert_linear
 from holdfast.kernels.moe.expert_row import down_row_add
 from holdfast.kernels.moe.expert_sum import add_experts, sum_experts
+from holdfast.kernels.moe.hash_routing import route_by_table
 from holdfast.kernels.moe.normed_routing import route_normed
 from holdfast.kernels.moe.routing import ExpertOrder, Routing, order_experts, route_tokens
 from holdfast.layers.mlp import GatedMLP, MLPBuffers, RMSNorm
@@ -80,7 +81,10 @@ NO_BIASES = ExpertBiases()
 
 
 class ExpertLayer:
-    """The sum of what the `top_k` most likely experts of a row give, each by its share. Rows do not affect each other."""
+    """The sum of what the `top_k` most likely experts of a row give, or those of its token in a table, each by its share.
+
+    Rows do not affect each other.
+    """
 
     def __init__(
         self,
@@ -91,8 +95,15 @@ class ExpertLayer:
         shared: SharedExpert | None,
         biases: ExpertBiases = NO_BIASES,
         form: GateForm = SILU_HALVES,
+        table_VS: torch.Tensor | None = None,
     ) -> None:
-        """Of the experts, `gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I]."""
+        """Of the experts, `gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I].
+
+        `table_VS` are the experts of each token id, of which `table_problem` knows no problem (kernels/moe/hash_routing.py).
+        """
+        assert table_VS is None or biases.score_E is None, (
+            "experts from a table are not chosen, and there is a bias for the choice"
+        )
         self.router_EH = router_EH
         self.gate_up = gate_up
         self.down = down
@@ -100,15 +111,30 @@ class ExpertLayer:
         self._routing = routing
         self._biases = biases
         self._form = form
+        self._table_VS = table_VS
 
-    def __call__(self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor, token_ids_T: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`token_ids_T` are looked at where experts come from a table, and nowhere else."""
         linear_float32(x_TH, self.router_EH, buffers.logits_TE)
         ids_TS, shares_TS = buffers.expert_ids_TS, buffers.shares_TS
-        biases = self._biases
-        route_tokens(buffers.logits_TE, self._routing, ids_TS, shares_TS, biases.router_E, biases.score_E)
+        biases, table_VS = self._biases, self._table_VS
+        if table_VS is None:
+            route_tokens(buffers.logits_TE, self._routing, ids_TS, shares_TS, biases.router_E, biases.score_E)
+        else:
+            assert token_ids_T is not None, (
+                "experts come from a table by token id, and no token ids are here; pass them"
+            )
+            route_by_table(buffers.logits_TE, table_VS, token_ids_T, self._routing, ids_TS, shares_TS, biases.router_E)
         self._multiply(x_TH, buffers)
         shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
         return sum_experts(buffers.routed_PH, shares_TS, shared_TH, logit_T1, out_TH)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether a row's experts follow from its token, which the fused decode path does not know."""
+        return self._table_VS is not None
 
     @property
     def has_plain_routing(self) -> bool:
@@ -129,6 +155,7 @@ class ExpertLayer:
 
         `finished_TH` is room for the norm of the rows, where experts take it as it is.
         """
+        assert not self.has_table, "experts come from a table by token id, and the fused decode path has no token ids"
         ids_TS, shares_TS, biases = buffers.expert_ids_TS, buffers.shares_TS, self._biases
         codes = self._room_for_codes(buffers.quantized, len(x_TH), scratch)
         finished = finished_TH if codes is None else codes

@@ -150,7 +150,7 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
 
 def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel | None:
     """Without weights, the settings are believed."""
-    from holdfast.loading.planning.stored_schemes import read_stored_schemes
+    from holdfast.loading.planning.stored_schemes import quantization_of, read_stored_schemes
     from holdfast.models.families import FAMILIES, named_architecture
     from holdfast.models.settings import Settings
 
@@ -158,7 +158,7 @@ def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel |
     quantization = config.get(QUANTIZATION_KEY)
     if architecture not in FAMILIES or not isinstance(quantization, dict):
         return None
-    stored = read_stored_schemes(quantization, CONFIG_FILE)
+    stored = read_stored_schemes(quantization_of(Settings(config, CONFIG_FILE)), CONFIG_FILE)
     declared = declare_config({**config, QUANTIZATION_KEY: None}, name)
     if stored is None:
         return declared
@@ -166,13 +166,14 @@ def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel |
     weights = declared.parameters()
     said_stored = [weight for weight in weights if stored.is_said_of(weight.kind, weight.tensors)]
     for weight in said_stored:
-        if (reason := stored.scheme.unsupported(weight.shape)) is not None:
+        scheme = stored.of(weight.kind).scheme
+        if (reason := scheme.unsupported(weight.shape)) is not None:
             raise UnsupportedModelError(
-                f"{CONFIG_FILE} says that {weight.name} is stored as {stored.scheme.name}",
+                f"{CONFIG_FILE} says that {weight.name} is stored as {scheme.name}",
                 reason,
                 "use settings and weights of the same model",
             )
-    schemes = {weight.name: stored.scheme for weight in said_stored}
+    schemes = {weight.name: stored.of(weight.kind).scheme for weight in said_stored}
     open_weights = frozenset(weight.name for weight in weights if not stored.leaves_alone(weight.tensors))
     return replace(declared, stored=schemes, open_weights=open_weights)
 

@@ -15,7 +15,7 @@ from holdfast.loading.locate import locate_model
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import plan_load
-from holdfast.loading.planning.stored_schemes import StoredSchemes, dummy_source, read_stored_schemes
+from holdfast.loading.planning.stored_schemes import StoredSchemes, dummy_source, quantization_of, read_stored_schemes
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_KEY, read_json_object
@@ -113,7 +113,7 @@ def open_directory(folder: Path) -> OpenModel:
     if has_saved_weights(folder):
         return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
     unread, words = unread_tensors(spec)
-    source = SafetensorsSource(open_weight_files(folder), family.renames, unread)
+    source = SafetensorsSource(open_weight_files(folder), family.renames, unread, family.respell)
     _tell_unread(source.unread, folder, words)
     refuse_other_queries(spec, source.entries, f"{CONFIG_FILE} says q_lora_rank")
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
@@ -183,10 +183,7 @@ def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
 
 
 def _read_stored(config: Settings) -> StoredSchemes | None:
-    value = config.values.get(QUANTIZATION_KEY)
-    if value is not None and not isinstance(value, dict):
-        raise config.refuse(QUANTIZATION_KEY, value, "an object")
-    return read_stored_schemes(value, CONFIG_FILE)
+    return read_stored_schemes(quantization_of(config), CONFIG_FILE)
 
 
 def _read_generation(folder: Path, config: Settings, family: Family) -> GenerationDefaults:

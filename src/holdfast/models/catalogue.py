@@ -47,6 +47,11 @@ def find_model(name: str) -> tuple[str, Config]:
     Owners ("Qwen/"), case, spaces, dashes and dots do not matter, nor do endings that change no shape.
     """
     names = {_plain(known): known for known in (*SAME, *CATALOGUE)}
+    exact = {_bare(known): known for known in (*SAME, *CATALOGUE)}
+    if _bare(name) in exact and len(name) <= MAX_NAME:
+        # A base model may be stored otherwise than the one that was tuned from it, and is then listed too.
+        found = exact[_bare(name)]
+        return found, CATALOGUE[SAME.get(found, found)]
     wanted = _plain(name)
     if wanted in names and len(name) <= MAX_NAME:
         found = names[wanted]
@@ -91,6 +96,11 @@ def _plain(name: str) -> str:
     for pattern in (*STORED, "|".join(TUNED)):
         text = _words(pattern).sub(" ", text)
     return re.sub(r"[^a-z\d]", "", text)
+
+
+def _bare(name: str) -> str:
+    """The same with all of its words."""
+    return re.sub(r"[^a-z\d]", "", _last_part(name))
 
 
 def _last_part(name: str) -> str:

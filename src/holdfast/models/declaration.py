@@ -1,11 +1,13 @@
 """Declaration: what a plan asks of one kind of model (weights, cache, workspace of a step), and its experts; no torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 from holdfast.attention.declarations import AttentionSpec
-from holdfast.cache.spec import LayerCache
+from holdfast.cache.compressed import ENTRIES
+from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request, experts_request
 from holdfast.models.declared_weights import Weight
@@ -63,6 +65,36 @@ class HeadGeometry(NamedTuple):
     """Rope turns neighbouring elements of the index, not halves."""
     shared_layers: frozenset[int] = frozenset()
     """Layers without an index, which take what one before them chose."""
+    ratios: tuple[int, ...] = ()
+    """Of compressed attention, one entry a layer: tokens that one entry stands for, 0 where the layer has its window only; empty:
+    every other attention."""
+    overlapped_layers: frozenset[int] = frozenset()
+    """Layers whose entries overlap, and which have an index to choose among them."""
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether layers attend to a window and to entries that stand for several tokens (cache/compressed.py)."""
+        return bool(self.ratios)
+
+    def compressed_specs(
+        self, cache: CacheSpec, max_model_len: int, dtype: str, device_kind: str
+    ) -> tuple[AttentionSpec, ...]:
+        """What the attention of every layer computes over its window and its entries, where there are such."""
+        places = {own.layer: place for place, own in enumerate(cache.layers) if own.name == ENTRIES}
+        specs = []
+        for layer, ratio in enumerate(self.ratios):
+            spec = self.attention_spec(cache.layers[layer], cache.group_of(layer), max_model_len, dtype, device_kind)
+            is_overlapped = layer in self.overlapped_layers
+            spec = replace(spec, is_compressed=True, ratio=ratio, is_overlapped=is_overlapped)
+            if not is_overlapped:
+                spec = replace(spec, index_heads=0, index_top_k=0)
+            if ratio:
+                place = places[layer]
+                spec = replace(
+                    spec, entries=cache.layers[place], entries_group=cache.group_of(place), entries_index=place
+                )
+            specs.append(spec)
+        return tuple(specs)
 
     def attention_spec(
         self, cache: LayerCache, group: int, max_model_len: int, dtype: str, device_kind: str

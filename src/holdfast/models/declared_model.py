@@ -7,6 +7,7 @@ from typing import TypeVar, cast
 
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.on_disk import OnDisk
+from holdfast.models.compressed_declaration import CompressedDeclaration
 from holdfast.models.declaration import Declaration
 from holdfast.models.declared_weights import (
     Review,
@@ -21,7 +22,15 @@ from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.families import FAMILIES
 from holdfast.models.latent_declaration import LatentDeclaration
 from holdfast.models.spec import ModelSpec
-from holdfast.quant.formats import MLA_FORMATS, MLA_NAMES, KVFormat, formats_of, kv_format
+from holdfast.quant.formats import (
+    COMPRESSED_FORMATS,
+    COMPRESSED_NAMES,
+    MLA_FORMATS,
+    MLA_NAMES,
+    KVFormat,
+    formats_of,
+    kv_format,
+)
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 MAX_RANKS = 4096
@@ -58,6 +67,8 @@ class DeclaredModel:
     """Of the names that the makers left out, a pattern that is not followed: with one, it is not known what is open."""
     keeps_latents: bool = False
     """What is kept of a token is one latent (MLA), which has formats of its own."""
+    is_compressed: bool = False
+    """What is kept is a window, and entries that stand for several tokens each, which have formats of their own too."""
     _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What has been listed before: a plan asks many times, with other sizes of everything else."""
 
@@ -159,29 +170,36 @@ class DeclaredModel:
     def check_format(self, format: KVFormat | str, option: str = "kv_cache_dtype") -> KVFormat:
         """The format, by name or as it is, or an error that names the option where this model's cache cannot be kept in it."""
         found = kv_format(format) if isinstance(format, str) else format
-        if self.keeps_latents and found.name in MLA_NAMES:
-            found = MLA_FORMATS[MLA_NAMES[found.name]]
+        known = formats_of(self.keeps_latents, self.is_compressed)
+        names = COMPRESSED_NAMES if self.is_compressed else MLA_NAMES if self.keeps_latents else {}
+        if found.name in names:
+            found = known[names[found.name]]
         reason = self.declaration.unsupported_format(found)
-        if found.is_latent and not self.keeps_latents:
+        if found.has_exponents and not self.is_compressed:
+            reason = f"{found.name} keeps vectors of compressed attention, and this model has none"
+        elif found.is_latent and not found.has_exponents and not self.keeps_latents:
             reason = f"{found.name} keeps latents (MLA), and this model has none"
         if reason is not None:
-            known = formats_of(self.keeps_latents)
             works = [
                 name
-                for name in ("bfloat16", "fp8", *MLA_FORMATS)
+                for name in ("bfloat16", "fp8", *MLA_FORMATS, *COMPRESSED_FORMATS)
                 if name in known and self.declaration.unsupported_format(known[name]) is None
             ]
             raise ConfigError(f"{option}={found.name} was asked", reason, f"try {' or '.join(works)}")
         return found
 
 
-def declare_decoder(spec: ModelSpec, name: str, native: str | None = None) -> DeclaredModel:
+def declare_decoder(
+    spec: ModelSpec, name: str, native: str | None = None, expert_native: str | None = None
+) -> DeclaredModel:
     """What is declared of a decoder that runs: its parameters are those that an engine loads.
 
-    `native` is the scheme in which the checkpoint stores matrices.
+    `native` is the scheme in which the checkpoint stores matrices, `expert_native` that of experts where it is another.
     """
     kind = DecoderDeclaration if spec.latent is None else LatentDeclaration
-    return declare_named(name, kind(spec, FAMILIES[spec.architecture].names, native), None)
+    if spec.compressed is not None:
+        kind = CompressedDeclaration
+    return declare_named(name, kind(spec, FAMILIES[spec.architecture].names, native, expert_native), None)
 
 
 def declare_named(name: str, declaration: DecoderDeclaration, not_runnable: str | None) -> DeclaredModel:
@@ -200,4 +218,5 @@ def declare_named(name: str, declaration: DecoderDeclaration, not_runnable: str 
         head_dim=spec.head_dim,
         declaration=declaration,
         keeps_latents=spec.latent is not None,
+        is_compressed=spec.compressed is not None,
     )

@@ -2,7 +2,7 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,17 +11,12 @@ from holdfast.memory.workspace_plan import aligned
 from holdfast.models.parameters import Kind, Parameter
 from holdfast.quant.formats import bytes_for
 from holdfast.quant.weight_schemes import (
-    FP8_BLOCK,
     HEAD_SCHEME,
     WEIGHT_SCHEMES,
     QuantizedEmbeddings,
     WeightRecipe,
     WeightScheme,
 )
-
-FP8_BLOCK_E8M0 = replace(FP8_BLOCK, name="fp8_block_e8m0", scale_dtype="uint8", scale_is_power_of_two=True)
-"""As DeepSeek-V4 stores its matrices: a power of two for every block. Nobody asks for it: checkpoints have it."""
-_NATIVE: Mapping[str, WeightScheme] = {**WEIGHT_SCHEMES, FP8_BLOCK_E8M0.name: FP8_BLOCK_E8M0}
 
 
 class Weight(NamedTuple):
@@ -61,7 +56,7 @@ class Weight(NamedTuple):
     @property
     def stored_scheme(self) -> WeightScheme | None:
         """The scheme in which the checkpoint stores it; None: unquantized."""
-        return _NATIVE[self.native] if isinstance(self.native, str) else self.native
+        return WEIGHT_SCHEMES[self.native] if isinstance(self.native, str) else self.native
 
 
 def weight_of(parameter: Parameter, native: str | None = None) -> Weight:
@@ -217,7 +212,9 @@ def stored_recipe(weights: Iterable[Weight]) -> WeightRecipe | None:
     embeddings: QuantizedEmbeddings = "all" if "embedding" in kinds else "head" if "head" in kinds else "none"
     plain = tuple(weight.name for weight in weights if weight.stored_scheme is None)
     head = next((one.stored_scheme for one in weights if one.stored_scheme and one.kind == "head"), HEAD_SCHEME)
-    return WeightRecipe(WEIGHT_SCHEMES.get(first.name, first), embeddings, plain, head)
+    experts = next((one.stored_scheme for one in weights if one.stored_scheme and one.kind == "expert"), first)
+    own = None if experts.name == first.name else WEIGHT_SCHEMES.get(experts.name, experts)
+    return WeightRecipe(WEIGHT_SCHEMES.get(first.name, first), embeddings, plain, head, own)
 
 
 def _quiets(pattern: str, weights: tuple[Weight, ...], eager: WeightRecipe) -> bool:

@@ -35,6 +35,8 @@ class DecoderDeclaration(NamedTuple):
     names: CheckpointNames
     native: str | None = None
     """The scheme in which the checkpoint stores matrices."""
+    expert_native: str | None = None
+    """That of experts, where it is another."""
 
     @property
     def rope_width(self) -> int:
@@ -66,8 +68,9 @@ class DecoderDeclaration(NamedTuple):
         return (*weights, *self._weights(list_behind_layers(spec, self.names)))
 
     def _weights(self, parameters: Sequence[Parameter]) -> list[Weight]:
-        kinds = ("expert",) if self.native == MXFP4.name else ("linear", "expert")
-        return [weight_of(parameter, self.native if parameter.kind in kinds else None) for parameter in parameters]
+        linear = None if self.native == MXFP4.name else self.native
+        natives: dict[str, str | None] = {"linear": linear, "expert": self.expert_native or self.native}
+        return [weight_of(parameter, natives.get(parameter.kind)) for parameter in parameters]
 
     def _as_in(self, layer: int, other: int, weights: list[Weight]) -> list[Weight]:
         """Weights of another layer as those of this one: only names differ, and hundreds of experts have many."""

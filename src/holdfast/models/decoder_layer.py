@@ -13,6 +13,7 @@ from holdfast.kernels.latent.write_index import IndexNorm
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.moe.routing import Routing
 from holdfast.layers.attention import AttentionLayer
+from holdfast.layers.compressed_attention import CompressedAttentionLayer
 from holdfast.layers.latent_attention import LatentAttentionLayer, LatentIndex, SparseLatentAttentionLayer
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from holdfast.layers.moe import ExpertBiases, ExpertLayer, SharedExpert
@@ -23,7 +24,7 @@ Weights = Mapping[str, torch.Tensor | QuantizedWeight]
 Norm = RMSNorm | LayerNorm
 OUTPUT_NORMS = ("attn_out_norm", "mlp_out_norm")
 FeedForward = GatedMLP | PlainMLP | ExpertLayer
-AttentionT = TypeVar("AttentionT", AttentionLayer, LatentAttentionLayer)
+AttentionT = TypeVar("AttentionT", AttentionLayer, LatentAttentionLayer, CompressedAttentionLayer)
 
 
 class DecoderLayer(Generic[AttentionT]):
@@ -66,7 +67,7 @@ class PartBuilder(ABC, Generic[AttentionT]):
             self.norm(f"{prefix}.attn_norm"),
             self.attention(index, prefix),
             self.norm(f"{prefix}.mlp_norm"),
-            self._mlp(prefix) if experts is None else self._experts(experts, prefix),
+            self._mlp(prefix) if experts is None else self._experts(experts, index, prefix),
             *((self.norm(f"{prefix}.{name}") for name in OUTPUT_NORMS) if self._spec.has_output_norms else ()),
         )
 
@@ -96,26 +97,31 @@ class PartBuilder(ABC, Generic[AttentionT]):
             return GatedMLP(self.linear(f"{prefix}.gate_up"), down, self._spec.activation)
         return PlainMLP(self.linear(f"{prefix}.up"), down, self._spec.activation)
 
-    def _experts(self, experts: ExpertsSpec, prefix: str) -> ExpertLayer:
-        shared = None
+    def _experts(self, experts: ExpertsSpec, index: int, prefix: str) -> ExpertLayer:
+        shared, limit = None, experts.silu_limit
+        form = GateForm(experts.is_interleaved, experts.swiglu_limit)
+        if limit is not None:
+            form = GateForm(experts.is_interleaved, limit, is_silu=True)
         if experts.shared_size:
             gate_up, down = self.linear(f"{prefix}.shared.gate_up"), self.linear(f"{prefix}.shared.down")
             gate_1H = self.plain(f"{prefix}.shared.gate.weight") if experts.has_shared_gate else None
-            shared = SharedExpert(GatedMLP(gate_up, down, self._spec.activation), gate_1H)
+            shared = SharedExpert(GatedMLP(gate_up, down, self._spec.activation, limit), gate_1H)
+        has_table = index in experts.table_layers
         return ExpertLayer(
             self.plain(f"{prefix}.router.weight"),
             self._weights[f"{prefix}.experts.gate_up.weight"],
             self._weights[f"{prefix}.experts.down.weight"],
             _routing(experts),
             shared,
-            self._expert_biases(experts, prefix),
-            GateForm(experts.is_interleaved, experts.swiglu_limit),
+            self._expert_biases(experts.has_score_bias and not has_table, prefix),
+            form,
+            self.plain(f"{prefix}.router.table") if has_table else None,
         )
 
-    def _expert_biases(self, experts: ExpertsSpec, prefix: str) -> ExpertBiases:
+    def _expert_biases(self, has_score_bias: bool, prefix: str) -> ExpertBiases:
         names = ("router", "experts.gate_up", "experts.down")
         router_E, gate_up_EX, down_EH = (self._bias(f"{prefix}.{name}") for name in names)
-        score_E = self.plain(f"{prefix}.router.score_bias") if experts.has_score_bias else None
+        score_E = self.plain(f"{prefix}.router.score_bias") if has_score_bias else None
         return ExpertBiases(router_E, gate_up_EX, down_EH, score_E)
 
 

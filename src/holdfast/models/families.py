@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.errors import UnsupportedModelError, shown
+from holdfast.models.compressed_families import ARCHITECTURE as DEEPSEEK_V4
+from holdfast.models.compressed_families import NAME as DEEPSEEK_V4_TYPE
+from holdfast.models.compressed_families import read_compressed, respell
 from holdfast.models.latent_families import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -20,6 +23,7 @@ from holdfast.models.latent_families import (
     read_latent,
 )
 from holdfast.models.parameters import (
+    COMPRESSED_NAMES,
     DEEPSEEK_NAMES,
     GEMMA3_NAMES,
     GPT_OSS_NAMES,
@@ -88,6 +92,8 @@ class Family:
     names: CheckpointNames
     renames: tuple[tuple[str, str], ...] = ()
     """Prefixes of tensor names in some checkpoints, and what they stand for."""
+    respell: Callable[[str], str] | None = None
+    """What a tensor's name stands for where other than prefixes differ; None: itself."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """What transformers assumes where config.json does not say."""
@@ -101,6 +107,8 @@ class Family:
     """Prefixes of the tensors of the other parts, which are left where they are."""
     unread_words: str = ""
     """What these are."""
+    draft: str = ""
+    """The prefix of a layer that drafts tokens, by its number; nothing: they are layers behind the last."""
 
 
 def read_spec(config: Mapping[str, object], file: str = "config.json") -> ModelSpec:
@@ -146,11 +154,11 @@ DRAFTS = "drafts of tokens"
 def unread_tensors(spec: ModelSpec) -> tuple[tuple[str, ...], str]:
     """Prefixes of tensors that a checkpoint of the model may hold and nobody reads, and what these are for, in words."""
     family = FAMILIES[spec.architecture]
-    drafts = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
-    if not drafts:
+    if not spec.num_draft_layers:
         return family.unread, family.unread_words
     words = f"{family.unread_words} and {DRAFTS}" if family.unread_words else DRAFTS
-    return (*family.unread, *(family.names.layer.format(layer) for layer in drafts)), words
+    prefix, first = (family.draft, 0) if family.draft else (family.names.layer, spec.num_layers)
+    return (*family.unread, *(prefix.format(first + draft) for draft in range(spec.num_draft_layers))), words
 
 
 def find_family(settings: Settings) -> Family:
@@ -565,6 +573,16 @@ def _latent_family(row: LatentFamily, bos_token_id: int, eos_token_id: int) -> F
     )
 
 
+COMPRESSED = Family(
+    DEEPSEEK_V4_TYPE,
+    DEEPSEEK_V4,
+    read_compressed,
+    COMPRESSED_NAMES,
+    respell=respell,
+    bos_token_id=0,
+    eos_token_ids=(1,),
+    draft="mtp.{}.",
+)
 OPT = Family(
     "opt",
     "OPTForCausalLM",
@@ -581,6 +599,7 @@ FAMILIES: Mapping[str, Family] = {
         *(GEMMA3, GEMMA3_IMAGES, GPT_OSS, OPT),
         _latent_family(DEEPSEEK_V2, 1, 2),
         *(_latent_family(row, 0, 1) for row in (DEEPSEEK_V3, DEEPSEEK_V32, GLM4_LITE, GLM_DSA)),
+        COMPRESSED,
     )
 }
 """Every architecture that is run, by the name in config.json."""

@@ -32,6 +32,11 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | QuantizedWeight) -> str | None:
     """None, or why these weights of a model that `takes_fused_decode` cannot: all must be plain, or all have eight bits and scales by row."""
+    blocks = [layer.mlp for layer in layers]
+    if any(isinstance(block, ExpertLayer) and block.has_table for block in blocks):
+        return "experts of some layer come from a table by token id, and this path has no token ids"
+    if any(isinstance(block, GatedMLP) and block.limit is not None for block in blocks):
+        return "the MLP of some layer has a limit on its gate, and this path has none"
     weights = [weight for layer in layers for weight in _products(layer)]
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
     code_dtypes = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}

@@ -23,13 +23,13 @@ from itertools import chain
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
-from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
+from holdfast.models.spec import CompressedSpec, CompressorSpec, ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 
 Kind = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router", "absorbed"]
 """What a parameter is for; linear, expert and head are what quantization is for.
 
-An absorbed one (kv_b of latent attention) is multiplied by queries from one side and by what was attended to from the other: it
-is small, and kept in the type of the engine whatever the checkpoint stores it in."""
+An absorbed one (kv_b of latent attention, o_a of compressed attention) is multiplied by heads, or by groups of them, each by its
+own rows: it is small, and kept in the type of the engine whatever the checkpoint stores it in."""
 Split = Literal["none", "rows", "columns"]
 """How ranks share a parameter: all of it each, some rows of every part each, or some columns of all rows each."""
 
@@ -124,6 +124,8 @@ class Parameter:
     """Its own type, whatever the dtype of the engine; None: that one."""
     whole: "Parameter | None" = None
     """The parameter of the whole model of which this one is a rank's share; None: this one is."""
+    limit: int = 0
+    """Its numbers are whole ones from 0 to one less than this; 0: they are any."""
 
     @property
     def num_elements(self) -> int:
@@ -193,21 +195,35 @@ class ExpertNames:
     """What follows the router's name in that of the bias on its scores."""
     bias: str = "_bias"
     """What follows the name of a stacked tensor in the name of its biases."""
+    table: str = "tid2eid"
+    """What follows the router's name in that of the experts by token."""
 
 
 EXPERT_NAMES = ExpertNames()
 
 
 def list_experts(
-    experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: str, theirs: str, with_layouts: bool = True
+    experts: ExpertsSpec,
+    names: ExpertNames,
+    hidden: int,
+    ours: str,
+    theirs: str,
+    with_layouts: bool = True,
+    table_size: int = 0,
 ) -> list[Parameter]:
-    """The router, the experts and what every token takes, of one layer; `ours` and `theirs` are prefixes of names."""
+    """The router, the experts and what every token takes, of one layer; `ours` and `theirs` are prefixes of names.
+
+    With `table_size` that many tokens have their experts in a table, and no bias is for choosing them."""
     router = [(f"{theirs}{names.router}.weight", (experts.num_experts, hidden))]
     parameters = [stacked(f"{ours}router.weight", router, "router", "none")]
     if experts.has_router_bias:
         bias = [(f"{theirs}{names.router}.bias", (experts.num_experts,))]
         parameters.append(stacked(f"{ours}router.bias", bias, "bias", "none"))
-    if experts.has_score_bias:
+    if table_size:
+        table = [(f"{theirs}{names.router}.{names.table}", (table_size, experts.top_k))]
+        parameter = stacked(f"{ours}router.table", table, "router", "none")
+        parameters.append(replace(parameter, dtype="int64", limit=experts.num_experts))
+    elif experts.has_score_bias:
         bias = [(f"{theirs}{names.router}.{names.score_bias}", (experts.num_experts,))]
         parameters.append(replace(stacked(f"{ours}router.score_bias", bias, "bias", "none"), dtype="float32"))
     for make in (_gate_up, _down):
@@ -315,6 +331,28 @@ LATENT_NAMES = LatentNames()
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedNames:
+    """What a family calls the modules of compressed attention, and those of streams."""
+
+    q_a: str = "attn.wq_a"
+    q_a_norm: str = "attn.q_norm"
+    q_b: str = "attn.wq_b"
+    kv: str = "attn.wkv"
+    kv_norm: str = "attn.kv_norm"
+    o_a: str = "attn.wo_a"
+    o_b: str = "attn.wo_b"
+    compressor: str = "attn.compressor."
+    index: str = "attn.indexer.compressor."
+    index_q: str = "attn.indexer.wq_b"
+    index_weights: str = "attn.indexer.weights_proj"
+    positions: str = "ape"
+    attn_streams: str = "hc_attn_"
+    mlp_streams: str = "hc_ffn_"
+    head_streams: str = "hc_head_"
+    """What precedes fn, base and scale in the names of their tensors."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointNames:
     """What a family calls its modules; names in a layer follow `layer` with the layer's number filled in."""
 
@@ -341,6 +379,7 @@ class CheckpointNames:
     sinks: str = "self_attn.sinks"
     experts: ExpertNames = EXPERT_NAMES
     latent: LatentNames = LATENT_NAMES
+    compressed: CompressedNames = CompressedNames()
 
 
 LLAMA_NAMES = CheckpointNames(
@@ -365,6 +404,22 @@ GEMMA3_NAMES = replace(
 )
 GPT_OSS_NAMES = replace(LLAMA_NAMES, experts=ExpertNames(router="mlp.router"))
 DEEPSEEK_NAMES = replace(LLAMA_NAMES, experts=ExpertNames(shared="mlp.shared_experts"))
+COMPRESSED_NAMES = CheckpointNames(
+    embed="embed",
+    layer="layers.{}.",
+    attn_norm="attn_norm",
+    q="",
+    k="",
+    v="",
+    o="",
+    mlp_norm="ffn_norm",
+    gate="",
+    up="",
+    down="",
+    final_norm="norm",
+    sinks="attn.attn_sink",
+    experts=ExpertNames("ffn.gate", "ffn.experts", "ffn.shared_experts", "", "w1", "w3", "w2", score_bias="bias"),
+)
 OPT_NAMES = CheckpointNames(
     embed="model.decoder.embed_tokens",
     layer="model.decoder.layers.{}.",
@@ -404,7 +459,8 @@ def list_before_layers(spec: ModelSpec, names: CheckpointNames) -> list[Paramete
 
 def list_behind_layers(spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
     hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
-    parameters = _norm(spec, "final_norm", names.final_norm) if spec.has_final_norm else []
+    parameters = [] if spec.streams is None else _list_head_streams(spec.streams.num_streams, hidden, names.compressed)
+    parameters += _norm(spec, "final_norm", names.final_norm) if spec.has_final_norm else []
     if embedding != hidden:
         parameters.append(_matrix("embed_out", [(names.embed_out, embedding)], hidden, "linear", "none"))
     if not spec.tied_embeddings:
@@ -416,6 +472,8 @@ def list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts
     ours, theirs, hidden = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size
     if spec.latent is not None:
         return _list_latent_layer(spec, spec.latent, names, layer, with_layouts)
+    if spec.compressed is not None:
+        return _list_compressed_layer(spec, spec.compressed, names, layer, with_layouts)
     qkv = [(theirs + names.q, spec.query_size), (theirs + names.k, spec.kv_size), (theirs + names.v, spec.kv_size)]
     parameters = [
         *_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm),
@@ -490,6 +548,81 @@ def _list_index(
         *norm,
         stacked(f"{ours}index_weights.weight", weights, "router", "none"),
     ]
+
+
+def _list_compressed_layer(
+    spec: ModelSpec, compressed: CompressedSpec, names: CheckpointNames, layer: int, with_layouts: bool
+) -> list[Parameter]:
+    """Compressed attention and experts, each with its streams. Ranks share query heads and groups of them; the rest each has whole."""
+    ours, theirs, hidden, own = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size, names.compressed
+    kind, groups = spec.layer_kind(layer), compressed.num_output_groups * compressed.output_rank
+    qkv_a = [(theirs + own.q_a, compressed.q_rank), (theirs + own.kv, spec.head_dim)]
+    norms = {"q_a_norm": (own.q_a_norm, compressed.q_rank), "kv_norm": (own.kv_norm, spec.head_dim)}
+    q_a_norm, kv_norm = (
+        _typed_norm(spec, _vector(f"{ours}{name}.weight", [(f"{theirs}{module}.weight", size)], "norm", "none"))
+        for name, (module, size) in norms.items()
+    )
+    group_size = spec.query_size // compressed.num_output_groups
+    sinks = _vector(f"{ours}sinks", [(theirs + names.sinks, spec.num_heads)], "bias", "rows")
+    parameters = [
+        *_list_streams(f"{ours}attn_streams", theirs + own.attn_streams, spec),
+        *_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm),
+        *_linear(f"{ours}qkv_a", qkv_a, hidden, "none", has_bias=False),
+        q_a_norm,
+        *_linear(f"{ours}q_b", [(theirs + own.q_b, spec.query_size)], compressed.q_rank, "rows", has_bias=False),
+        kv_norm,
+        replace(sinks, dtype="float32"),
+        *([] if kind.compressor is None else _list_compressor(spec, kind.compressor, layer, names)),
+        _matrix(f"{ours}o_a", [(theirs + own.o_a, groups)], group_size, "absorbed", "rows"),
+        *_linear(f"{ours}o_b", [(theirs + own.o_b, hidden)], groups, "columns", has_bias=False),
+        *_list_streams(f"{ours}mlp_streams", theirs + own.mlp_streams, spec),
+        *_norm(spec, f"{ours}mlp_norm", theirs + names.mlp_norm),
+    ]
+    assert kind.experts is not None, f"{spec.architecture}: layer {layer} has no experts"
+    num_tokens = kind.experts.table_size if kind.has_table else 0
+    return [*parameters, *list_experts(kind.experts, names.experts, hidden, ours, theirs, with_layouts, num_tokens)]
+
+
+def _list_compressor(
+    spec: ModelSpec, compressor: CompressorSpec, layer: int, names: CheckpointNames
+) -> list[Parameter]:
+    """What pools tokens into entries, and into those of an index. One product gives all that they are pooled from."""
+    ours, theirs, own = f"layers.{layer}.", names.layer.format(layer), names.compressed
+    index, ratio, columns = spec.layer_index(layer), compressor.ratio, 2 if compressor.is_overlapped else 1
+    pooled = [(theirs + own.compressor + end, columns * spec.head_dim) for end in ("wkv", "wgate")]
+    made = [("compressor", own.compressor, spec.head_dim)]
+    if index is not None:
+        pooled += [(theirs + own.index + end, columns * index.head_dim) for end in ("wkv", "wgate")]
+        pooled.append((theirs + own.index_weights, index.num_heads))
+        made.append(("index", own.index, index.head_dim))
+    parameters = [_matrix(f"{ours}pool", pooled, spec.hidden_size, "router", "none")]
+    for name, module, dim in made:
+        positions = [(f"{theirs}{module}{own.positions}", (ratio, columns * dim))]
+        norm = [(f"{theirs}{module}norm.weight", dim)]
+        parameters.append(replace(stacked(f"{ours}{name}.positions", positions, "router", "none"), dtype="float32"))
+        parameters.append(_typed_norm(spec, _vector(f"{ours}{name}.norm.weight", norm, "norm", "none")))
+    if index is not None and spec.compressed is not None:
+        q = [(theirs + own.index_q, index.num_heads * index.head_dim)]
+        parameters += _linear(f"{ours}index_q", q, spec.compressed.q_rank, "none", has_bias=False)
+    return parameters
+
+
+def _list_streams(name: str, prefix: str, spec: ModelSpec) -> list[Parameter]:
+    """How streams are mixed around one half of a layer: what each gives, what each takes, and which goes where."""
+    assert spec.streams is not None, f"{spec.architecture} has one stream"
+    count = spec.streams.num_streams
+    return _mix(name, prefix, (2 + count) * count, count * spec.hidden_size, 3)
+
+
+def _list_head_streams(num_streams: int, hidden: int, names: CompressedNames) -> list[Parameter]:
+    return _mix("head_streams", names.head_streams, num_streams, num_streams * hidden, 1)
+
+
+def _mix(name: str, prefix: str, num_rows: int, num_columns: int, num_scales: int) -> list[Parameter]:
+    weight = stacked(f"{name}.weight", [(f"{prefix}fn", (num_rows, num_columns))], "router", "none")
+    bias = _vector(f"{name}.bias", [(f"{prefix}base", num_rows)], "bias", "none")
+    scale = _vector(f"{name}.scale", [(f"{prefix}scale", num_scales)], "bias", "none")
+    return [replace(parameter, dtype="float32") for parameter in (weight, bias, scale)]
 
 
 def _kv_b(

@@ -503,8 +503,26 @@ DEEPSEEK_V4_FLASH: Config = {
     "index_topk": 512,
     "compress_ratios": [0, 0, *(4, 128) * 20, 4, 0],
     "sliding_window": 128,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
     "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
     "num_hash_layers": 3,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
     "moe_intermediate_size": 2048,
     "n_routed_experts": 256,
     "n_shared_experts": 1,
@@ -521,6 +539,7 @@ DEEPSEEK_V4_FLASH: Config = {
         "weight_block_size": [128, 128],
     },
 }
+DEEPSEEK_V4_FLASH_BASE: Config = {**DEEPSEEK_V4_FLASH, "expert_dtype": "fp8"}
 DEEPSEEK_V4_PRO: Config = {
     **DEEPSEEK_V4_FLASH,
     "hidden_size": 7168,
@@ -532,6 +551,7 @@ DEEPSEEK_V4_PRO: Config = {
     "compress_ratios": [128, 128, *(4, 128) * 29, 4, 0],
     "moe_intermediate_size": 3072,
     "n_routed_experts": 384,
+    "routed_scaling_factor": 2.5,
 }
 MISTRAL_SMALL: Config = _mistral(5120, 32768, 40, 131072, 32768, 100_000_000.0)
 MISTRAL_SMALL_31: Config = {
@@ -696,6 +716,7 @@ PUBLISHED: tuple[Published, ...] = (
     Published("deepseek-ai/DeepSeek-V3", DEEPSEEK_R1, ("DeepSeek-V3-0324", "DeepSeek-V3.1", "DeepSeek-V3.1-Terminus")),
     Published("deepseek-ai/DeepSeek-R1", DEEPSEEK_R1, ("DeepSeek-R1-0528",)),
     Published("deepseek-ai/DeepSeek-V3.2", DEEPSEEK_V32, ("DeepSeek-V3.2-Exp",)),
+    Published("deepseek-ai/DeepSeek-V4-Flash-Base", DEEPSEEK_V4_FLASH_BASE),
     Published("deepseek-ai/DeepSeek-V4-Flash", DEEPSEEK_V4_FLASH),
     Published("deepseek-ai/DeepSeek-V4-Pro", DEEPSEEK_V4_PRO),
     Published(

@@ -26,6 +26,8 @@ MAX_VOCAB = 2**24
 """Bounds far above any model there is and far below what would hurt a program that believes them."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+EXPERT_DTYPES: Mapping[str, str | None] = {"fp4": "mxfp4", "fp8": None}
+"""What `expert_dtype` says beside matrices in fp8, and the scheme of experts; None: the same as theirs."""
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -261,7 +263,7 @@ def _dense_layers(settings: Settings, num_layers: int) -> frozenset[int]:
 def read_rope(config: Settings, head_dim: int, max_position: int, default_theta: float = DEFAULT_THETA) -> RopeSpec:
     """The rotation that a config describes, with what it leaves out filled in as transformers does."""
     rope = config.part("rope_scaling") or config.part("rope_parameters") or Settings({}, config.file)
-    return _rope_of(config, rope, config.number("rope_theta", default_theta), head_dim, max_position)
+    return rope_of(config, rope, config.number("rope_theta", default_theta), head_dim, max_position)
 
 
 ROPE_LAYERS = ("full_attention", "sliding_attention")
@@ -280,10 +282,11 @@ def read_layer_rope(config: Settings, kind: str, theta: float, head_dim: int, ma
     old = config.part("rope_scaling") if kind == "full_attention" else None
     if old is not None:
         rope = Settings({**rope.values, **old.values}, config.file, old.section)
-    return _rope_of(config, rope, theta, head_dim, max_position)
+    return rope_of(config, rope, theta, head_dim, max_position)
 
 
-def _rope_of(config: Settings, rope: Settings, default_theta: float, head_dim: int, max_position: int) -> RopeSpec:
+def rope_of(config: Settings, rope: Settings, default_theta: float, head_dim: int, max_position: int) -> RopeSpec:
+    """The rotation that these rotary settings of a config describe."""
     unknown = sorted(set(rope.values) - KNOWN_KEYS)
     if unknown:
         raise UnsupportedModelError(

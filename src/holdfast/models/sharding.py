@@ -10,6 +10,7 @@ than the ranks, which then share them; of a vocabulary that does not divide, the
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from holdfast.errors import ConfigError, UnsupportedModelError, shown
 from holdfast.models.parameters import Parameter, Part
@@ -18,6 +19,8 @@ QKV_NAMES = (".qkv.weight", ".qkv.bias")
 """Endings of parameters whose three parts are split by heads."""
 LATENT_HEAD_NAMES = (".q.weight", ".q_b.weight", ".kv_b.weight")
 """Endings of those of latent attention that are all query heads."""
+GROUP_NAME = ".o_a.weight"
+"""The ending of one whose rows are groups of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,30 @@ class Mesh:
 
 
 def shard_parameters(
-    parameters: Iterable[Parameter], mesh: Mesh, num_heads: int, num_kv_heads: int
+    parameters: Iterable[Parameter], mesh: Mesh, num_heads: int, num_kv_heads: int, num_groups: int = 1
 ) -> tuple[Parameter, ...]:
-    """The parameters of one rank. Each knows the whole one, so that all ranks find the same faults and the same blocks."""
-    return tuple(_share(parameter, mesh, num_heads, num_kv_heads) for parameter in parameters)
+    """The parameters of one rank. Each knows the whole one, so that all ranks find the same faults and the same blocks.
+
+    `num_groups` are those in which heads go through an output projection in two steps (`CompressedSpec.num_output_groups`).
+    """
+    units = _Units(num_heads, num_kv_heads, num_groups)
+    return tuple(_share(parameter, mesh, units) for parameter in parameters)
+
+
+class _Units(NamedTuple):
+    """What must not be cut."""
+
+    num_heads: int
+    num_kv_heads: int
+    num_groups: int
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """How many each part of a parameter consists of; nothing where its rows are apart from each other."""
+        if name.endswith(QKV_NAMES):
+            return self.num_heads, self.num_kv_heads, self.num_kv_heads
+        if name.endswith(LATENT_HEAD_NAMES):
+            return (self.num_heads,)
+        return (self.num_groups,) if name.endswith(GROUP_NAME) else ()
 
 
 def vocabulary_rows(num_rows: int, mesh: Mesh) -> tuple[int, int]:
@@ -61,10 +84,10 @@ def vocabulary_rows(num_rows: int, mesh: Mesh) -> tuple[int, int]:
     return start, end
 
 
-def _share(parameter: Parameter, mesh: Mesh, num_heads: int, num_kv_heads: int) -> Parameter:
+def _share(parameter: Parameter, mesh: Mesh, units: _Units) -> Parameter:
     shared = _expert_share(parameter, mesh) if _is_by_expert(parameter) else parameter
     if mesh.tensor_size > 1 and parameter.split == "rows":
-        shared = _row_share(shared, mesh, num_heads, num_kv_heads)
+        shared = _row_share(shared, mesh, units)
     elif mesh.tensor_size > 1 and parameter.split == "columns":
         shared = _column_share(shared, mesh)
     return shared if shared is parameter else replace(shared, whole=parameter.whole or parameter)
@@ -86,20 +109,16 @@ def _expert_share(parameter: Parameter, mesh: Mesh) -> Parameter:
     return _rebuilt(parameter, [(first, last)], (count, *parameter.shape[1:]))
 
 
-def _row_share(parameter: Parameter, mesh: Mesh, num_heads: int, num_kv_heads: int) -> Parameter:
+def _row_share(parameter: Parameter, mesh: Mesh, units: _Units) -> Parameter:
     seams = _seams(parameter)
     if parameter.kind in ("embedding", "head"):
         rows = [vocabulary_rows(parameter.num_rows, mesh)]
     else:
-        units: list[int | None] = [None] * (len(seams) - 1)
-        if parameter.name.endswith(QKV_NAMES):
-            assert len(units) == 3, f"{parameter.name} has {len(units)} parts, not those of queries, keys and values"
-            units = [num_heads, num_kv_heads, num_kv_heads]
-        elif parameter.name.endswith(LATENT_HEAD_NAMES):
-            units = [num_heads]
+        counts = units.of(parameter.name) or (None,) * (len(seams) - 1)
+        assert len(counts) == len(seams) - 1, f"{parameter.name} has {len(seams) - 1} parts, and {counts} units of them"
         rows = [
             _rows_of(parameter, start, end, count, mesh, is_shareable=place > 0 and count is not None)
-            for place, (start, end, count) in enumerate(zip(seams, seams[1:], units, strict=False))
+            for place, (start, end, count) in enumerate(zip(seams, seams[1:], counts, strict=False))
         ]
     num_rows = sum(end - start for start, end in rows)
     if len(parameter.shape) == 1:

@@ -71,6 +71,8 @@ class ExpertsSpec:
     """silu(gate) * up, with gate at most, and up within plus and minus, this, in the shared expert too; None: without limits."""
     table_layers: frozenset[int] = frozenset()
     """Layers where a token's experts stand in a table by its id (hash routing); their shares are of the router's scores all the same."""
+    table_size: int = 0
+    """Token ids of such a table: the whole vocabulary, whatever a rank has of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +271,9 @@ class ModelSpec:
     @property
     def attention_modules(self) -> tuple[str, ...]:
         """Names of these weights in a layer, as parameters have them."""
+        if self.compressed is not None:
+            own = ("qkv_a", "q_b", "o_b")
+            return own if self.compressed.index is None else (*own, "index_q")
         if self.latent is None:
             return "qkv", "o"
         queries = ("q", "qkv_a") if self.latent.q_rank is None else ("qkv_a", "q_b")
@@ -278,9 +283,14 @@ class ModelSpec:
     def attention_products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of the weights around a layer's attention, in the order of computation, those of an index last.
 
-        kv_b of latents is not among them: attention itself multiplies by it, and it is never quantized.
+        kv_b of latents is not among them: attention itself multiplies by it, and it is never quantized; nor is o_a of groups.
         """
-        hidden, latent = self.hidden_size, self.latent
+        hidden, latent, compressed = self.hidden_size, self.latent, self.compressed
+        if compressed is not None:
+            q_rank, groups = compressed.q_rank, compressed.num_output_groups * compressed.output_rank
+            products = ((q_rank + self.head_dim, hidden), (self.query_size, q_rank), (hidden, groups))
+            index = compressed.index
+            return products if index is None else (*products, (index.num_heads * index.head_dim, q_rank))
         if latent is None:
             return ((self.qkv_size, hidden), (hidden, self.query_size))
         queries, values = self.num_heads * latent.query_dim, self.num_heads * latent.value_dim
@@ -336,6 +346,15 @@ class ModelSpec:
             return self.compressed.index if compressor is not None and compressor.is_overlapped else None
         index = None if self.latent is None else self.latent.index
         return None if index is None or layer in index.shared_layers else index
+
+    def pooled_width(self, layer: int) -> int:
+        """Columns of what a layer pools entries from: kv and gates of its own and of its index, and the weights of index heads."""
+        compressor = None if self.compressed is None else self.compressed.compressors[layer]
+        if compressor is None:
+            return 0
+        index = self.layer_index(layer)
+        columns = 2 if compressor.is_overlapped else 1
+        return 2 * columns * self.head_dim + (0 if index is None else 2 * columns * index.head_dim + index.num_heads)
 
     @property
     def shares_choices(self) -> bool:

@@ -184,7 +184,7 @@ def context_note(request: PlanRequest, plan: RunnerPlan, listed: Sequence[Altern
     """
     limits = plan.resolved.limits
     heads = request.declared.declaration.heads(1)
-    windows = () if heads is None else heads.windows
+    windows = () if heads is None or heads.is_compressed else heads.windows
     notes = []
     reason = next((choice.reason for choice in plan.resolved.choices if choice.name == "max_model_len"), "")
     if reason.startswith(SHORTENED):
@@ -376,7 +376,7 @@ def _format_changes(request: PlanRequest) -> Iterator[_Change]:
         yield _pages_in(request, half)
     if resolved.dtype == "float32":
         yield _set(request, f"compute in {half}", FORMAT, "dtype", half)
-    for kv_format in formats_of(request.declared.keeps_latents).values():
+    for kv_format in formats_of(request.declared.keeps_latents, request.declared.is_compressed).values():
         if kv_format.is_quantized and kv_format.name != current:
             yield _pages_in(request, kv_format.name)
 

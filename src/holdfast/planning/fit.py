@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
+from holdfast.cache.compressed import StateKind
 from holdfast.cache.groups import CacheGroup, unrewindable
 from holdfast.cache.spec import CacheSpec
 from holdfast.config import NGRAM, EngineConfig, Limits
@@ -96,6 +97,8 @@ class RunnerPlan(NamedTuple):
     not_in_this_version: tuple[str, ...]
     """Why an engine of this version cannot run it, in words; empty where it can."""
 
+    states: tuple[StateKind, ...] = ()
+    """What sequences keep beside their pages: of rows that are not finished."""
     context_note: str = ""
     """Which limit shortened the context, from what to what, and what would lift it; empty where none did."""
 
@@ -206,16 +209,11 @@ def unfitting_runner(request: PlanRequest) -> RunnerPlan:
 
 def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
     layout, resolved = fit.layout, fit.resolved
-    cache, heads = layout.cache(resolved), layout.heads()
-    specs: tuple[AttentionSpec, ...] = ()
-    if cache is not None and heads is not None:
-        group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
-        specs = tuple(layout.attention_spec(resolved, layer, heads, group_of[layer.layer]) for layer in cache.layers)
     return RunnerPlan(
         declared=request.declared,
         resolved=resolved,
-        cache=cache,
-        attention_specs=specs,
+        cache=layout.cache(resolved),
+        attention_specs=layout.attention_specs(resolved),
         declaration=fit.needs.declaration,
         workspace=fit.needs.workspace,
         memory=fit.memory,
@@ -225,6 +223,7 @@ def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
         kv_bytes_per_token=layout.bytes_per_token(resolved),
         kv_bytes_per_sequence=request.declared.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
         not_in_this_version=missing_here(request),
+        states=layout.states(resolved),
     )
 
 

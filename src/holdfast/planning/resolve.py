@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.cache.spec import mixed_cache
+from holdfast.cache.compressed import StateKind, compressed_cache, list_states
+from holdfast.cache.groups import block_tokens, tokens_again
+from holdfast.cache.spec import CacheSpec, mixed_cache
 from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import format_bytes, parse_bytes
@@ -31,6 +33,8 @@ QUANTIZED_PAGE_TOKENS = 64
 """Kernels over quantized pages take a tile of tokens of one head at a time, which lies in one piece where a page is a tile."""
 LATENT_PAGE_TOKENS = 64
 """The same of latents (MLA), whatever their format: a row is wide, and a tile of them fills a program's shared memory."""
+COMPRESSED_PAGE_TOKENS = 16
+"""Rows of a page of compressed attention: one row stands for up to 128 tokens, and a prefix is cached by whole pages."""
 FP8_PRODUCTS = (8, 9)
 """The compute capability from which on a GPU multiplies e4m3 by e4m3."""
 
@@ -119,7 +123,8 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
         choices.append(Choice("kv_cache_dtype", dtype, "the same as dtype"))
     kv_format = model.check_format(dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
     if kv_format.name not in (config.kv_cache_dtype, dtype):
-        reason = f"what {config.kv_cache_dtype} is of latents (MLA)"
+        what = "tokens and entries that all heads share" if model.is_compressed else "latents (MLA)"
+        reason = f"what {config.kv_cache_dtype} is of {what}"
         choices.append(Choice("kv_cache_dtype", kv_format.name, reason))
     kv_format = _with_index(config, model, kv_format, choices)
     protected = choose_protected(config, model, kv_format, dtype)
@@ -161,7 +166,8 @@ def _with_index(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat,
         return kv_format
     if asked == "auto":
         asked = index_dtype_beside(kv_format)
-        reason = "latents are quantized too" if kv_format.is_quantized else "as latents are"
+        what = "entries" if model.is_compressed else "latents"
+        reason = f"{what} are quantized too" if kv_format.is_quantized else f"as {what} are"
         choices.append(Choice("index_cache_dtype", asked, reason))
     return dataclasses.replace(kv_format, index_dtype=asked)
 
@@ -178,6 +184,9 @@ def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tupl
 
 
 def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
+    heads = model.declaration.heads(1)
+    if heads is not None and heads.is_compressed:
+        return _entry_rows(config, heads, kv_format, choices)
     if config.page_tokens is not None:
         return config.page_tokens
     if model.keeps_latents:
@@ -189,6 +198,34 @@ def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
     reason = f"attention over quantized pages works in tiles of {QUANTIZED_PAGE_TOKENS} tokens"
     choices.append(Choice("page_tokens", str(QUANTIZED_PAGE_TOKENS), reason))
     return QUANTIZED_PAGE_TOKENS
+
+
+def _entry_rows(config: EngineConfig, heads: HeadGeometry, kv_format: KVFormat, choices: list[Choice]) -> int:
+    """Rows of a page of compressed attention, and what the prefix cache makes of them."""
+    rows = config.page_tokens or COMPRESSED_PAGE_TOKENS
+    if config.page_tokens is None:
+        reason = (
+            f"rows, of which one stands for up to {max(heads.ratios)} tokens" if any(heads.ratios) else "the default"
+        )
+        choices.append(Choice("page_tokens", str(rows), reason))
+    groups = compressed_pages(heads, (kv_format,) * len(heads.ratios), rows)[0].cache_groups()
+    again = tokens_again(groups)
+    reason = "whole pages of every cache group"
+    if again:
+        reason += f"; the last {again} tokens of a prefix that is found are computed again, to make states of them"
+    choices.append(Choice("prefix block", f"{block_tokens(groups)} tokens", reason))
+    return rows
+
+
+def compressed_pages(
+    heads: HeadGeometry, formats: Sequence[KVFormat], page_tokens: int
+) -> tuple[CacheSpec, tuple[StateKind, ...]]:
+    """Windows and entries on pages, and the states beside them."""
+    (window,) = set(heads.windows)
+    assert window is not None, "compressed attention has a window in every layer"
+    ratios = heads.ratios, heads.overlapped_layers
+    cache = compressed_cache(formats, heads.head_dim, heads.rope_dim, window, *ratios, heads.index_dim, page_tokens)
+    return cache, list_states(*ratios, heads.head_dim, heads.index_dim)
 
 
 def _limits(config: EngineConfig, model: DeclaredModel, kind: str, page_tokens: int, choices: list[Choice]) -> Limits:
@@ -305,9 +342,9 @@ def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFo
     """What was asked, or the default of a format; by position until the weights are there."""
     asked = parse_layers(config.kv_protected_layers, "kv_protected_layers")
     heads, num_layers = model.declaration.heads(1), model.num_layers
-    if asked in (0, None) and (heads is None or not kv_format.is_quantized):
+    if asked in (0, None) and (heads is None or heads.is_compressed or not kv_format.is_quantized):
         return ProtectedLayers((), kv_format, False, "")
-    if heads is None:
+    if heads is None or heads.is_compressed:
         has = f"{model.name} keeps no keys and values by head, and all its layers have one format"
         raise ConfigError(f"kv_protected_layers={config.kv_protected_layers} was asked", has, "leave it out")
     _check_layers(asked, num_layers)
@@ -409,7 +446,7 @@ def _check_layers(asked: int | tuple[int, ...] | None, num_layers: int) -> None:
 def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> KVFormat:
     asked = dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype
     found = model.check_format(asked, "kv_protected_dtype")
-    heads, known = model.declaration.heads(1), formats_of(model.keeps_latents)
+    heads, known = model.declaration.heads(1), formats_of(model.keeps_latents, model.is_compressed)
     rope_dim = 0 if heads is None else heads.rope_dim
     sizes = {name: value.bytes_per_token(1, model.head_dim, rope_dim) for name, value in known.items()}
     if sizes[found.name] > sizes[kv_format.name]:

@@ -21,6 +21,7 @@ from holdfast.attention.declarations import (
     key_bias_terms,
     sink_terms,
 )
+from holdfast.cache.compressed import StateKind, state_terms
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
@@ -31,7 +32,7 @@ from holdfast.models.activations import Request
 from holdfast.models.declaration import HeadGeometry, StepShape
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import WeightGroup
-from holdfast.planning.resolve import Resolved
+from holdfast.planning.resolve import Resolved, compressed_pages
 from holdfast.planning.target import Target
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.request.sampling_params import MAX_LOGPROBS
@@ -46,6 +47,7 @@ _BATCH_REASONS = {
     "token_ids": "one a row of a step",
     "positions": "one a row of a step",
     "slots": "one a row of a step",
+    "states": "one a row of a step: the place of its sequence's state",
     "keep_slots": "one a row of a step: where the token that is chosen from it is kept",
     "logit_rows": "one a row of a step",
     "page_table": "pages of every sequence of a step, at its longest",
@@ -54,16 +56,20 @@ _BATCH_REASONS = {
 
 
 def batch_terms(
-    limits: Limits, device_kind: str = "cpu", chunks_per_page: tuple[int, ...] = ONE_GROUP
+    limits: Limits,
+    device_kind: str = "cpu",
+    chunks_per_page: tuple[int, ...] = ONE_GROUP,
+    tokens_per_row: tuple[int, ...] = (),
+    has_states: bool = False,
 ) -> tuple[Term, ...]:
     """Bytes of the input buffers, and of the page tables where kernels read them; `device_kind` is cpu or cuda.
 
-    `chunks_per_page`: of each cache group.
+    `chunks_per_page` and `tokens_per_row`: of each cache group; the latter left out where it is 1 in all of them.
     """
-    specs = input_specs(limits, len(chunks_per_page), device_kind)
+    specs = input_specs(limits, len(chunks_per_page), device_kind, has_states)
     if device_kind != "cpu":
         for group, chunks in enumerate(chunks_per_page):
-            specs += page_table_specs(limits, chunks, group)
+            specs += page_table_specs(limits, chunks, group, tokens_per_row[group] if tokens_per_row else 1)
     return tuple(map(input_term, specs))
 
 
@@ -74,7 +80,9 @@ def input_term(spec: TensorSpec) -> Term:
     return Term(f"inputs/{spec.name}", spec.num_bytes, f"{reason}, of cache group {group}" if group else reason)
 
 
-def input_specs(limits: Limits, num_groups: int = 1, device_kind: str = "cpu") -> tuple[TensorSpec, ...]:
+def input_specs(
+    limits: Limits, num_groups: int = 1, device_kind: str = "cpu", has_states: bool = False
+) -> tuple[TensorSpec, ...]:
     """The buffers with an entry a row. They lie one behind the other, and their length makes each begin aligned.
 
     On a CPU a step begins when the tokens of the last one are known, and none is kept for it.
@@ -83,13 +91,16 @@ def input_specs(limits: Limits, num_groups: int = 1, device_kind: str = "cpu") -
     shape_T = (-(-limits.max_num_batched_tokens // per_unit) * per_unit,)
     slots = (_of_group("slots", group) for group in range(num_groups))
     keep_slots = () if device_kind == "cpu" else ("keep_slots",)
-    names = ("token_ids", "positions", *slots, *keep_slots, "logit_rows")
+    states = ("states",) if has_states else ()
+    names = ("token_ids", "positions", *slots, *states, *keep_slots, "logit_rows")
     return tuple(TensorSpec(name, shape_T, "int64") for name in names)
 
 
-def page_table_specs(limits: Limits, chunks_per_page: int = 1, group: int = 0) -> tuple[TensorSpec, TensorSpec]:
+def page_table_specs(
+    limits: Limits, chunks_per_page: int = 1, group: int = 0, tokens_per_row: int = 1
+) -> tuple[TensorSpec, TensorSpec]:
     """The table of a group, and the list of what changed in it: (place in the table, chunk) in each entry."""
-    num_pages = -(-limits.max_model_len // (limits.page_tokens * chunks_per_page))
+    num_pages = -(-limits.max_model_len // (limits.page_tokens * chunks_per_page * tokens_per_row))
     shape_NP = (limits.max_num_seqs, num_pages * chunks_per_page)
     shape_U2 = (limits.max_num_seqs * listed_entries(chunks_per_page), 2)
     names = _of_group("page_table", group), _of_group("page_updates", group)
@@ -294,6 +305,8 @@ class Pages(NamedTuple):
     groups: tuple[CacheGroup, ...]
     padding: Term
     """Behind planes; what groups leave of a page is part of `page_bytes`."""
+    states: tuple[StateKind, ...] = ()
+    """What sequences keep beside their pages."""
 
     @property
     def has_groups(self) -> bool:
@@ -344,6 +357,11 @@ class Layout(NamedTuple):
         pages = self.pages(resolved)
         return None if pages is None else pages.cache
 
+    def states(self, resolved: Resolved) -> tuple[StateKind, ...]:
+        """What sequences keep beside their pages; nothing in most models."""
+        pages = self.pages(resolved)
+        return () if pages is None else pages.states
+
     def pages(self, resolved: Resolved) -> "Pages | None":
         """The same with what is counted from it. A search asks for many lengths, and few of them change anything."""
         heads, limits = self.heads(), resolved.limits
@@ -354,6 +372,9 @@ class Layout(NamedTuple):
         key = "pages", resolved.kv_format, protected.format, protected.layers, limits.page_tokens, self.num_ranks
 
         def make() -> Pages:
+            if heads.is_compressed:
+                cache, states = compressed_pages(heads, self.formats(resolved), limits.page_tokens)
+                return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache), states)
             shape = heads.num_kv_heads, heads.head_dim, limits.page_tokens
             latent = heads.rope_dim, heads.index_dim, heads.shared_layers
             cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len, *latent)
@@ -372,6 +393,17 @@ class Layout(NamedTuple):
         self, resolved: Resolved, layer: LayerCache, heads: HeadGeometry, group: int = 0
     ) -> AttentionSpec:
         return heads.attention_spec(layer, group, resolved.limits.max_model_len, resolved.dtype, self.target.kind)
+
+    def attention_specs(self, resolved: Resolved) -> tuple[AttentionSpec, ...]:
+        """Of every layer; nothing where the model keeps something else."""
+        cache, heads = self.cache(resolved), self.heads()
+        if cache is None or heads is None:
+            return ()
+        if heads.is_compressed:
+            length, kind = resolved.limits.max_model_len, self.target.kind
+            return heads.compressed_specs(cache, length, resolved.dtype, kind)
+        group_of = {layer: index for index, group in enumerate(cache.groups) for layer in group.layers}
+        return tuple(self.attention_spec(resolved, layer, heads, group_of[layer.layer]) for layer in cache.layers)
 
 
 class Needs(NamedTuple):
@@ -402,12 +434,13 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *_weight_terms(layout, resolved),
         *_cache_terms(layout, resolved),
         *workspace.terms(),
-        *batch_terms(limits, target.kind, _chunks_per_page(layout, resolved)),
+        *batch_terms(limits, target.kind, *_group_shapes(layout, resolved)),
         *sampling_terms(limits.sampled_rows, declared.vocab_size, target.kind),
         *_rope_terms(layout, resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(layout, resolved, specs),
-        *sink_terms(specs[:1] * declared.num_layers),
+        # Those of compressed attention are read where they were loaded.
+        *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * declared.num_layers)),
         *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
     ]
     return Needs(declaration, requests, workspace, tuple(terms))
@@ -418,6 +451,9 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
     heads = layout.heads()
     if heads is None:
         return ()
+    if heads.is_compressed:
+        every = layout.attention_specs(resolved)
+        return tuple({(spec.ratio, spec.is_overlapped): spec for spec in reversed(every)}.values())
     by_layer = layout.formats(resolved)
     everywhere = tuple(dict.fromkeys(by_layer)) if resolved.protected.is_open else ()
     first_of: dict[tuple[KVFormat, int | None], int] = {}
@@ -432,9 +468,14 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
     return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
 
 
-def _chunks_per_page(layout: Layout, resolved: Resolved) -> tuple[int, ...]:
+def _group_shapes(layout: Layout, resolved: Resolved) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """Of each group chunks of a page and tokens of a row; and whether sequences have states beside pages."""
     pages = layout.pages(resolved)
-    return ONE_GROUP if pages is None else tuple(group.chunks_per_page for group in pages.cache.groups)
+    if pages is None:
+        return ONE_GROUP, ONE_GROUP, False
+    groups = pages.cache.groups
+    chunks = tuple(group.chunks_per_page for group in groups)
+    return chunks, tuple(group.tokens_per_row for group in groups), pages.cache.has_states
 
 
 def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
@@ -456,6 +497,9 @@ def _enumerated(names: tuple[str, ...]) -> str:
 def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     """What pages cost beyond their number: alignment, and what a sequence keeps whatever its length."""
     terms, heads, pages = [], layout.heads(), layout.pages(resolved)
+    if pages is not None and pages.cache.has_states:
+        terms += [pages.padding] if pages.padding.num_bytes else []
+        return [*terms, *state_terms(pages.states, resolved.limits.max_num_seqs)]
     if pages is not None and pages.has_groups:
         terms += [pages.padding] if pages.padding.num_bytes else []
     elif heads is not None:

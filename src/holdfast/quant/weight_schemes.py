@@ -143,6 +143,8 @@ class WeightRecipe:
     """Globs such as "*.down_proj*", or regular expressions behind "re:", over a weight's own name and its tensors' names."""
     head_scheme: WeightScheme = HEAD_SCHEME
     """Another one only where a checkpoint stores its head so."""
+    expert_scheme: WeightScheme | None = None
+    """That of experts, where a checkpoint stores them otherwise than other matrices; None: the same."""
 
     def __post_init__(self) -> None:
         if self.embeddings not in EMBEDDING_CHOICES:
@@ -162,11 +164,15 @@ class WeightRecipe:
         if self.scheme is None or self.is_ignored(names):
             return None
         if kind in ("linear", "expert"):
-            return self.scheme
+            return self.of_kind(kind)
         wanted = {"none": (), "head": ("head",), "all": ("head", "embedding")}[self.embeddings]
         if kind not in wanted:
             return None
         return self.head_scheme if kind == "head" else HEAD_SCHEME
+
+    def of_kind(self, kind: str) -> WeightScheme | None:
+        """The scheme of layers, or that of their experts."""
+        return self.expert_scheme or self.scheme if kind == "expert" else self.scheme
 
     def is_ignored(self, names: Iterable[str]) -> bool:
         return bool(self.ignore) and any(map(_matcher(self.ignore), names))

@@ -4,6 +4,7 @@ token_ids   [ prompt ......................... | output ........ ] coming ...
             [0, num_computed)  have their keys and values on the pages of `tables`
             [num_computed, num_scheduled)  are computed by steps in flight
             [num_scheduled, num_tokens + num_coming)  still have to be computed; a step takes some or all from the left
+            [0, num_stored)  are on pages whether they are computed again or not: nothing is written for them
 
 A token that is *coming* is chosen by a step in flight: the device has it before the host does. What travels between
 scheduler and runner is the `Step` of request/step.py, which names slots; a `LiveStep` is that step with one's own
@@ -51,6 +52,9 @@ class Sequence:
     slot: int = -1
     """The runner's place for it while it runs."""
     num_computed: int = 0
+    num_stored: int = 0
+    """Where it began behind a prefix whose last tokens are computed again, because a state is made of them, so many tokens of it
+    were on pages already; else 0."""
     num_scheduled: int = 0
     """Positions that were given to steps, those in flight included."""
     num_coming: int = 0
@@ -68,6 +72,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that are on its pages: those that were computed, or found there."""
+        return max(self.num_computed, self.num_stored)
 
     @property
     def num_tokens_coming(self) -> int:

@@ -35,6 +35,9 @@ class Admitted:
     params: SamplingParams
     seed: int
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    num_stored: int = 0
+    """Its first tokens that are on pages already although steps run the last of them: nothing is written for these. 0 where its
+    first step begins behind all that is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ def _write_admitted(writer: Writer, admitted: Admitted) -> None:
     write_params(writer, admitted.params)
     writer.int(admitted.seed - _WORD)
     write_words(writer, admitted.bad_word_ids)
+    writer.int(admitted.num_stored)
 
 
 def _read_admitted(reader: Reader) -> Admitted:
@@ -147,8 +151,9 @@ def _read_admitted(reader: Reader) -> Admitted:
     num_prompt_tokens = reader.int(1, max(len(token_ids), 1))
     if not token_ids:
         refuse(f"the sequence of slot {slot} has no tokens")
-    params = read_params(reader)
-    return Admitted(slot, sequence_id, token_ids, num_prompt_tokens, params, reader.int() + _WORD, read_words(reader))
+    params, seed, words = read_params(reader), reader.int() + _WORD, read_words(reader)
+    num_stored = reader.int(0, len(token_ids) - 1)
+    return Admitted(slot, sequence_id, token_ids, num_prompt_tokens, params, seed, words, num_stored)
 
 
 def write_words(writer: Writer, words: tuple[tuple[int, ...], ...]) -> None:

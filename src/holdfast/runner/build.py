@@ -14,8 +14,9 @@ import torch
 
 from holdfast.attention.backend import AttentionFamily, GroupedAttention
 from holdfast.attention.declarations import AttentionSpec, StepBounds
-from holdfast.attention.select import build_backend, build_latent_backend
+from holdfast.attention.select import build_backend, build_compressed_backend, build_latent_backend
 from holdfast.cache.chunks import chunk_shapes
+from holdfast.cache.states import StateStorage
 from holdfast.cache.storage import PageStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
@@ -33,6 +34,7 @@ from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_fused_decode
+from holdfast.models.compressed_decoder import CompressedDecoder
 from holdfast.models.decoder import Decoder
 from holdfast.models.latent_decoder import LatentDecoder
 from holdfast.models.model import Model
@@ -246,13 +248,15 @@ class RunnerBuild:
         workspace = Workspace(plan.workspace, device, ledger)
         self._releases.append(workspace.release)
         rotaries = self._rope()
-        by_head = plan.attention_specs if spec.latent is None else ()
+        by_head = plan.attention_specs if spec.latent is None and spec.compressed is None else ()
         biases, means = self._split_biases(by_head), make_means(by_head, device)
-        model, backend = (
-            self._grouped(storage, workspace, rotaries, biases, means, make_backend or build_backend)
-            if spec.latent is None
-            else self._latent(storage, workspace, rotaries)
-        )
+        if spec.compressed is not None:
+            model, backend = self._compressed(storage, workspace, rotaries)
+        elif spec.latent is not None:
+            model, backend = self._latent(storage, workspace, rotaries)
+        else:
+            make = make_backend or build_backend
+            model, backend = self._grouped(storage, workspace, rotaries, biases, means, make)
         for owner, num_bytes in backend.held_bytes().items():
             ledger.record(owner, num_bytes, f"{backend.name}'s own")
         for term in plan.memory.terms:
@@ -262,7 +266,9 @@ class RunnerBuild:
         runner = Runner(
             model,
             backend,
-            BatchBuffers(limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes),
+            BatchBuffers(
+                limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes, has_states=cache.has_states
+            ),
             Sampler(spec.vocab_size, device, limits.sampled_rows, ledger),
             limits,
             cache.cache_groups(),
@@ -329,6 +335,19 @@ class RunnerBuild:
         weights, recipe = self._weights | folded, plan.resolved.recipe
         is_fused = self._is_fused
         return LatentDecoder(spec, weights, backend, rotary, workspace, scratch, is_fused, dtype, recipe), backend
+
+    def _compressed(
+        self, storage: PageStorage, workspace: Workspace, rotaries: Sequence[Rotary | None]
+    ) -> tuple[Model, AttentionFamily[Any]]:
+        """A decoder that keeps windows, entries and states (DeepSeek-V4)."""
+        plan, spec, device = self._plan, self._model.spec, self._device
+        declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
+        assert declaration is not None, f"{plan.declared.name} cannot run"
+        states = StateStorage(plan.states, plan.resolved.limits.max_num_seqs, device, self._ledger)
+        self._releases.append(states.release)
+        backend = build_compressed_backend(declaration, specs, storage, states, bounds, self._num_sms)
+        scratch, dtype, recipe = declaration.scratch(specs, bounds), plan.resolved.dtype, plan.resolved.recipe
+        return CompressedDecoder(spec, self._weights, backend, rotaries, workspace, scratch, dtype, recipe), backend
 
     def _layer_tables(self, biases: SplitBiases, means: Sequence[torch.Tensor | None]) -> dict[str, Any]:
         """What layers have beside their pages, as a backend names it.
@@ -442,7 +461,9 @@ def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
         raise ConfigError(
             "batch_invariant=True was asked",
             f"{declaration.name} in {plan.resolved.dtype} on {plan.resolved.device} rounds differently in other company",
-            "leave it out: latents (MLA) have no such kernels"
+            "leave it out: compressed attention has no such kernels"
+            if plan.cache is not None and plan.cache.has_states
+            else "leave it out: latents (MLA) have no such kernels"
             if plan.declared.keeps_latents
             else "run in half precision on a GPU, in float32 on a CPU with a C compiler, or leave it out",
         )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.kernels import geometry
+from holdfast.kernels import geometry, hyper_connections
 from holdfast.kernels.attention import (
     quantized_attention,
     tiled_attention,
@@ -104,7 +104,7 @@ class StepGraphs:
 
 LAUNCHERS = (
     *(tiled_attention, quantized_attention, latent_tiles, latent_projection, sparse_attention),
-    *(block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles, expert_sum),
+    *(block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles, expert_sum, hyper_connections),
 )
 """Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
 

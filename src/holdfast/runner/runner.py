@@ -402,9 +402,14 @@ class Runner:
     def _eager_step(self, start: int, num_rows: int) -> LiveStep:
         """Rows of one sequence behind a context of whatever lies on the first pages."""
         length = start + num_rows
-        sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
-        sequence.tables = ring_tables(self.groups, length, length)
+        sequence = self._dummy(length, 0)
         return LiveStep((ScheduledSequence.of(sequence, start, num_rows),))
+
+    def _dummy(self, length: int, slot: int) -> Sequence:
+        """A sequence on the first pages, with the states of a slot."""
+        sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
+        sequence.tables, sequence.slot = ring_tables(self.groups, length, length), slot
+        return sequence
 
     def _dummy_step(self, num_rows: int) -> tuple[LiveStep, list[int]]:
         """Prompts of so many rows together, on the first pages, which hold nothing yet; only their last rows are wanted."""
@@ -412,8 +417,7 @@ class Runner:
         items, logit_rows, row = [], [], 0
         while row < num_rows and len(items) < self.limits.max_num_seqs:
             length = min(longest, num_rows - row)
-            sequence = Sequence(next(self._dummy_ids), [0] * length, length, SamplingParams(), seed=0, max_tokens=1)
-            sequence.tables = ring_tables(self.groups, length, length)
+            sequence = self._dummy(length, len(items))
             items.append(ScheduledSequence.of(sequence, 0, length))
             row += length
             if len(logit_rows) < num_rows - 1:

@@ -8,7 +8,8 @@ here: tokens (chosen here, and added when a step is booked), page tables, and ho
                 [.., next_start)    of steps in flight: the next step begins where the last one ends
 
 With proposals the end of a step is not known before it is booked: until then its sequence is *open*, and takes no other step.
-Pages that a window has given back stay in the tables as they were: nobody reads there.
+Pages that a window has given back stay in the tables as they were: nobody reads there. A sequence may begin some tokens
+before the end of what is stored of it, where a state has to be made again of them (engine/scheduler.py): see `num_stored`.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from typing import NoReturn
 
-from holdfast.cache.groups import HOLE, CacheGroup
+from holdfast.cache.groups import HOLE, CacheGroup, block_tokens, tokens_again
 from holdfast.config import MAX_COUNT, Limits
 from holdfast.errors import MessageError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, StepResult
@@ -48,6 +49,8 @@ class Slots:
         self._groups = tuple(groups)
         self._num_pages = num_pages
         self._vocab_size = vocab_size
+        self._tokens_again = tokens_again(groups)
+        self._block_tokens = block_tokens(groups) if any(group.has_state for group in groups) else 1
         self._number = 0
         self._seats: dict[int, _Seat] = {}
 
@@ -112,6 +115,10 @@ class Slots:
             _refuse_item(step, admitted, f"has {num_tokens} tokens, and 1 to {most} are possible")
         if not 1 <= admitted.num_prompt_tokens <= num_tokens:
             _refuse_item(step, admitted, f"has a prompt of {admitted.num_prompt_tokens} among {num_tokens} tokens")
+        if admitted.num_stored and (
+            not self._tokens_again or admitted.num_stored % self._block_tokens or admitted.num_stored >= num_tokens
+        ):
+            _refuse_item(step, admitted, f"has {admitted.num_stored} of {num_tokens} tokens stored, which cannot be")
         self._check_tokens(step, admitted, admitted.token_ids)
 
     def _check_tokens(self, step: Step, whose: Admitted | StepItem, token_ids: SequenceABC[int]) -> None:
@@ -129,6 +136,7 @@ class Slots:
             max_tokens=self._limits.max_model_len,
             bad_word_ids=admitted.bad_word_ids,
             slot=admitted.slot,
+            num_stored=admitted.num_stored,
             tables=[[] for _ in self._groups],
         )
         return _Seat(sequence, sequence.num_tokens)
@@ -162,6 +170,11 @@ class Slots:
             _refuse_item(step, item, "has proposals in flight, and where it goes on is not known")
         if seat.next_start is not None and start != seat.next_start:
             _refuse_item(step, item, f"goes on at position {seat.next_start}, and not at {start}")
+        if seat.next_start is None and not self._can_begin(start, seat.sequence.num_stored):
+            stored = seat.sequence.num_stored
+            _refuse_item(
+                step, item, f"begins at position {start} with {stored} tokens stored, where its state is not known"
+            )
         if end > self._limits.max_model_len:
             _refuse_item(step, item, f"runs to position {end}, and at most {self._limits.max_model_len} are possible")
         if item.proposals:
@@ -172,6 +185,12 @@ class Slots:
         if item.samples != reaches_end:
             reach = "reaches" if reaches_end else "does not reach"
             _refuse_item(step, item, f"{reach} its last token, and chooses {'one' if item.samples else 'none'}")
+
+    def _can_begin(self, start: int, num_stored: int) -> bool:
+        """Whether what is not on pages, the states of a sequence, can be made from there on."""
+        if self._tokens_again:
+            return start == max(num_stored - self._tokens_again, 0)
+        return start % self._block_tokens == 0
 
     def _check_proposals(self, step: Step, item: StepItem, seat: _Seat) -> None:
         sequence = seat.sequence
@@ -200,7 +219,8 @@ class Slots:
                 _refuse_item(step, item, f"{has}, and at most {most} are possible")
             if len(held) + len(new) < least:
                 _refuse_item(step, item, f"{has}, and needs {least} to position {end}")
-            if _has_hole_behind(held, new) or _is_hole(held, new, group.first_page(item.start)):
+            start = max(item.start, seat.sequence.num_stored)
+            if _has_hole_behind(held, new) or _is_hole(held, new, group.first_page(start)):
                 _refuse_item(step, item, f"has no page where cache group {index} is read")
 
     def _apply(self, item: StepItem) -> ScheduledSequence:

@@ -6,6 +6,8 @@ The page table of each cache group (cache/spec.py says what a chunk is; with one
 
 row n   [ chunk 0 | chunk 1 | ... | chunk k-1 | anything ...... ]      int32, N rows of P chunks; readers stop at k
 
+Where a row of a chunk stands for several tokens (cache/compressed.py), the last of them has its slot, and the others none.
+
 Behind a window pages are given back, and entries stay what they were: numbers of chunks that somebody else may have by now.
 
 How entries reach the device, by what each way costs:
@@ -18,8 +20,9 @@ How entries reach the device, by what each way costs:
 
 Everything else:
 
-token_ids | positions | slots | keep_slots | logit_rows      int64, one piece of memory; slots G times; each as long as the
-                                                             largest step; no keep_slots where device and host are one
+token_ids | positions | slots | states | keep_slots | logit_rows      int64, one piece of memory; slots G times; each as long as
+                                                                      the largest step; no keep_slots where device and host
+                                                                      are one, and states only where the cache has some
 
 A token that a step in flight is choosing is not known here yet: its id is -1 - slot, the runner's slot of its sequence, and a
 kernel puts the token in its place (kernels/sampling/last_tokens.py). keep_slots says where the tokens of this step go.
@@ -85,7 +88,7 @@ class GroupTable:
     """The page table of one cache group, and how entries of it reach the device."""
 
     def __init__(self, limits: Limits, shape: ChunkShape, group: int, device: torch.device, ledger: Ledger) -> None:
-        table, updates = page_table_specs(limits, shape.chunks_per_page, group)
+        table, updates = page_table_specs(limits, shape.chunks_per_page, group, shape.tokens_per_row)
         self.shape = shape
         self._max_num_chunks = table.shape[1]
         self._most_listed = listed_entries(shape.chunks_per_page)
@@ -241,6 +244,7 @@ class BatchBuffers:
 
     With `is_shared`, as on a CPU, both are the same memory, and attention reads the pages of a sequence from the batch.
     Without it the device has its own memory, and page tables. `shapes` says how the pages of each cache group become chunks.
+    `has_states`: rows say the place of their sequence's state, which is its slot.
     """
 
     def __init__(
@@ -251,8 +255,9 @@ class BatchBuffers:
         *,
         is_shared: bool,
         shapes: SequenceABC[ChunkShape] = ONE_GROUP,
+        has_states: bool = False,
     ) -> None:
-        specs = input_specs(limits, len(shapes), "cpu" if is_shared else "cuda")
+        specs = input_specs(limits, len(shapes), "cpu" if is_shared else "cuda", has_states)
         self._page_tokens = limits.page_tokens
         self._shapes = tuple(shapes)
         self._has_pages_for_chunks = all(shape.chunks_per_page == 1 for shape in shapes)
@@ -263,6 +268,10 @@ class BatchBuffers:
         self._host = tuple(self.inputs.host)
         self._own_slots = slice(2, 2 + len(shapes))
         self._host_slots = self._host[self._own_slots]
+        self._num_listed = 2 + len(shapes) + has_states
+        """Buffers with an entry for every row of a step; behind the second, -1 stands for nothing."""
+        self._host_states = self._host[2 + len(shapes)] if has_states else None
+        self._states_T = self.inputs.tensor[2 + len(shapes)] if has_states else None
         self._ids_T, self._positions_T, self._logit_rows_T = (self.inputs.tensor[row] for row in (0, 1, -1))
         self._slots_GT = self.inputs.tensor[self._own_slots]
         self.keep_slots_T = None if is_shared else self.inputs.tensor[-2]
@@ -292,9 +301,9 @@ class BatchBuffers:
         assert num_real <= num_rows <= self._num_places, f"{num_real=} {num_rows=} of {self._num_places}"
         if num_rows > num_real:
             self.inputs.host[:2, num_real:num_rows] = 0
-            self.inputs.host[self._own_slots, num_real:num_rows] = PADDING_SLOT
+            self.inputs.host[2 : self._num_listed, num_real:num_rows] = PADDING_SLOT
         logits, num_wanted = None, num_rows
-        counts = [num_rows] * (2 + len(self._shapes))
+        counts = [num_rows] * self._num_listed
         if is_listed or len(logit_rows) != num_real:
             logits = self._write_logit_rows(logit_rows, sequences, num_padded_logit_rows)
             num_wanted = logits.rows_R.shape[0]
@@ -313,6 +322,7 @@ class BatchBuffers:
             tuple(sequences),
             logits,
             None if self.page_table is None else self.page_table.tables,
+            None if self._states_T is None else self._states_T[:num_rows],
         )
 
     def _write_rows(self, step: LiveStep) -> list[SequenceRows]:
@@ -330,20 +340,39 @@ class BatchBuffers:
                 positions[row] = start
                 chunk, offset = divmod(start, self._page_tokens)
                 for slots, shape, pages in zip(self._host_slots, self._shapes, tables, strict=True):
+                    if shape.tokens_per_row > 1:
+                        slots[row] = self._entry_slots(shape, pages, start, 1)[0]
+                        continue
                     number = pages[chunk] if shape.chunks_per_page == 1 else shape.number(pages, chunk)
                     slots[row] = number * self._page_tokens + offset
             else:
                 ids[row:end] = _token_ids(item)
                 positions[row:end] = np.arange(start, start + num_rows)
                 for slots, shape, pages in zip(self._host_slots, self._shapes, tables, strict=True):
-                    slots[row:end] = self._slots(shape, pages, start, num_rows)
+                    make = self._slots if shape.tokens_per_row == 1 else self._entry_slots
+                    slots[row:end] = make(shape, pages, start, num_rows)
+            if self._host_states is not None:
+                assert sequence.slot >= 0, f"{sequence.sequence_id=} has no slot, and a state needs a place"
+                self._host_states[row:end] = sequence.slot
+            if start < sequence.num_stored:  # computed again, for the sake of states: pages hold these already
+                self.inputs.host[self._own_slots, row : min(end, row + sequence.num_stored - start)] = PADDING_SLOT
             if not self._has_pages_for_chunks:
                 tables = tuple(shape.table(pages) for shape, pages in zip(self._shapes, tables, strict=True))
             sequences.append(SequenceRows(row, num_rows, start, tables, table_row))
             row = end
         return sequences
 
+    def _entry_slots(self, shape: ChunkShape, pages: list[int], start: int, num_rows: int) -> np.ndarray:
+        """Of rows that stand for several tokens: at the last token of each."""
+        ratio = shape.tokens_per_row
+        slots_T = np.full(num_rows, PADDING_SLOT)
+        first, end = start // ratio, (start + num_rows) // ratio
+        if end > first:
+            slots_T[(first + 1) * ratio - 1 - start :: ratio] = self._slots(shape, pages, first, end - first)
+        return slots_T
+
     def _slots(self, shape: ChunkShape, pages: list[int], start: int, num_rows: int) -> np.ndarray:
+        """Of the rows of a chunk, which are positions where each stands for one token."""
         positions = np.arange(start, start + num_rows)
         page_tokens = shape.chunks_per_page * self._page_tokens
         first = start // page_tokens

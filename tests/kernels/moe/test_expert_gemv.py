@@ -7,7 +7,7 @@ from holdfast.kernels.geometry import MAX_DIRECT_TOKENS
 from holdfast.kernels.moe.deep_gemv import MAX_DEPTH, column_blocks, gemv_blocks, takes_deep_loads
 from holdfast.kernels.moe.expert_gemv import expert_gemv
 from kernels.exactness import same_bits
-from kernels.expert_cases import FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
+from kernels.expert_cases import DEEPSEEK_V4, FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
 from kernels.quantized_cases import HALF_SLACK
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
@@ -72,8 +72,14 @@ def test_widths_of_gpt_oss(device, scheme):
     judge(expert_gemv, expert_case((1, 1, 2, 32, 2880), True, scheme, has_bias=True, form=GPT_OSS), device)
 
 
-def test_what_is_not_finite_passes_the_clamp(device):
-    case = expert_case((3, 1, 2, 5, 64), True, has_bias=True, form=GPT_OSS)
+def test_a_token_that_names_an_expert_more_than_once(device):
+    for scheme in (None, "mxfp4"):
+        judge(expert_gemv, expert_case((3, 4, 3, 6, 64), True, scheme, choice="twice"), device)
+
+
+@pytest.mark.parametrize("form", [GPT_OSS, DEEPSEEK_V4], ids=str)
+def test_what_is_not_finite_passes_the_clamp(device, form):
+    case = expert_case((3, 1, 2, 5, 64), True, has_bias=True, form=form)
     clean = run_kernel(expert_gemv, case, device)
     case.x_XK[1, 63] = float("nan")
     y = run_kernel(expert_gemv, case, device)

@@ -7,7 +7,7 @@ from holdfast.kernels.gemm.quantized_tiles import OperandKind
 from holdfast.kernels.geometry import expert_block_rows
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm, tile_for
 from kernels.exactness import same_bits
-from kernels.expert_cases import FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
+from kernels.expert_cases import DEEPSEEK_V4, FORMS, GPT_OSS, SCHEMES, expert_case, judge, run_kernel
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
 pytestmark = QUIET
@@ -55,6 +55,15 @@ def test_every_height_of_blocks(device, num_rows, top_k, num_experts, block_rows
     assert expert_block_rows(num_rows, top_k, num_experts) == block_rows
     for scheme in (None, "fp8"):
         judge(grouped_gemm, expert_case((num_rows, top_k, num_experts, 5, 48), True, scheme, choice="some"), device)
+
+
+@pytest.mark.parametrize("num_rows", [5, 16, 17, 40])
+@pytest.mark.parametrize("scheme", [None, "mxfp4"], ids=str)
+def test_a_token_that_names_an_expert_more_than_once(device, num_rows, scheme):
+    """As a table may; sorted and not, with a row of its own for each pair, as what experts give is multiplied again."""
+    for by_pair in (False, True):
+        case = expert_case((num_rows, 4, 3, 6, 64), not by_pair, scheme, choice="twice", by_pair=by_pair)
+        judge(grouped_gemm, case, device)
 
 
 @pytest.mark.parametrize("scheme", [None, "int8"], ids=str)
@@ -109,8 +118,9 @@ def test_codes_of_four_bits_in_rows_of_half_blocks(device):
         judge(grouped_gemm, expert_case((5, 2, 3, 9, size_k), True, "mxfp4", torch.float16, form=GPT_OSS), device)
 
 
-def test_what_is_not_finite_passes_the_clamp(device):
-    case = expert_case((6, 1, 2, 5, 64), True, has_bias=True, form=GPT_OSS)
+@pytest.mark.parametrize("form", [GPT_OSS, DEEPSEEK_V4], ids=str)
+def test_what_is_not_finite_passes_the_clamp(device, form):
+    case = expert_case((6, 1, 2, 5, 64), True, has_bias=True, form=form)
     clean = run_kernel(grouped_gemm, case, device)
     case.x_XK[3, 63] = float("nan")
     y = run_kernel(grouped_gemm, case, device)

@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 V2 = Routing(num_groups=4, groups_taken=2, share_scale=16.0)
 V3 = Routing(True, "sigmoid", 4, 2, "two_largest", 2.5)
 GLM = Routing(True, "sigmoid", 1, 1, "two_largest", 1.8)
+V4 = Routing(True, "sqrtsoftplus", share_scale=1.5)
 ROUTINGS = {
     "scaled": Routing(share_scale=2.5),
     "scaled and normalized": Routing(True, share_scale=2.5),
@@ -31,6 +32,8 @@ ROUTINGS = {
     "sigmoid, largest of groups": V3._replace(group_score="largest"),
     "softmax, two of groups": V2._replace(group_score="two_largest"),
     "all groups taken": V3._replace(groups_taken=4),
+    "V4": V4,
+    "V4 as they are, two of groups": V3._replace(normalizes=False, scoring="sqrtsoftplus"),
 }
 EACH = pytest.mark.parametrize("routing", list(ROUTINGS.values()), ids=list(ROUTINGS))
 BIASED = pytest.mark.parametrize("is_biased", [False, True], ids=["no bias", "biased"])
@@ -59,6 +62,8 @@ def route_by_hand(logits, top_k, routing, score_bias=None):
         scores = [x / sum(scores) for x in scores]
         if routing.scoring == "sigmoid":
             scores = [1 / (1 + math.exp(-x)) for x in row]
+        if routing.scoring == "sqrtsoftplus":
+            scores = [math.sqrt(x if x > 20 else math.log1p(math.exp(x))) for x in row]
         bias = [0.0] * len(row) if score_bias is None else score_bias.double().tolist()
         ranked = [score + more for score, more in zip(scores, bias, strict=True)]
         size = len(row) // routing.num_groups
@@ -170,7 +175,7 @@ def test_a_nan_stays_in_its_token_and_chooses_experts_that_are_there(device, rou
         assert ((ids >= 0) & (ids < 12)).all()
         assert all(len(set(row)) == 5 for row in ids.tolist())
         assert shares[1:3].isnan().all()
-        scores_stay_apart = routing.scoring == "sigmoid" or routing.ranks_by_logits(False)
+        scores_stay_apart = routing.scoring != "softmax" or routing.ranks_by_logits(False)
         assert not scores_stay_apart or 4 not in ids[1].tolist()
         assert torch.equal(ids[[0, 3]], clean[0][[0, 3]])
         torch.testing.assert_close(shares[[0, 3]], clean[1][[0, 3]])
@@ -181,7 +186,7 @@ def test_infinite_logits_and_biases_choose_experts_that_are_there(device, bad):
     logits, bias = random(3, 12), torch.zeros(12)
     logits[1, 4], logits[2] = bad, bad
     bias[:3] = -bad
-    for routing in (V2, V3):
+    for routing in (V2, V3, V4):
         results = [run(route, logits, 5, routing, where, score_bias=bias) for route, where in both(device)]
         for ids, _ in results:
             assert ((ids >= 0) & (ids < 12)).all()
@@ -194,6 +199,30 @@ def test_sigmoids_that_are_all_zero_have_no_share(device):
         ids, shares = run(route, torch.full((2, 8), -200.0), 2, GLM, where)
         assert ids.tolist() == [[0, 1]] * 2
         assert shares.tolist() == [[0.0, 0.0]] * 2
+
+
+def test_scores_of_v4_over_the_whole_range(device):
+    """Where 1 + exp(logit) rounds to 1, and where the logit itself is the softplus."""
+    logits = torch.tensor([[-80.0, -30.0, -17.0, -9.0, -3.0, 0.0, 3.0, 19.9, 20.1, 90.0]])
+    expected_ids, expected = route_by_hand(logits, 10, V4._replace(normalizes=False))
+    for route, where in both(device):
+        ids, shares = run(route, logits, 10, V4._replace(normalizes=False), where)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(shares.double(), expected, rtol=2e-5, atol=0.0)
+
+
+def test_as_the_router_of_deepseek_v4(device):
+    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4TopKRouter
+
+    config = DeepseekV4Config(hidden_size=24, n_routed_experts=24, num_experts_per_tok=6, routed_scaling_factor=1.5)
+    router = DeepseekV4TopKRouter(config)
+    router.weight.data.copy_(torch.eye(24))
+    bias, logits = random(24, seed=8), random(33, 24, seed=4, scale=3.0)
+    router.e_score_correction_bias.copy_(bias)
+    with torch.no_grad():
+        _, shares, ids = router(logits)
+    assert_chooses(device, logits, V4, bias, ids, shares)
 
 
 def test_a_bias_on_logits_counts_before_the_scores(device):

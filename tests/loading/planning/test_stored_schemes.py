@@ -108,9 +108,10 @@ def compressed(strategy="channel", group=None, **weights):
 @pytest.mark.parametrize(
     ("config", "scheme", "endings", "ignore"),
     [
-        (BLOCKS, FP8_BLOCK, ("_scale_inv", "_scale"), ()),
-        (BLOCKS | {"modules_to_not_convert": ["a", "b"]}, FP8_BLOCK, ("_scale_inv", "_scale"), ("a", "b")),
-        (BLOCKS | {"scale_fmt": "ue8m0"}, FP8_BLOCK, ("_scale_inv", "_scale"), ()),
+        (BLOCKS, FP8_BLOCK, ("_scale_inv", "_scale", ".scale"), ()),
+        (BLOCKS | {"modules_to_not_convert": ["a", "b"]}, FP8_BLOCK, ("_scale_inv", "_scale", ".scale"), ("a", "b")),
+        (BLOCKS | {"expert_dtype": "fp8"}, FP8_BLOCK, (".scale", "_scale_inv", "_scale"), ()),
+        (BLOCKS | {"scale_fmt": "ue8m0"}, FP8_BLOCK, ("_scale_inv", "_scale", ".scale"), ()),
         ({"quant_method": "fp8", "activation_scheme": "static"}, FP8_TENSOR, ("_scale",), ()),
         ({"quant_method": "fp8", "weight_block_size": None, "ignored_layers": ["x"]}, FP8_TENSOR, ("_scale",), ("x",)),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, FP8, ("_scale",), ()),
@@ -228,7 +229,11 @@ def test_scales_of_a_transposed_tensor_are_transposed():
 def test_parts_follow_one_another_and_the_name_that_is_there_is_taken():
     entries = {name: entry(name, shape, "float32") for name, shape in (("a_scale_inv", (1, 2)), ("b_scale", (2, 2)))}
     parts = scale_parts(
-        [Part("a", 0, (128, 256)), Part("b", 128, (256, 256))], FP8_BLOCK, FP8_BLOCK, ("_scale_inv", "_scale"), entries
+        [Part("a", 0, (128, 256)), Part("b", 128, (256, 256))],
+        FP8_BLOCK,
+        FP8_BLOCK,
+        ("_scale_inv", "_scale", ".scale"),
+        entries,
     )
     assert [(part.tensor, part.row_start) for part in parts] == [("a_scale_inv", 0), ("b_scale", 1)]
 

@@ -96,6 +96,7 @@ def deep_gemv(
         GATED=gated,
         INTERLEAVED=gated and form.is_interleaved,
         LIMIT=form.limit or 0.0,
+        IS_SCALED=form.is_scaled,
         HAS_BIAS=bias_EN is not None,
         PAIRS_PER_ROW=num_pairs // num_rows,
         EVEN=size_k == blocks.block_k * blocks.depth,
@@ -204,6 +205,7 @@ def _deep_gemv_kernel(
     GATED: constexpr,
     INTERLEAVED: constexpr,
     LIMIT: constexpr,
+    IS_SCALED: constexpr,
     HAS_BIAS: constexpr,
     PAIRS_PER_ROW: constexpr,
     EVEN: constexpr,
@@ -249,5 +251,5 @@ def _deep_gemv_kernel(
     if GATED:
         if HAS_BIAS:
             b_up_y += tl.load(p_bias + b_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)
-        b_y = gated_numbers(b_y, b_up_y, LIMIT)
+        b_y = gated_numbers(b_y, b_up_y, LIMIT, IS_SCALED)
     tl.store(p_out + i_pair * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)

@@ -64,6 +64,7 @@ def expert_gemv(
         "GATED": gated,
         "INTERLEAVED": gated and form.is_interleaved,
         "LIMIT": form.limit or 0.0,
+        "IS_SCALED": form.is_scaled,
         "HAS_BIAS": bias_EN is not None,
         "PAIRS_PER_ROW": num_pairs // len(x_XK),
         "PLAIN": is_interpreted(),
@@ -144,6 +145,7 @@ def _expert_gemv_kernel(
     GATED: constexpr,
     INTERLEAVED: constexpr,
     LIMIT: constexpr,
+    IS_SCALED: constexpr,
     HAS_BIAS: constexpr,
     PAIRS_PER_ROW: constexpr,
     BLOCK_N: constexpr,
@@ -217,7 +219,7 @@ def _expert_gemv_kernel(
     if GATED:
         if HAS_BIAS:
             b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)
-        b_y = gated_numbers(b_y, b_up_y, LIMIT)
+        b_y = gated_numbers(b_y, b_up_y, LIMIT, IS_SCALED)
     tl.store(p_out + i_pair.to(tl.int64) * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
 
 
@@ -244,6 +246,7 @@ def _mxfp4_gemv_kernel(
     GATED: constexpr,
     INTERLEAVED: constexpr,
     LIMIT: constexpr,
+    IS_SCALED: constexpr,
     HAS_BIAS: constexpr,
     PAIRS_PER_ROW: constexpr,
     BLOCK_N: constexpr,
@@ -287,7 +290,7 @@ def _mxfp4_gemv_kernel(
         b_up_y = tl.sum(b_up_sum, axis=1)
         if HAS_BIAS:
             b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)
-        b_y = gated_numbers(b_y, b_up_y, LIMIT)
+        b_y = gated_numbers(b_y, b_up_y, LIMIT, IS_SCALED)
     tl.store(p_out + i_pair.to(tl.int64) * size_n + o_n, b_y.to(p_out.dtype.element_ty), mask=m_n)
 
 

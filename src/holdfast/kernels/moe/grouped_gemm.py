@@ -111,6 +111,7 @@ def grouped_gemm(
         "GATED": gated,
         "INTERLEAVED": gated and form.is_interleaved,
         "LIMIT": form.limit or 0.0,
+        "IS_SCALED": form.is_scaled,
         "HAS_BIAS": bias_EN is not None,
         "IS_SORTED": order.is_sorted,
         "TOP_K": order.top_k,
@@ -164,6 +165,7 @@ def _grouped_gemm_kernel(
     GATED: constexpr,
     INTERLEAVED: constexpr,
     LIMIT: constexpr,
+    IS_SCALED: constexpr,
     HAS_BIAS: constexpr,
     IS_SORTED: constexpr,
     TOP_K: constexpr,
@@ -251,7 +253,7 @@ def _grouped_gemm_kernel(
         b_y, b_up_y = tl.split(tl.permute(tl.reshape(b_y, (2, NUM_OUTPUTS, BLOCK_M)), (1, 2, 0)))
         o_n = i_n * NUM_OUTPUTS + tl.arange(0, NUM_OUTPUTS)
         m_n = o_n < size_n
-    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT)
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT, IS_SCALED)
 
 
 @jit
@@ -267,7 +269,8 @@ def _block_pairs(
 ):
     """The expert of a block, -1 for none, and its pairs; padding (-1) is multiplied with the first row, and written nowhere.
 
-    Where nothing is sorted, a block is a pair, and takes all rows of its expert if no pair before it does.
+    Where nothing is sorted, a block is a pair, and takes all rows of its expert if no pair before it does; of a row that names
+    it more than once, the first time, the second, as the pair itself is.
     """
     o_m = tl.arange(0, BLOCK_M)
     expert = tl.load(p_block_experts + i_block).to(tl.int64)
@@ -277,18 +280,23 @@ def _block_pairs(
         o_s = tl.arange(0, BLOCK_S)
         o_p = o_m[:, None] * TOP_K + o_s[None, :]
         m_p = (o_m < num_rows)[:, None] & (o_s < TOP_K)[None, :]
-        b_ids = tl.load(p_pairs + o_p, mask=m_p, other=-1)
-        b_pairs = tl.max(tl.where(b_ids == expert, o_p, -1), axis=1)
+        m_mine = tl.load(p_pairs + o_p, mask=m_p, other=-1) == expert
+        # A token may name an expert twice: each time belongs to a block of its own.
+        b_times = tl.cumsum(m_mine.to(tl.int32), axis=1)
+        time = tl.max(tl.max(tl.where(o_p == i_block, b_times, 0), axis=1), axis=0)
+        b_pairs = tl.max(tl.where(m_mine & (b_times == time), o_p, -1), axis=1)
         first = tl.min(tl.where(b_pairs >= 0, b_pairs, TOP_K * BLOCK_M), axis=0)
         expert = tl.where(first == i_block, expert, -1)
     return expert, b_pairs
 
 
 @jit
-def _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED: constexpr, LIMIT: constexpr):
+def _store_outputs(
+    p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr
+):
     """Products [N, M], gated by the second where it is so, to the rows of their pairs."""
     if GATED:
-        b_y = gated_numbers(b_y, b_up_y, LIMIT)
+        b_y = gated_numbers(b_y, b_up_y, LIMIT, IS_SCALED)
     o_y = b_pairs[None, :].to(tl.int64) * size_n + o_n[:, None]
     tl.store(p_out + o_y, b_y.to(p_out.dtype.element_ty), mask=m_n[:, None] & (b_pairs >= 0)[None, :])
 
@@ -332,6 +340,7 @@ def _mxfp4_grouped_gemm_kernel(
     GATED: constexpr,
     INTERLEAVED: constexpr,
     LIMIT: constexpr,
+    IS_SCALED: constexpr,
     HAS_BIAS: constexpr,
     IS_SORTED: constexpr,
     TOP_K: constexpr,
@@ -408,7 +417,7 @@ def _mxfp4_grouped_gemm_kernel(
         b_y += tl.load(p_bias + b_weight_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
         if GATED:
             b_up_y += tl.load(p_bias + b_weight_rows + up_rows, mask=m_n, other=0.0).to(tl.float32)[:, None]
-    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT)
+    _store_outputs(p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED, LIMIT, IS_SCALED)
 
 
 @jit

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from holdfast.kernels.geometry import CUT_PAIRS, expert_block_rows, expert_order_form, order_specs, sorts_pairs
 from holdfast.kernels.triton_compat import (
@@ -34,8 +35,8 @@ class Routing(NamedTuple):
 
     normalizes: bool = False
     """The shares of a token are divided by their sum."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes a score of a logit: over all experts, or of each by itself."""
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """What makes a score of a logit: over all experts, or of each by itself; the last is sqrt(log(1 + exp(logit)))."""
     num_groups: int = 1
     """Experts stand in so many equal groups, and a token takes its experts from the best `groups_taken` of them."""
     groups_taken: int = 1
@@ -61,7 +62,7 @@ class Routing(NamedTuple):
 
 
 LEAST_SUM = 1e-20
-"""Added to the sum that shares of sigmoids are divided by: all of them may be zero."""
+"""Added to the sum that shares are divided by where scores are of each expert by itself: all of them may be zero."""
 KERNEL_LEAST_SUM = kernel_constant(LEAST_SUM)
 
 
@@ -92,26 +93,37 @@ def route_tokens_reference(
     score_bias_E: torch.Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
-    _check(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
+    check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
     if bias_E is not None:
         logits_TE = logits_TE + bias_E.float()
-    scores_TE = logits_TE.softmax(dim=1) if routing.scoring == "softmax" else logits_TE.sigmoid()
+    scores_TE = scores_of(logits_TE, routing.scoring)
     choice_TE = logits_TE if routing.ranks_by_logits(score_bias_E is not None) else scores_TE
     if score_bias_E is not None:
         choice_TE = choice_TE + score_bias_E
     ids_TS = _rank_experts(choice_TE, routing)[:, : expert_ids_TS.shape[1]]
-    chosen_TS = scores_TE.gather(1, ids_TS)
+    is_nan_T1 = choice_TE.isnan().any(dim=1, keepdim=True)
+    expert_ids_TS.copy_(ids_TS)
+    shares_TS.copy_(shares_of(scores_TE.gather(1, ids_TS), routing).masked_fill(is_nan_T1, torch.nan))
+
+
+def scores_of(logits_TE: torch.Tensor, scoring: str) -> torch.Tensor:
+    """In plain torch."""
+    if scoring == "softmax":
+        return logits_TE.softmax(dim=1)
+    return logits_TE.sigmoid() if scoring == "sigmoid" else F.softplus(logits_TE).sqrt()
+
+
+def shares_of(chosen_TS: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """What becomes of the scores of a token's experts, in plain torch."""
     if routing.normalizes:
         sum_T1 = chosen_TS.sum(dim=1, keepdim=True)
         chosen_TS = chosen_TS / (sum_T1 if routing.scoring == "softmax" else sum_T1 + LEAST_SUM)
-    is_nan_T1 = choice_TE.isnan().any(dim=1, keepdim=True)
-    expert_ids_TS.copy_(ids_TS)
-    shares_TS.copy_((chosen_TS * routing.share_scale).masked_fill(is_nan_T1, torch.nan))
+    return chosen_TS * routing.share_scale
 
 
 def _rank_experts(choice_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Ids from the best: all experts of groups that are taken come before those of others."""
-    ranked_TE = _with_nan_lowest(choice_TE)
+    ranked_TE = _withnan_lowest(choice_TE)
     order_TE = ranked_TE.sort(dim=1, descending=True, stable=True).indices
     if not routing.limits_groups:
         return order_TE
@@ -119,18 +131,18 @@ def _rank_experts(choice_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
     if routing.group_score == "largest":
         groups_TG = ranked_TGM.amax(dim=2)
     else:
-        groups_TG = _with_nan_lowest(ranked_TGM.topk(2, dim=2).values.sum(dim=2))
+        groups_TG = _withnan_lowest(ranked_TGM.topk(2, dim=2).values.sum(dim=2))
     best_TG = groups_TG.sort(dim=1, descending=True, stable=True).indices[:, : routing.groups_taken]
     is_left_TG = torch.ones_like(groups_TG, dtype=torch.int32).scatter_(1, best_TG, 0)
     is_left_TE = is_left_TG.repeat_interleave(ranked_TGM.shape[2], dim=1)
     return order_TE.gather(1, is_left_TE.gather(1, order_TE).sort(dim=1, stable=True).indices)
 
 
-def _with_nan_lowest(x: torch.Tensor) -> torch.Tensor:
+def _withnan_lowest(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def _check(
+def check_routing(
     logits_TE: torch.Tensor,
     routing: Routing,
     expert_ids_TS: torch.Tensor,
@@ -138,6 +150,7 @@ def _check(
     bias_E: torch.Tensor | None,
     score_bias_E: torch.Tensor | None,
 ) -> None:
+    """Sizes go together, and rows lie one after the other."""
     num_rows, num_experts = logits_TE.shape
     top_k = expert_ids_TS.shape[1]
     assert top_k <= num_experts, f"{top_k} experts of a token, and there are {num_experts}"
@@ -167,7 +180,7 @@ def route_tokens_triton(
     score_bias_E: torch.Tensor | None = None,
 ) -> None:
     """The same as a Triton kernel, a program for each token."""
-    _check(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
+    check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:
         return
@@ -185,7 +198,7 @@ def route_tokens_triton(
         HAS_BIAS=bias_E is not None,
         HAS_SCORE_BIAS=score_bias_E is not None,
         NORMALIZE=routing.normalizes,
-        IS_SIGMOID=routing.scoring == "sigmoid",
+        SCORING=routing.scoring,
         BY_LOGITS=routing.ranks_by_logits(score_bias_E is not None),
         SUMS_TWO=routing.group_score == "two_largest",
         SHARE_SCALE=routing.share_scale,
@@ -213,7 +226,7 @@ def _route_kernel(
     HAS_BIAS: constexpr,
     HAS_SCORE_BIAS: constexpr,
     NORMALIZE: constexpr,
-    IS_SIGMOID: constexpr,
+    SCORING: constexpr,
     BY_LOGITS: constexpr,
     SUMS_TWO: constexpr,
     SHARE_SCALE: constexpr,
@@ -249,7 +262,7 @@ def _route_kernel(
         if HAS_SCORE_BIAS:
             b_bias = tl.load(p_score_bias + o_e, mask=m_e, other=0.0)
         _choose_by_scores(
-            b_logits, b_bias, p_ids, p_shares, m_e, NORMALIZE, IS_SIGMOID, BY_LOGITS, SUMS_TWO, SHARE_SCALE, GROUP_SIZE,
+            b_logits, b_bias, p_ids, p_shares, m_e, NORMALIZE, SCORING, BY_LOGITS, SUMS_TWO, SHARE_SCALE, GROUP_SIZE,
             GROUPS_TAKEN, TOP_K, BLOCK_G, BLOCK_M, BLOCK_S,
         )  # fmt: skip
 
@@ -262,7 +275,7 @@ def _choose_by_scores(
     p_shares,
     m_e,
     NORMALIZE: constexpr,
-    IS_SIGMOID: constexpr,
+    SCORING: constexpr,
     BY_LOGITS: constexpr,
     SUMS_TWO: constexpr,
     SHARE_SCALE: constexpr,
@@ -278,18 +291,18 @@ def _choose_by_scores(
     o_e = tl.arange(0, BLOCK_E)
     o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < TOP_K
-    if IS_SIGMOID:
-        b_scores = tl.sigmoid(b_logits)
-    else:
-        largest = tl.max(_nan_lowest(b_logits), axis=0)
+    if SCORING == "softmax":
+        largest = tl.max(nan_lowest(b_logits), axis=0)
         b_scores = tl.where(m_e, tl.exp(b_logits - largest), 0.0)
         b_scores = b_scores / tl.sum(b_scores, axis=0)
+    else:
+        b_scores = lone_scores(b_logits, SCORING)
     b_choice = b_logits
     if not BY_LOGITS:
         b_choice = b_scores + b_bias
     is_nan = tl.max((m_e & (b_choice != b_choice)).to(tl.int32), axis=0)
     # Places without an expert are behind everything, so behind experts that are NaN too.
-    b_order = tl.where(m_e, _order_of(_nan_lowest(b_choice)), -2147483648)
+    b_order = tl.where(m_e, _order_of(nan_lowest(b_choice)), -2147483648)
     if GROUPS_TAKEN:
         m_taken = _best_groups(b_choice, b_order, SUMS_TWO, GROUPS_TAKEN, BLOCK_G, BLOCK_M)
         b_order = tl.where(m_taken, b_order, -2147483648)
@@ -304,14 +317,35 @@ def _choose_by_scores(
         b_chosen = tl.where(o_s == s, score, b_chosen)
     if GROUPS_TAKEN:
         b_ids = b_ids // BLOCK_M * GROUP_SIZE + b_ids % BLOCK_M
-    if NORMALIZE:
-        total = tl.sum(b_chosen, axis=0)
-        if IS_SIGMOID:
-            total += KERNEL_LEAST_SUM
-        b_chosen = b_chosen / total
-    b_chosen = tl.where(is_nan != 0, float("nan"), b_chosen * SHARE_SCALE)
+    b_chosen = finished_shares(b_chosen, NORMALIZE, SCORING, SHARE_SCALE)
+    b_chosen = tl.where(is_nan != 0, float("nan"), b_chosen)
     tl.store(p_ids + o_s, b_ids, mask=m_s)
     tl.store(p_shares + o_s, b_chosen, mask=m_s)
+
+
+@jit
+def lone_scores(b_logits, SCORING: constexpr):
+    """Scores that are of each expert by itself; 0 of a logit that is -inf."""
+    if SCORING == "sigmoid":
+        b_scores = tl.sigmoid(b_logits)
+    else:
+        # log(1 + u) of a small u: what rounding took from 1 + u is divided out again.
+        b_u = tl.exp(tl.where(b_logits > 20.0, 0.0, b_logits))
+        b_w = 1.0 + b_u
+        b_log = tl.where(b_w == 1.0, b_u, tl.log(b_w) * (b_u / tl.where(b_w == 1.0, 1.0, b_w - 1.0)))
+        b_scores = tl.sqrt(tl.where(b_logits > 20.0, b_logits, b_log))
+    return b_scores
+
+
+@jit
+def finished_shares(b_chosen, NORMALIZE: constexpr, SCORING: constexpr, SHARE_SCALE: constexpr):
+    """Of the scores of a token's experts; places without one are 0."""
+    if NORMALIZE:
+        total = tl.sum(b_chosen, axis=0)
+        if SCORING != "softmax":
+            total += KERNEL_LEAST_SUM
+        b_chosen = b_chosen / total
+    return b_chosen * SHARE_SCALE
 
 
 @jit
@@ -328,7 +362,7 @@ def _best_groups(
         b_second = tl.max(tl.where(o_m == b_place[:, None], -2147483648, b_order_gm), axis=1)
         b_sums = _number_of(b_first) + _number_of(b_second)
         # A group of the padding has places without an expert only.
-        b_groups = tl.where(b_first == -2147483648, -2147483648, _order_of(_nan_lowest(b_sums)))
+        b_groups = tl.where(b_first == -2147483648, -2147483648, _order_of(nan_lowest(b_sums)))
     else:
         b_groups = b_first
     b_taken = tl.zeros((BLOCK_G,), dtype=tl.int32)
@@ -342,7 +376,7 @@ def _best_groups(
 
 
 @jit
-def _nan_lowest(b_x):
+def nan_lowest(b_x):
     """-inf in the place of NaN, and 0 in that of -0."""
     return tl.where(b_x != b_x, float("-inf"), b_x) + 0.0
 
@@ -367,7 +401,7 @@ def choose_experts(
     """Ids and shares of one token from its logits."""
     o_e = tl.arange(0, BLOCK_E)
     o_s = tl.arange(0, BLOCK_S)
-    b_ranked = _nan_lowest(b_logits)
+    b_ranked = nan_lowest(b_logits)
     b_order = tl.where(m_e, _order_of(b_ranked), -2147483648)
     largest = tl.max(b_ranked, axis=0)
     total = tl.sum(tl.where(m_e, tl.exp(b_logits - largest), 0.0), axis=0)

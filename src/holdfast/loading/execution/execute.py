@@ -106,6 +106,7 @@ def load_weights(
     try:
         load = _Load(plan, source, target, arena.tensors, on_progress)
         is_finite = load.run(ledger, allow_nonfinite)
+        _refuse_beyond(plan, source, arena.tensors)
         return LoadedWeights(_assemble(plan, arena.tensors), load.report(time.perf_counter() - start), is_finite)
     except BaseException as error:
         # Frames that the error has left behind still name rows of the arena.
@@ -304,6 +305,25 @@ def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSourc
                 "set tie_word_embeddings to false, or use the model's own weights",
             )
     return not nonfinite
+
+
+def _refuse_beyond(plan: LoadPlan, source: WeightSource, tensors: dict[str, torch.Tensor]) -> None:
+    """Whole numbers that a table must not have: the experts of a token are all there."""
+    for weight in plan.weights:
+        if not weight.limit:
+            continue
+        table = tensors[weight.name]
+        wrong = (table < 0) | (table >= weight.limit)
+        if not bool(wrong.any()):
+            continue
+        row = int(wrong.any(dim=-1).to(torch.uint8).argmax())
+        tensor = next(move.tensor for move in plan.moves if move.target == weight.name)
+        found = next(number for number in table[row].tolist() if not 0 <= number < weight.limit)
+        raise ModelFormatError(
+            f"{source.entries[tensor].file}: {shown(tensor)} names the expert {found} in row {row}",
+            f"the model's settings have {weight.limit} of them, from 0 to {weight.limit - 1}",
+            "use weights and settings of the same model",
+        )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from math import prod
 from typing import NamedTuple, NoReturn
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
-from holdfast.loading.planning.moves import Choice, Move, PlannedWeight
+from holdfast.loading.planning.moves import BYTES, SIGNED_BYTES, Choice, Move, PlannedWeight
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import Parameter, Part
@@ -93,7 +93,7 @@ def _check_plane(spec: TensorSpec, filled: Sequence[Filled], widths: set[int]) -
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Types of checkpoint tensors that are converted on the way in."""
-EXPONENT_DTYPE = "uint8"
+EXPONENT_DTYPE = BYTES
 """Of scales that are exponents of two (e8m0): they are kept so, or converted to float32."""
 
 
@@ -189,6 +189,8 @@ def _refuse_shape(entry: TensorEntry, part: Part, parameter: Parameter) -> None:
 
 def _refuse_dtype(entry: TensorEntry, dtype: str, is_scale: bool) -> None:
     wanted = FLOAT_DTYPES if dtype in FLOAT_DTYPES else (dtype,)
+    if dtype == BYTES and not is_scale:
+        wanted = (*wanted, SIGNED_BYTES)
     if is_scale and dtype == "float32":
         wanted = (*wanted, EXPONENT_DTYPE)
     if entry.dtype not in wanted:

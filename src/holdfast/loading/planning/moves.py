@@ -10,6 +10,9 @@ from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
 
+BYTES, SIGNED_BYTES = "uint8", "int8"
+"""Of codes: two of four bits lie in one, and not all files say that it has no sign."""
+
 
 class Read(NamedTuple):
     """What `WeightSource.read_into` is asked for, beside the name and the place."""
@@ -124,6 +127,8 @@ class PlannedWeight:
     """In which it is stored or, as codes, computed with."""
     scheme: WeightScheme | None = None
     """With blocks of rows as the weight's parts allow them."""
+    limit: int = 0
+    """Its numbers are whole ones below this, which is looked at when they are there; 0: they are any."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -13,7 +13,7 @@ from holdfast.loading.planning.coverage import (
     refuse_unexpected,
     refuse_wrong_tensors,
 )
-from holdfast.loading.planning.moves import Choice, Move, PlannedWeight, choose_all
+from holdfast.loading.planning.moves import BYTES, SIGNED_BYTES, Choice, Move, PlannedWeight, choose_all
 from holdfast.loading.planning.stored_schemes import StoredPlanes, StoredSchemes
 from holdfast.loading.sources.source import TensorEntry, WeightSource, WritingSource
 from holdfast.memory.planner import Term
@@ -213,14 +213,17 @@ def _weight(
     if parameter.name in planes.weights:
         shape, scheme = planes.weights[parameter.name]
         return PlannedWeight(parameter.name, shape, dtype, scheme)
-    return PlannedWeight(parameter.name, parameter.shape, parameter.dtype or dtype, schemes[parameter.name])
+    stored_as, scheme = parameter.dtype or dtype, schemes[parameter.name]
+    return PlannedWeight(parameter.name, parameter.shape, stored_as, scheme, parameter.limit)
 
 
 def _moves(
     choices: Iterable[Choice], schemes: Mapping[str, WeightScheme | None], entries: Mapping[str, TensorEntry]
 ) -> tuple[Move, ...]:
     wanted: dict[str, list[tuple[str, Part]]] = {}
+    dtypes: dict[str, str | None] = {}
     for choice in choices:
+        dtypes[choice.parameter.name] = choice.parameter.dtype
         for part in choice.parts:
             wanted.setdefault(part.tensor, []).append((choice.parameter.name, part))
     moves: list[Move] = []
@@ -228,8 +231,13 @@ def _moves(
         own = wanted.get(name, [])
         if len(own) > 1:
             own.sort(key=lambda item: item[1].row_range)
-        moves += (_move(target, part, schemes[target], entry) for target, part in own)
+        moves += (_move(target, part, schemes[target], _as_read(entry, dtypes[target])) for target, part in own)
     return tuple(moves)
+
+
+def _as_read(entry: TensorEntry, dtype: str | None) -> TensorEntry:
+    """Bytes of codes are read as bytes, whatever sign a file gives them."""
+    return replace(entry, dtype=BYTES) if dtype == BYTES and entry.dtype == SIGNED_BYTES else entry
 
 
 def _move(target: str, part: Part, scheme: WeightScheme | None, entry: TensorEntry) -> Move:

@@ -5,6 +5,8 @@ fp8, in blocks        X.weight e4m3, X.weight_scale_inv [N / 128, K / 128]
 fp8, fbgemm_fp8,      X.weight e4m3, X.weight_scale [N, 1], [N], [1] or a single number; X.input_scale is not needed,
 compressed-tensors    because activations get scales of their own (compressed-tensors has blocks too)
 mxfp4, experts        X_blocks [E, N, K / 32, 16] bytes of two codes, X_scales [E, N, K / 32]
+fp8 with experts in   other matrices X.weight e4m3, X.scale [N / 128, K / 128], exponents of two or float32; experts
+fp4 (DeepSeek-V4)     X.weight [N, K / 2] bytes of two codes, the first in the low bits, X.scale [N, K / 32] exponents
 """
 
 import re
@@ -16,12 +18,12 @@ from math import gcd, prod
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError, shown
-from holdfast.loading.planning.moves import Choice, choose, turn_squares
+from holdfast.loading.planning.moves import SIGNED_BYTES, Choice, choose, turn_squares
 from holdfast.loading.sources.dummy import DummyPlane, DummySource
-from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_KEY
+from holdfast.loading.sources.files import CONFIG_FILE, EXPERT_DTYPE_KEY, QUANTIZATION_KEY
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.parameters import Kind, Parameter, Part
-from holdfast.models.settings import Settings, listed
+from holdfast.models.settings import EXPERT_DTYPES, Settings, listed
 from holdfast.quant.weight_schemes import (
     FP8,
     FP8_BLOCK,
@@ -29,6 +31,7 @@ from holdfast.quant.weight_schemes import (
     MXFP4,
     REGEX_PREFIX,
     SCALE_SUFFIX,
+    WEIGHT_SCHEMES,
     WeightRecipe,
     WeightScheme,
 )
@@ -66,6 +69,21 @@ class StoredSchemes:
     ignore: tuple[str, ...] = ()
     """Modules that are left as they were: a name, the beginning or the end of one, or a pattern behind "re:"."""
     file: str = CONFIG_FILE
+    expert_scheme: WeightScheme | None = None
+    """That of experts, where it is another."""
+    packs_rows: bool = False
+    """Bytes of two codes lie in rows, under the name of the matrix; else in blocks, under names of their own."""
+
+    def of(self, kind: str) -> "StoredSchemes":
+        """How parameters of one kind are stored."""
+        if kind != "expert" or self.expert_scheme is None:
+            return self
+        return replace(self, scheme=self.expert_scheme, expert_scheme=None, packs_rows=True)
+
+    @property
+    def code_dtypes(self) -> tuple[str, ...]:
+        """Types of tensors that hold codes. Of bytes in rows no file says whether they have a sign."""
+        return (self.scheme.code_dtype, SIGNED_BYTES) if self.packs_rows else (self.scheme.code_dtype,)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -94,8 +112,8 @@ class StoredSchemes:
 
     def used_by(self, entries: Mapping[str, TensorEntry]) -> "StoredSchemes | None":
         """Itself; None where no tensor has the type of codes: such a checkpoint is a plain one, whatever its settings say."""
-        others = self.ignorable(entries)
-        is_used = any(one.dtype == self.scheme.code_dtype for name, one in entries.items() if name not in others)
+        others, dtypes = self.ignorable(entries), (*self.code_dtypes, *self.of("expert").code_dtypes)
+        is_used = any(one.dtype in dtypes for name, one in entries.items() if name not in others)
         return self if is_used else None
 
     def refuse_left_alone(self, codes: TensorEntry, tensors: Iterable[str]) -> None:
@@ -118,22 +136,24 @@ class StoredSchemes:
         found: list[Parameter] = []
         weights: dict[str, StoredWeight] = {}
         for parameter in turn_squares(parameters, entries):
-            choice = self._stored_codes(parameter, entries)
+            own = self.of(parameter.kind)
+            choice = own._stored_codes(parameter, entries)
             if choice is None:
                 found.append(parameter)
                 continue
-            if recipe.scheme is not None and recipe.scheme.name != self.scheme.name:
+            asked = recipe.of_kind(parameter.kind)
+            if asked is not None and asked.name != own.scheme.name:
                 raise ConfigError(
-                    f"quantization={recipe.scheme.name} was asked",
-                    f"{parameter.name} is stored as {self.scheme.name} already, as {self.file} says",
+                    f"quantization={asked.name} was asked",
+                    f"{parameter.name} is stored as {own.scheme.name} already, as {self.file} says",
                     "leave quantization out, or use a checkpoint that is not quantized",
                 )
-            scheme = self._settled(parameter, choice.parts)
+            scheme = own._settled(parameter, choice.parts)
             weights[parameter.name] = StoredWeight(parameter.shape, scheme)
             codes = choice.parameter
             whole = None if codes.whole is None else replace(codes.whole, parts=choice.whole_parts, layouts=())
             found.append(replace(codes, parts=choice.parts, layouts=(), whole=whole))
-            found.append(self._scales(parameter, scheme, choice, entries))
+            found.append(own._scales(parameter, scheme, choice, entries))
         return StoredPlanes(tuple(found), weights)
 
     def is_said_of(self, kind: str, tensors: Iterable[str]) -> bool:
@@ -164,10 +184,10 @@ class StoredSchemes:
         choice = choose(self._codes(parameter), entries)
         tensors = dict.fromkeys(part.tensor for part in choice.whole_parts)
         present = [entries[tensor] for tensor in tensors if tensor in entries]
-        stored = [entry for entry in present if entry.dtype == self.scheme.code_dtype]
+        stored = [entry for entry in present if entry.dtype in self.code_dtypes]
         if not stored:
             return None
-        others = [entry for entry in present if entry.dtype != self.scheme.code_dtype]
+        others = [entry for entry in present if entry.dtype not in self.code_dtypes]
         if others:
             raise UnsupportedModelError(
                 f"{others[0].file}: {shown(others[0].name)} is stored as {others[0].dtype}",
@@ -179,7 +199,7 @@ class StoredSchemes:
 
     def _has_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> bool:
         """Whether a tensor is there that would hold codes of it, were it of their type."""
-        name = mx_codes_name if self.scheme.codes_per_byte > 1 else str
+        name = mx_codes_name if self.scheme.codes_per_byte > 1 and not self.packs_rows else str
         whole = parameter.whole or parameter
         return any(name(part.tensor) in entries for parts in (whole.parts, *whole.layouts) for part in parts)
 
@@ -203,7 +223,8 @@ class StoredSchemes:
         if reason := self.scheme.unsupported(parameter.shape):
             raise _not_stored_so(parameter, self.scheme, reason)
         parts, *layouts = (
-            tuple(mx_codes(part, self.scheme) for part in parts) for parts in (parameter.parts, *parameter.layouts)
+            tuple(packed_rows(part, self.scheme) if self.packs_rows else mx_codes(part, self.scheme) for part in parts)
+            for parts in (parameter.parts, *parameter.layouts)
         )
         shape = self.scheme.planes(parameter.shape)[0].shape
         return replace(
@@ -264,6 +285,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "sparsity_config": ({},),
     "transform_config": ({},),
     "dequantize": (False,),
+    "expert_dtype": tuple(EXPERT_DTYPES),
 }
 """Keys with the values that are understood, or change nothing; null always does."""
 WORDS = ("quant_method", "version", "global_compression_ratio", "activation_scale_ub", "config_groups", *IGNORE_KEYS)
@@ -272,7 +294,16 @@ STRATEGIES: Mapping[str, WeightScheme] = {"channel": FP8, "tensor": FP8_TENSOR, 
 """What compressed-tensors calls the ways to scale a matrix."""
 E4M3_SETTINGS: Mapping[str, tuple[object, ...]] = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
 """What it says of weights and of activations that are e4m3."""
-INVERSE, PLAIN = "_scale_inv", "_scale"
+INVERSE, PLAIN, OWN = "_scale_inv", "_scale", ".scale"
+"""What follows the name of a matrix in that of its scales; the last in the place of ".weight"."""
+
+
+def quantization_of(config: Settings) -> Mapping[str, object] | None:
+    """The quantization_config of a model, with what its config.json says of experts beside it; None: it has none."""
+    value, experts = config.values.get(QUANTIZATION_KEY), config.values.get(EXPERT_DTYPE_KEY)
+    if value is not None and not isinstance(value, dict):
+        raise config.refuse(QUANTIZATION_KEY, value, "an object")
+    return {**value, EXPERT_DTYPE_KEY: experts} if value and experts is not None else value
 
 
 def read_stored_schemes(config: Mapping[str, object] | None, file: str = CONFIG_FILE) -> StoredSchemes | None:
@@ -292,10 +323,20 @@ def read_stored_schemes(config: Mapping[str, object] | None, file: str = CONFIG_
     ignore = tuple(pattern for key in IGNORE_KEYS for pattern in settings.texts(key) or ())
     scheme = _scheme(settings, method)
     if scheme is FP8_BLOCK:
-        endings = (PLAIN, INVERSE) if method == COMPRESSED else (INVERSE, PLAIN)
+        endings = (PLAIN, INVERSE) if method == COMPRESSED else (INVERSE, PLAIN, OWN)
     else:
         endings = () if scheme is MXFP4 else (PLAIN,)
-    return StoredSchemes(scheme, endings, ignore, file)
+    expert_dtype = settings.values.get(EXPERT_DTYPE_KEY)
+    if expert_dtype is None:
+        return StoredSchemes(scheme, endings, ignore, file)
+    experts = EXPERT_DTYPES[settings.text(EXPERT_DTYPE_KEY, "")]
+    return StoredSchemes(
+        scheme,
+        tuple(dict.fromkeys((OWN, *endings))),
+        ignore,
+        file,
+        expert_scheme=None if experts is None else WEIGHT_SCHEMES[experts],
+    )
 
 
 def _scheme(settings: Settings, method: str) -> WeightScheme:
@@ -379,6 +420,20 @@ def mx_codes(part: Part, scheme: WeightScheme) -> Part:
     )
 
 
+def packed_rows(part: Part, scheme: WeightScheme) -> Part:
+    """A part of a matrix as bytes of codes in its place: [..., N, K] is stored as [..., N, K / 2], never transposed."""
+    leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
+    return part._replace(
+        shape=(*leading, part.source_columns // scheme.codes_per_byte),
+        columns=_divided(part.columns, scheme.codes_per_byte),
+        is_transposed=False,
+    )
+
+
+def _scale_name(tensor: str, ending: str) -> str:
+    return (tensor.removesuffix(".weight") if ending.startswith(".") else tensor) + ending
+
+
 def scale_parts(
     codes: Iterable[Part],
     stored: WeightScheme,
@@ -403,13 +458,18 @@ def _scales_of(
     endings: tuple[str, ...],
     entries: Mapping[str, TensorEntry],
 ) -> Iterator[Part]:
-    if stored.codes_per_byte > 1:
+    if stored.codes_per_byte > 1 and part.tensor.endswith(MX_CODES):
         name = part.tensor.removesuffix(MX_CODES) + MX_SCALES
         columns = _divided(part.columns, part.shape[-1])
         yield part._replace(tensor=name, shape=part.shape[:-1], columns=columns, joined_rows=1)
         return
-    names = [part.tensor + ending for ending in endings]
+    names = [_scale_name(part.tensor, ending) for ending in endings]
     name = next((name for name in names if name in entries), names[0])
+    if stored.codes_per_byte > 1:
+        width = stored.block_columns // stored.codes_per_byte
+        shape = (*part.shape[:-1], part.shape[-1] // width)
+        yield part._replace(tensor=name, shape=shape, columns=_divided(part.columns, width))
+        return
     if stored.block_columns:
         num_rows, num_columns = (
             -(-part.matrix_rows // stored.block_rows),
@@ -484,11 +544,12 @@ def dummy_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSche
     plain: list[Parameter] = []
     planes: dict[str, DummyPlane] = {}
     for parameter in parameters:
-        codes = () if stored is None else stored.dummy_codes(parameter)
-        if stored is None or not codes:
+        own = None if stored is None else stored.of(parameter.kind)
+        codes = () if own is None else own.dummy_codes(parameter)
+        if own is None or not codes:
             plain.append(parameter)
             continue
-        for plane in _planes_of(codes, stored):
+        for plane in _planes_of(codes, own):
             planes[plane.name] = plane
     return DummySource(plain, dtype, planes.values())
 
@@ -510,7 +571,7 @@ def _single_scales(part: Part, scheme: WeightScheme, endings: tuple[str, ...]) -
     if not scheme.is_whole_tensor:
         return {}
     leading = part.shape[:-2]
-    name, shape = part.tensor + endings[0], (*leading, 1, 1) if leading else ()
+    name, shape = _scale_name(part.tensor, endings[0]), (*leading, 1, 1) if leading else ()
     return {name: TensorEntry(name, scheme.scale_dtype, shape, "dummy weights", 0)}
 
 

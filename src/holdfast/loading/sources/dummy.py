@@ -59,6 +59,11 @@ class DummyPlane(NamedTuple):
         # Bytes are cut off, not rounded: a value from 0 to 1 on top makes the next one as common as it is near.
         return cls(name, scheme.scale_dtype, shape, 0.5 / sqrt(3), exponent + 0.5)
 
+    @classmethod
+    def numbers(cls, name: str, shape: tuple[int, ...], dtype: str, limit: int) -> DummyPlane:
+        """Whole numbers from 0 to one less than `limit`, all equally common; they are cut off, not rounded."""
+        return cls(name, dtype, shape, 0.4999 * limit / sqrt(3), limit / 2)
+
 
 class DummySource:
     """Stands for a checkpoint that has exactly the tensors the parameters need, and planes of those that are quantized.
@@ -74,8 +79,12 @@ class DummySource:
         """Columns of every tensor as it is multiplied: of a transposed one, what it has as rows."""
         self._lock = Lock()
         self._table: torch.Tensor | None = None
+        planes = list(planes)
         for parameter in parameters:
             for part in (parameter.whole or parameter).parts:
+                if parameter.limit and parameter.dtype is not None:
+                    planes.append(DummyPlane.numbers(part.tensor, part.shape, parameter.dtype, parameter.limit))
+                    continue
                 num_bytes = bytes_for(dtype, part.shape)
                 self._entries[part.tensor] = TensorEntry(part.tensor, dtype, part.shape, "dummy weights", num_bytes)
                 self._inputs[part.tensor] = part.source_columns
@@ -183,12 +192,14 @@ class _TableWriter:
     def write(
         self, name: str, row_start: int, row_end: int, out: torch.Tensor, columns: tuple[int, int] | None = None
     ) -> None:
+        import torch
+
         wanted = (self._source.entries[name].dtype, *self._source.scale_and_shift(name))
         if wanted != self._at_hand:
             self._at_hand, self._values = wanted, self._made(*wanted)
         row_elements = self._source.row_elements(name)
         first, last = columns or (0, row_elements)
-        values = out.view(-1).view(self._values.dtype)
+        values = out.view(-1).view(getattr(torch, wanted[0]))
         num_values = (row_end - row_start) * (last - first)
         assert values.numel() == num_values, f"{name}: {out.shape=} for {num_values} values from row {row_start} on"
         start = _start(name) + row_start * row_elements + first
@@ -198,13 +209,15 @@ class _TableWriter:
             _repeat_runs(self._values, start, row_elements, values.view(row_end - row_start, last - first))
 
     def _made(self, dtype: str, scale: float, shift: float) -> torch.Tensor:
-        """The table scaled, in a type: in the place for the checkpoint's own, which is too narrow for scales alone."""
+        """The table scaled, in a type: in the place for the checkpoint's own, which is too narrow for scales and for whole
+        numbers; those are cut off as they are copied."""
         import torch
 
         scaled = self._scaled.copy_(self._table).mul_(scale).add_(shift)
         wanted = getattr(torch, dtype)
         if wanted.itemsize > self._stored.element_size():
-            assert wanted == scaled.dtype, f"a table in {dtype} has no place beside one in {self._stored.dtype}"
+            is_copied = wanted == scaled.dtype or not wanted.is_floating_point
+            assert is_copied, f"a table in {dtype} has no place beside one in {self._stored.dtype}"
             return scaled
         return self._stored.view(torch.uint8)[: scaled.numel() * wanted.itemsize].view(wanted).copy_(scaled)
 

@@ -81,6 +81,8 @@ MAX_JSON_BYTES = 32 * 2**20
 """Of one file; the largest indexes there are have about 15 MiB."""
 AGAIN = "download the model again"
 CONFIG_FILE = "config.json"
+EXPERT_DTYPE_KEY = "expert_dtype"
+"""How experts are stored, beside quantization_config or in it."""
 QUANTIZATION_KEY = "quantization_config"
 """In it: how the checkpoint is quantized already."""
 MANIFEST_FILE = "holdfast-weights.json"

@@ -11,7 +11,7 @@ safetensors package too; a test compares them.
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -400,8 +400,12 @@ class SafetensorsSource:
         files: Sequence[SafetensorsFile],
         renames: Sequence[tuple[str, str]] = (),
         unread: Sequence[str] = (),
+        respell: Callable[[str], str] | None = None,
     ) -> None:
-        """`renames` are prefixes of names in the files, and what they stand for; `unread` those of what nobody asks for."""
+        """`renames` are prefixes of names in the files, and what they stand for; `unread` those of what nobody asks for.
+
+        `respell` makes one name of several spellings, where other than prefixes differ.
+        """
         self._unread = tuple(unread)
         self._places: dict[str, tuple[SafetensorsFile, str]] = {}
         self._entries: dict[str, TensorEntry] = {}
@@ -411,7 +415,7 @@ class SafetensorsSource:
         """Those that were read, the last one last."""
         for file in files:
             for tensor in file.tensors.values():
-                name = _renamed(tensor.name, renames)
+                name = _renamed(tensor.name if respell is None else respell(tensor.name), renames)
                 if name in self._places:
                     first = self._places[name][0].path.name
                     raise ModelFormatError(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.models.declared_model import DeclaredModel, declare_decoder, declare_named
 from holdfast.models.families import FAMILIES, named_architecture, read_spec
-from holdfast.models.settings import DTYPES, MAX_POSITIONS, Settings, plain
+from holdfast.models.settings import EXPERT_DTYPES, Settings, plain
 from holdfast.models.spec import ModelSpec
 
 
@@ -19,7 +19,8 @@ def declare_config(config: Mapping[str, object], name: str, file: str = "config.
         return reader(settings, name, native)
     if native is None:
         return declare_decoder(_read_known_spec(config, file), name)
-    return declare_decoder(_read_known_spec({**config, "quantization_config": None}, file), name, native)
+    spec = _read_known_spec({**config, "quantization_config": None}, file)
+    return declare_decoder(spec, name, native, _expert_scheme(settings))
 
 
 def _read_known_spec(config: Mapping[str, object], file: str) -> ModelSpec:
@@ -48,26 +49,6 @@ def refuse_planned_only(config: Mapping[str, object], file: str) -> None:
             f"it can be planned and does not run in this version, in any format; what runs is {', '.join(FAMILIES)}",
             "use a model of one of these, or see what it would take with holdfast plan",
         )
-
-
-def _read_deepseek_v4(settings: Settings, name: str, native: str | None) -> DeclaredModel:
-    from holdfast.models.blueprints.compressed import deepseek_v4  # a plan of another model does not wait for it
-
-    declaration = deepseek_v4(settings, native)
-    return DeclaredModel(
-        name=name,
-        spec=None,
-        not_runnable="compressed attention is not in this version",
-        max_position=settings.count("max_position_embeddings", 4096, MAX_POSITIONS),
-        checkpoint_dtype=_dtype(settings),
-        vocab_size=declaration.vocab_size,
-        hidden_size=declaration.hidden_size,
-        num_layers=len(declaration.ratios),
-        num_heads=declaration.num_heads,
-        num_kv_heads=1,
-        head_dim=declaration.head_dim,
-        declaration=declaration,
-    )
 
 
 def _read_planned(settings: Settings, name: str, native: str | None) -> DeclaredModel:
@@ -101,15 +82,14 @@ def _native_scheme(settings: Settings) -> str | None:
     return "fp8_block"
 
 
-def _dtype(settings: Settings) -> str:
-    name = settings.text("dtype", settings.text("torch_dtype", "bfloat16")).removeprefix("torch.")
-    if name not in DTYPES:
-        raise settings.refuse("torch_dtype", name, f"one of {', '.join(DTYPES)}")
-    return name
+def _expert_scheme(settings: Settings) -> str | None:
+    """That of experts, where a checkpoint (DeepSeek-V4) stores them in fewer bits than its other matrices."""
+    part = settings.part("quantization_config")
+    said = settings.text("expert_dtype", "" if part is None else part.text("expert_dtype", ""))
+    return EXPERT_DTYPES.get(said)
 
 
 PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], DeclaredModel]] = {
-    "DeepseekV4ForCausalLM": _read_deepseek_v4,
     **dict.fromkeys(
         (
             *("MixtralForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Mistral3ForConditionalGeneration"),

@@ -1,0 +1,669 @@
+"""Hyper-connections (mHC): the streams of a residual mixed around a block, by shares that follow from the streams themselves.
+
+T rows, S streams, H hidden, X = S H, M = (2 + S) S shares of a row, C splits, P columns of a split's sums
+
+A row's shares are `pre` S | `post` S | `comb` S S, row by row: a block gets sum_j pre_j X_j, and of what it gives, y, streams
+become post_k y + sum_j comb_jk X_j. All are one product of the streams with a float32 weight, divided by their rms; comb is
+made doubly stochastic by Sinkhorn-Knopp. Around a block there are two launches: `combine_add_up` takes what the block before
+gave, and leaves sums of the next mix by splits of its inputs; `enter_block` makes shares of them, and the block's input with
+its RMSNorm. Sums have an order that no launch can change: there are no atomics.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.stream_geometry import (
+    MAX_SPLITS,
+    STREAM_COLUMNS,
+    chunks_of_split,
+    num_shares,
+    num_splits,
+    row_block,
+    sum_columns,
+)
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: SIM102 a branch on a constant is taken when a kernel is compiled
+
+COLLAPSED_COLUMNS = 1024
+"""Of a program that collapses streams by shares that are there."""
+COLUMNS_PER_WARP = 256
+"""Of the row of a block's input: a thread has 8 of every stream."""
+
+
+class StreamMix(NamedTuple):
+    """What the shares of a row are made by, all in float32."""
+
+    weight_MX: torch.Tensor
+    bias_M: torch.Tensor
+    scale_3: torch.Tensor
+    """What the products of pre, post and comb are multiplied by."""
+
+
+class HeadMix(NamedTuple):
+    """The same behind the last layer, where there is only pre."""
+
+    weight_SX: torch.Tensor
+    bias_S: torch.Tensor
+    scale_1: torch.Tensor
+
+
+class MixNumbers(NamedTuple):
+    """What all mixes of a model have in common."""
+
+    norm_eps: float
+    """Of the rms that products are divided by."""
+    eps: float
+    """Added to pre and comb, and to the sums of comb before it is divided by them."""
+    num_iterations: int
+    """Of Sinkhorn-Knopp."""
+
+
+def row_form(num_rows: int) -> int:
+    """What the number of rows decides of the launches here."""
+    return row_block(num_rows)
+
+
+def mix_streams(
+    x_TSH: torch.Tensor,
+    mix: StreamMix,
+    norm_eps: float,
+    eps: float,
+    num_iterations: int,
+    shares_TM: torch.Tensor,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """All shares of each row into `shares_TM`, float32; `parts` is room as `stream_parts_spec` has it, which a GPU needs."""
+    return _mixed(x_TSH, mix, MixNumbers(norm_eps, eps, num_iterations), shares_TM, parts)
+
+
+def mix_head(
+    x_TSH: torch.Tensor,
+    weight_SX: torch.Tensor,
+    bias_S: torch.Tensor,
+    scale_1: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    shares_TS: torch.Tensor,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The shares by which streams are collapsed behind the last layer."""
+    return _mixed(x_TSH, HeadMix(weight_SX, bias_S, scale_1), MixNumbers(norm_eps, eps, 0), shares_TS, parts)
+
+
+def _mixed(
+    x_TSH: torch.Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: torch.Tensor,
+    parts: torch.Tensor | None,
+) -> torch.Tensor:
+    if not can_run(x_TSH):
+        sums_TP = _sums_reference(x_TSH, mix[0])
+        return shares_TM.copy_(_shares_reference(sums_TP, x_TSH, mix, numbers))
+    assert parts is not None, "no room for the sums of splits; pass a vector of stream_parts_spec"
+    add_up_triton(x_TSH, mix[0], parts)
+    return finish_mix_triton(x_TSH, parts, mix, numbers, shares_TM)
+
+
+def collapse_streams(x_TSH: torch.Tensor, shares_TX: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
+    """sum_j pre_j X_j, of which pre are the first S columns; rows of shares and of the result may lie apart."""
+    launch = collapse_streams_triton if can_run(x_TSH) else collapse_streams_reference
+    return launch(x_TSH, shares_TX, out_TH)
+
+
+def collapse_streams_reference(x_TSH: torch.Tensor, shares_TX: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch."""
+    pre_TS1 = shares_TX[:, : x_TSH.shape[1], None]
+    return out_TH.copy_((pre_TS1 * x_TSH.float()).sum(dim=1))
+
+
+def combine_streams(
+    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, out_TSH: torch.Tensor
+) -> torch.Tensor:
+    """post_k y + sum_j comb_jk X_j as stream k of `out_TSH`, which may be x itself; rows of y and shares may lie apart."""
+    launch = combine_streams_triton if can_run(x_TSH) else combine_streams_reference
+    return launch(x_TSH, y_TH, shares_TM, out_TSH)
+
+
+def combine_streams_reference(
+    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, out_TSH: torch.Tensor
+) -> torch.Tensor:
+    """The same in plain torch."""
+    num_streams = x_TSH.shape[1]
+    post_TS1 = shares_TM[:, num_streams : 2 * num_streams, None]
+    comb_TSS = shares_TM[:, 2 * num_streams :].unflatten(1, (num_streams, num_streams))
+    # Stream by stream, because a batched product's rounding depends on the number of rows.
+    mixed_TSH = post_TS1 * y_TH.float()[:, None]
+    for j in range(num_streams):
+        mixed_TSH = mixed_TSH + comb_TSS[:, j, :, None] * x_TSH[:, j, None].float()
+    return out_TSH.copy_(mixed_TSH)
+
+
+def add_up_streams(x_TSH: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Sums of a mix of the streams as they are, and of their squares, split by split into `parts`: what `enter_block` takes."""
+    launch = add_up_triton if can_run(x_TSH) else add_up_reference
+    return launch(x_TSH, weight_MX, parts)
+
+
+def add_up_reference(x_TSH: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch: the first split has all."""
+    parts_CTP = view_parts(x_TSH, len(weight_MX), parts).zero_()
+    parts_CTP[0, :, : len(weight_MX) + 1] = _sums_reference(x_TSH, weight_MX)
+    return parts
+
+
+def combine_add_up(
+    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor
+) -> torch.Tensor:
+    """`combine_streams` in place, and `add_up_streams` of what it gives by the weight of the next mix."""
+    launch = combine_add_up_triton if can_run(x_TSH) else combine_add_up_reference
+    return launch(x_TSH, y_TH, shares_TM, weight_MX, parts)
+
+
+def combine_add_up_reference(
+    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor
+) -> torch.Tensor:
+    """The same in plain torch."""
+    combine_streams_reference(x_TSH, y_TH, shares_TM, x_TSH)
+    return add_up_reference(x_TSH, weight_MX, parts)
+
+
+def enter_block(
+    x_TSH: torch.Tensor,
+    parts: torch.Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    rms_eps: float,
+    out_TH: torch.Tensor,
+) -> torch.Tensor:
+    """Shares from the sums that lie in `parts`, and the RMSNorm of the collapsed streams, which are rounded before it."""
+    launch = enter_block_triton if can_run(x_TSH) else enter_block_reference
+    return launch(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH)
+
+
+def enter_block_reference(
+    x_TSH: torch.Tensor,
+    parts: torch.Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    rms_eps: float,
+    out_TH: torch.Tensor,
+) -> torch.Tensor:
+    """The same in plain torch."""
+    sums_TP = view_parts(x_TSH, len(mix[0]), parts).sum(dim=0)[:, : len(mix[0]) + 1]
+    shares_TM.copy_(_shares_reference(sums_TP, x_TSH, mix, numbers))
+    block_TH = collapse_streams_reference(x_TSH, shares_TM, torch.empty_like(x_TSH[:, 0])).float()
+    rms_T1 = torch.rsqrt(block_TH.square().mean(-1, keepdim=True) + rms_eps)
+    return out_TH.copy_(block_TH * rms_T1 * norm_weight_H.float())
+
+
+def view_parts(x_TSH: torch.Tensor, num_sums: int, parts: torch.Tensor) -> torch.Tensor:
+    """[C, T, P] of the room: sums by split and row, that of squares in column `num_sums`."""
+    num_rows, _, hidden_size = x_TSH.shape
+    shape = (num_splits(num_rows, hidden_size), num_rows, sum_columns(num_sums))
+    assert parts.dtype == torch.float32, f"{parts.dtype=}, not float32"
+    assert parts.dim() == 1, f"{parts.shape=} is no vector"
+    assert parts.numel() >= shape[0] * shape[1] * shape[2], f"room for {parts.numel()} sums, not {shape}"
+    return parts[: shape[0] * shape[1] * shape[2]].view(shape)
+
+
+def _sums_reference(x_TSH: torch.Tensor, weight_MX: torch.Tensor) -> torch.Tensor:
+    """[T, M + 1]: a product with each row of the weight, and the sum of squares."""
+    x_TX = x_TSH.flatten(1).float()
+    # Row by row, because a product's rounding depends on the number of rows.
+    sums = [torch.cat((weight_MX @ x_X, x_X.square().sum(dim=0, keepdim=True))) for x_X in x_TX]
+    return torch.stack(sums) if sums else x_TX.new_empty(0, len(weight_MX) + 1)
+
+
+def _shares_reference(
+    sums_TP: torch.Tensor, x_TSH: torch.Tensor, mix: StreamMix | HeadMix, numbers: MixNumbers
+) -> torch.Tensor:
+    (_, num_streams, hidden_size), bias, scale = x_TSH.shape, mix[1], mix[2]
+    rms_T1 = torch.rsqrt(sums_TP[:, -1:] / (num_streams * hidden_size) + numbers.norm_eps)
+    mixed_TM = sums_TP[:, :-1] * rms_T1
+    pre_TS = torch.sigmoid(mixed_TM[:, :num_streams] * scale[0] + bias[:num_streams]) + numbers.eps
+    if isinstance(mix, HeadMix):
+        return pre_TS
+    behind = slice(num_streams, 2 * num_streams)
+    post_TS = 2.0 * torch.sigmoid(mixed_TM[:, behind] * scale[1] + bias[behind])
+    comb_TY = mixed_TM[:, 2 * num_streams :] * scale[2] + bias[2 * num_streams :]
+    comb_TSS = comb_TY.unflatten(1, (num_streams, num_streams)).softmax(dim=2) + numbers.eps
+    comb_TSS = comb_TSS / (comb_TSS.sum(dim=1, keepdim=True) + numbers.eps)
+    for _ in range(numbers.num_iterations - 1):
+        comb_TSS = comb_TSS / (comb_TSS.sum(dim=2, keepdim=True) + numbers.eps)
+        comb_TSS = comb_TSS / (comb_TSS.sum(dim=1, keepdim=True) + numbers.eps)
+    return torch.cat((pre_TS, post_TS, comb_TSS.flatten(1)), dim=1)
+
+
+def collapse_streams_triton(x_TSH: torch.Tensor, shares_TX: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some columns of a row."""
+    num_rows, num_streams, hidden_size = x_TSH.shape
+    _check_streams(x_TSH, shares_TX, out_TH)
+    if num_rows:
+        pdl = supports_pdl(x_TSH)
+        _collapse_kernel[(num_rows, -(-hidden_size // COLLAPSED_COLUMNS))](
+            x_TSH,
+            shares_TX,
+            out_TH,
+            hidden_size,
+            shares_TX.stride(0),
+            out_TH.stride(0),
+            NUM_STREAMS=num_streams,
+            BLOCK_H=COLLAPSED_COLUMNS,
+            PDL=pdl,
+            num_warps=4,
+            **pdl_launch(pdl),
+        )
+    return out_TH
+
+
+def combine_streams_triton(
+    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, out_TSH: torch.Tensor
+) -> torch.Tensor:
+    """The same as a Triton kernel."""
+    return _combine_launch(x_TSH, y_TH, shares_TM, out_TSH, None, None)
+
+
+def add_up_triton(x_TSH: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """The same as a Triton kernel, a program for a split and some rows."""
+    _combine_launch(x_TSH, None, None, x_TSH, weight_MX, parts)
+    return parts
+
+
+def combine_add_up_triton(
+    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor
+) -> torch.Tensor:
+    """The same as one Triton kernel, a program for a split and some rows."""
+    _combine_launch(x_TSH, y_TH, shares_TM, x_TSH, weight_MX, parts)
+    return parts
+
+
+def _combine_launch(
+    x_TSH: torch.Tensor,
+    y_TH: torch.Tensor | None,
+    shares_TM: torch.Tensor | None,
+    out_TSH: torch.Tensor,
+    weight_MX: torch.Tensor | None,
+    parts: torch.Tensor | None,
+) -> torch.Tensor:
+    num_rows, num_streams, hidden_size = x_TSH.shape
+    if y_TH is not None and shares_TM is not None:
+        _check_streams(x_TSH, shares_TM, y_TH)
+        assert shares_TM.shape[1] == num_shares(num_streams), f"{shares_TM.shape=} of {num_streams} streams"
+        assert out_TSH.is_contiguous(), f"{out_TSH.shape} with strides {out_TSH.stride()}"
+        assert out_TSH.shape == x_TSH.shape, f"{out_TSH.shape=} {x_TSH.shape=}"
+    num_sums = 0
+    if weight_MX is not None and parts is not None:
+        num_sums = len(weight_MX)
+        assert weight_MX.shape[1] == num_streams * hidden_size, f"{weight_MX.shape=} {x_TSH.shape=}"
+        assert weight_MX.is_contiguous(), f"{weight_MX.shape} with strides {weight_MX.stride()}"
+        parts = view_parts(x_TSH, num_sums, parts)
+    assert x_TSH.is_contiguous(), f"{x_TSH.shape} with strides {x_TSH.stride()}"
+    if not num_rows:
+        return out_TSH
+    block_t, pdl = row_block(num_rows), supports_pdl(x_TSH)
+    _combine_kernel[(num_splits(num_rows, hidden_size), -(-num_rows // block_t))](
+        x_TSH,
+        y_TH,
+        shares_TM,
+        out_TSH,
+        weight_MX,
+        parts,
+        num_rows,
+        chunks_of_split(num_rows, hidden_size),
+        hidden_size,
+        0 if y_TH is None else y_TH.stride(0),
+        0 if shares_TM is None else shares_TM.stride(0),
+        COMBINES=y_TH is not None,
+        NUM_SUMS=num_sums,
+        SUM_COLUMNS=sum_columns(num_sums),
+        NUM_STREAMS=num_streams,
+        BLOCK_S=next_power_of_two(num_streams),
+        BLOCK_H=STREAM_COLUMNS,
+        BLOCK_T=block_t,
+        PDL=pdl,
+        num_warps=4 if block_t == row_block(1) else 8,
+        **pdl_launch(pdl),
+    )
+    return out_TSH
+
+
+def enter_block_triton(
+    x_TSH: torch.Tensor,
+    parts: torch.Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    rms_eps: float,
+    out_TH: torch.Tensor,
+) -> torch.Tensor:
+    """The same as one Triton kernel: of each row a program has the block's input, and another all shares."""
+    _check_streams(x_TSH, shares_TM, out_TH)
+    assert norm_weight_H.shape == (x_TSH.shape[2],), f"{norm_weight_H.shape=} {x_TSH.shape=}"
+    _enter_launch(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH)
+    return out_TH
+
+
+def finish_mix_triton(
+    x_TSH: torch.Tensor,
+    parts: torch.Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: torch.Tensor,
+) -> torch.Tensor:
+    """The shares alone, from sums that lie in `parts`."""
+    _enter_launch(x_TSH, parts, mix, numbers, shares_TM, None, 0.0, None)
+    return shares_TM
+
+
+def _enter_launch(
+    x_TSH: torch.Tensor,
+    parts: torch.Tensor,
+    mix: StreamMix | HeadMix,
+    numbers: MixNumbers,
+    shares_TM: torch.Tensor,
+    norm_weight_H: torch.Tensor | None,
+    rms_eps: float,
+    out_TH: torch.Tensor | None,
+) -> None:
+    (num_rows, num_streams, hidden_size), is_head = x_TSH.shape, isinstance(mix, HeadMix)
+    weight, bias, scale = mix
+    num_sums, parts_CTP = len(weight), view_parts(x_TSH, len(weight), parts)
+    assert num_sums == (num_streams if is_head else num_shares(num_streams)), (
+        f"{num_sums} sums of {num_streams} streams"
+    )
+    assert bias.shape == (num_sums,), f"{bias.shape=} of {num_sums} sums"
+    assert scale.shape == ((1,) if is_head else (3,)), f"{scale.shape=}"
+    assert shares_TM.shape == (num_rows, num_sums), f"{shares_TM.shape=}, not {(num_rows, num_sums)}"
+    assert shares_TM.stride(1) == 1, f"{shares_TM.stride()=}: columns lie apart"
+    assert numbers.eps > 0.0, f"{numbers.eps=}: sums of nothing are divided by it"
+    if not num_rows:
+        return
+    block_h, pdl = next_power_of_two(hidden_size), supports_pdl(x_TSH)
+    _enter_kernel[(num_rows, 1 if out_TH is None else 2)](
+        x_TSH,
+        parts_CTP,
+        bias,
+        scale,
+        norm_weight_H,
+        shares_TM,
+        out_TH,
+        num_rows,
+        len(parts_CTP),
+        hidden_size,
+        shares_TM.stride(0),
+        0 if out_TH is None else out_TH.stride(0),
+        numbers.norm_eps,
+        numbers.eps,
+        rms_eps,
+        ENTERS=out_TH is not None,
+        IS_HEAD=is_head,
+        NUM_ITERATIONS=numbers.num_iterations,
+        NUM_SUMS=num_sums,
+        SUM_COLUMNS=parts_CTP.shape[2],
+        NUM_STREAMS=num_streams,
+        BLOCK_S=next_power_of_two(num_streams),
+        BLOCK_C=MAX_SPLITS,
+        BLOCK_H=block_h,
+        PDL=pdl,
+        num_warps=max(1, min(16, block_h // COLUMNS_PER_WARP)),
+        **pdl_launch(pdl),
+    )
+
+
+def _check_streams(x_TSH: torch.Tensor, shares_TX: torch.Tensor, y_TH: torch.Tensor) -> None:
+    num_rows, num_streams, hidden_size = x_TSH.shape
+    assert x_TSH.is_contiguous(), f"{x_TSH.shape} with strides {x_TSH.stride()}"
+    assert y_TH.shape == (num_rows, hidden_size), f"{y_TH.shape=} beside {x_TSH.shape=}"
+    assert shares_TX.shape[0] == num_rows, f"{shares_TX.shape=} beside {x_TSH.shape=}"
+    assert shares_TX.shape[1] >= num_streams, f"{shares_TX.shape=} of {num_streams} streams"
+    assert shares_TX.dtype == torch.float32, f"{shares_TX.dtype=}, not float32"
+    assert y_TH.stride(1) == shares_TX.stride(1) == 1, f"{y_TH.stride()=} {shares_TX.stride()=}: columns lie apart"
+
+
+@jit
+def _collapse_kernel(
+    p_x,
+    p_shares,
+    p_out,
+    hidden_size,
+    shares_stride,
+    out_stride,
+    NUM_STREAMS: constexpr,
+    BLOCK_H: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    m_h = o_h < hidden_size
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    b_y = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for j in tl.static_range(NUM_STREAMS):
+        b_x = tl.load(p_x + (i_row * NUM_STREAMS + j) * hidden_size + o_h, mask=m_h, other=0.0).to(tl.float32)
+        b_y += b_x * tl.load(p_shares + i_row * shares_stride + j)
+    tl.store(p_out + i_row * out_stride + o_h, b_y.to(p_out.dtype.element_ty), mask=m_h)
+
+
+@jit_counting("num_rows", "num_chunks")
+def _combine_kernel(
+    p_x,
+    p_y,
+    p_shares,
+    p_out,
+    p_weight,
+    p_parts,
+    num_rows,
+    num_chunks,
+    hidden_size,
+    y_stride,
+    shares_stride,
+    COMBINES: constexpr,
+    NUM_SUMS: constexpr,
+    SUM_COLUMNS: constexpr,
+    NUM_STREAMS: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_H: constexpr,
+    BLOCK_T: constexpr,
+    PDL: constexpr,
+):
+    # A place is a column of a stream; of every column a program has all streams, so that x may be written where it is read.
+    i_split = tl.program_id(0)
+    o_t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o_m = tl.arange(0, SUM_COLUMNS)
+    o_place = tl.arange(0, BLOCK_S * BLOCK_H)
+    o_s = o_place // BLOCK_H
+    o_h = i_split * num_chunks * BLOCK_H + o_place % BLOCK_H
+    m_t = (o_t < num_rows)[:, None]
+    m_s = o_s < NUM_STREAMS
+    p_w = p_weight
+    b_w = 0.0
+    if NUM_SUMS:
+        p_w = p_weight + o_m[:, None] * (NUM_STREAMS * hidden_size) + (o_s * hidden_size + o_h)[None, :]
+        # The weight waits for nobody: it is on the way before the block has ended.
+        m_w = (o_m < NUM_SUMS)[:, None] & (m_s & (o_h < hidden_size))[None, :]
+        b_w = tl.load(p_w, mask=m_w, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b_sums = tl.zeros((BLOCK_T, SUM_COLUMNS), dtype=tl.float32)
+    b_squares = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    for chunk in range(num_chunks):
+        b_h = o_h + chunk * BLOCK_H
+        m_x = m_t & (m_s & (b_h < hidden_size))[None, :]
+        o_x = o_t[:, None] * (NUM_STREAMS * hidden_size) + (o_s * hidden_size + b_h)[None, :]
+        if COMBINES:
+            p_row_shares = p_shares + o_t[:, None] * shares_stride
+            b_post = tl.load(p_row_shares + NUM_STREAMS + o_s[None, :], mask=m_x, other=0.0)
+            b_x = b_post * tl.load(p_y + o_t[:, None] * y_stride + b_h[None, :], mask=m_x, other=0.0).to(tl.float32)
+            p_stream = p_x + o_t[:, None] * (NUM_STREAMS * hidden_size) + b_h[None, :]
+            for j in tl.static_range(NUM_STREAMS):
+                b_comb = tl.load(p_row_shares + (2 + j) * NUM_STREAMS + o_s[None, :], mask=m_x, other=0.0)
+                b_x += b_comb * tl.load(p_stream + j * hidden_size, mask=m_x, other=0.0).to(tl.float32)
+            b_stored = b_x.to(p_out.dtype.element_ty)
+            tl.debug_barrier()  # other threads have read these columns
+            tl.store(p_out + o_x, b_stored, mask=m_x)
+            b_x = b_stored.to(tl.float32)  # what the next block will read is what is mixed
+        else:
+            b_x = tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
+        if NUM_SUMS:
+            b_sums = tl.dot(b_x, tl.trans(b_w), b_sums, input_precision="tf32x3")
+            b_squares += tl.sum(b_x * b_x, axis=1)
+            m_next = (m_s & (b_h + BLOCK_H < hidden_size))[None, :] & (chunk + 1 < num_chunks)
+            b_w = tl.load(p_w + (chunk + 1) * BLOCK_H, mask=(o_m < NUM_SUMS)[:, None] & m_next, other=0.0)
+    if NUM_SUMS:
+        p_sums = p_parts + (i_split * num_rows.to(tl.int64) + o_t) * SUM_COLUMNS
+        m_sums = m_t & (o_m < NUM_SUMS)[None, :]
+        tl.store(p_sums[:, None] + o_m[None, :], b_sums, mask=m_sums)
+        tl.store(p_sums + NUM_SUMS, b_squares, mask=o_t < num_rows)
+
+
+@jit_counting("num_rows", "num_splits")
+def _enter_kernel(
+    p_x,
+    p_parts,
+    p_bias,
+    p_scale,
+    p_norm,
+    p_shares,
+    p_out,
+    num_rows,
+    num_splits,
+    hidden_size,
+    shares_stride,
+    out_stride,
+    norm_eps,
+    eps,
+    rms_eps,
+    ENTERS: constexpr,
+    IS_HEAD: constexpr,
+    NUM_ITERATIONS: constexpr,
+    NUM_SUMS: constexpr,
+    SUM_COLUMNS: constexpr,
+    NUM_STREAMS: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_C: constexpr,
+    BLOCK_H: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    p_sums = p_parts + i_row * SUM_COLUMNS
+    split_stride = num_rows.to(tl.int64) * SUM_COLUMNS
+    rms_size = NUM_STREAMS * hidden_size
+    if ENTERS:
+        if tl.program_id(1) == 0:
+            o_h = tl.arange(0, BLOCK_H)
+            o_s = tl.arange(0, BLOCK_S)
+            m_h = o_h < hidden_size
+            # A thread has some columns of all streams, on their way while sums are added up.
+            p_columns = p_x + i_row * NUM_STREAMS * hidden_size + o_s[None, :] * hidden_size + o_h[:, None]
+            b_x = tl.load(p_columns, mask=m_h[:, None] & (o_s < NUM_STREAMS)[None, :], other=0.0)
+            b_weight = tl.load(p_norm + o_h, mask=m_h, other=0.0).to(tl.float32)
+            rms = _row_rms(p_sums, num_splits, split_stride, rms_size, norm_eps, NUM_SUMS, BLOCK_C)
+            b_pre = _added_splits(p_sums, p_bias, p_scale, rms, num_splits, split_stride, NUM_STREAMS, BLOCK_S, BLOCK_C)
+            b_y = tl.sum(b_x.to(tl.float32) * (tl.sigmoid(b_pre) + eps)[None, :], axis=1)
+            b_y = b_y.to(p_x.dtype.element_ty).to(tl.float32)
+            b_y = b_y * tl.rsqrt(tl.sum(b_y * b_y, axis=0) / hidden_size + rms_eps) * b_weight
+            tl.store(p_out + i_row * out_stride + o_h, b_y.to(p_out.dtype.element_ty), mask=m_h)
+            return
+    rms = _row_rms(p_sums, num_splits, split_stride, rms_size, norm_eps, NUM_SUMS, BLOCK_C)
+    _write_shares(
+        p_shares + i_row * shares_stride, p_sums, p_bias, p_scale, rms, eps, num_splits, split_stride, IS_HEAD,
+        NUM_ITERATIONS, NUM_STREAMS, BLOCK_S, BLOCK_C,
+    )  # fmt: skip
+
+
+@jit
+def _row_rms(p_sums, num_splits, split_stride, size, eps, NUM_SUMS: constexpr, BLOCK_C: constexpr):
+    """What the products of a row are multiplied by."""
+    o_c = tl.arange(0, BLOCK_C)
+    b_squares = tl.load(p_sums + o_c * split_stride + NUM_SUMS, mask=o_c < num_splits, other=0.0)
+    return tl.rsqrt(tl.sum(b_squares, axis=0) / size + eps)
+
+
+@jit
+def _added_splits(
+    p_sums,
+    p_bias,
+    p_scale,
+    rms,
+    num_splits,
+    split_stride,
+    NUM_STREAMS: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_C: constexpr,
+):
+    """One number a stream, from the columns that begin here, before its sigmoid."""
+    o_c = tl.arange(0, BLOCK_C)
+    o_s = tl.arange(0, BLOCK_S)
+    m_s = o_s < NUM_STREAMS
+    m_cs = (o_c < num_splits)[:, None] & m_s[None, :]
+    b_sums = tl.load(p_sums + o_c[:, None] * split_stride + o_s[None, :], mask=m_cs, other=0.0)
+    return tl.sum(b_sums, axis=0) * rms * tl.load(p_scale) + tl.load(p_bias + o_s, mask=m_s, other=0.0)
+
+
+@jit
+def _write_shares(
+    p_row,
+    p_sums,
+    p_bias,
+    p_scale,
+    rms,
+    eps,
+    num_splits,
+    split_stride,
+    IS_HEAD: constexpr,
+    NUM_ITERATIONS: constexpr,
+    NUM_STREAMS: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_C: constexpr,
+):
+    o_c = tl.arange(0, BLOCK_C)
+    o_s = tl.arange(0, BLOCK_S)
+    m_s = o_s < NUM_STREAMS
+    b_pre = _added_splits(p_sums, p_bias, p_scale, rms, num_splits, split_stride, NUM_STREAMS, BLOCK_S, BLOCK_C)
+    tl.store(p_row + o_s, tl.sigmoid(b_pre) + eps, mask=m_s)
+    if not IS_HEAD:
+        b_post = _added_splits(
+            p_sums + NUM_STREAMS, p_bias + NUM_STREAMS, p_scale + 1, rms, num_splits, split_stride, NUM_STREAMS,
+            BLOCK_S, BLOCK_C,
+        )  # fmt: skip
+        tl.store(p_row + NUM_STREAMS + o_s, 2.0 * tl.sigmoid(b_post), mask=m_s)
+        o_comb = 2 * NUM_STREAMS + o_s[:, None] * NUM_STREAMS + o_s[None, :]
+        m_comb = m_s[:, None] & m_s[None, :]
+        p_comb = p_sums + o_c[:, None, None] * split_stride + o_comb[None, :, :]
+        b_comb = tl.load(p_comb, mask=(o_c < num_splits)[:, None, None] & m_comb[None, :, :], other=0.0)
+        b_bias = tl.load(p_bias + o_comb, mask=m_comb, other=0.0)
+        b_comb = tl.sum(b_comb, axis=0) * rms * tl.load(p_scale + 2) + b_bias
+        b_comb = tl.where(m_comb, b_comb, float("-inf"))
+        b_comb = tl.where(m_comb, tl.exp(b_comb - tl.where(m_s, tl.max(b_comb, axis=1), 0.0)[:, None]), 0.0)
+        b_comb = b_comb / tl.where(m_s, tl.sum(b_comb, axis=1), 1.0)[:, None] + eps
+        b_comb = tl.where(m_comb, b_comb, 0.0)
+        b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
+        for _ in range(NUM_ITERATIONS - 1):
+            b_comb = b_comb / (tl.sum(b_comb, axis=1) + eps)[:, None]
+            b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
+        tl.store(p_row + o_comb, b_comb, mask=m_comb)

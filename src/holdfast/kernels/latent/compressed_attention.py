@@ -1,0 +1,382 @@
+"""Compressed attention (DeepSeek-V4): a window of tokens and entries in one softmax with a sink, outputs rotated back; rows of pages are gathered in the kernel.
+
+T rows, N query heads, D head dim, R rotated elements, K entries that a row attends to at the most, C split-KV partials
+
+A token or an entry is one row of D elements that is key and value of all heads: a tile of them serves both products. A program
+has one row, one block of heads and one split of the row's places (compressed_scopes.py). The last R elements of outputs are
+rotated back by the row's own position before anything is written: a merge of partials changes nothing about it.
+"""
+
+import torch
+
+from holdfast.kernels.attention.split_kv import LOG2_E, add_sinks, finite_max
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.fp8 import e4m3_value, e8m0_bits
+from holdfast.kernels.latent.compressed_scopes import (
+    CompressedRows,
+    Scopes,
+    choose_splits,
+    list_length,
+    merge_scopes,
+    row_places,
+    split_size,
+)
+from holdfast.kernels.latent.compressed_warpgroups import attend_warpgroups, takes_warpgroups
+from holdfast.kernels.latent.latent_geometry import head_blocks, tile_height
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.write_latent import rotate_neighbours
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    is_interpreted,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    shared_bytes,
+    supports_pdl,
+    tl,
+)
+
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+def compressed_attention(
+    q_TND: torch.Tensor,
+    scopes: Scopes,
+    rows: CompressedRows,
+    sinks_N: torch.Tensor,
+    rotary: Rotary,
+    scale: float,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TND: torch.Tensor,
+    num_sms: int,
+) -> torch.Tensor:
+    """[T, N, D]: softmax over window, entries and the sink of each head, rotated back; zeros in padded rows.
+
+    `sinks_N` is float32. Partials: as many rows times heads as `compressed_splits` of the step's rows asks for.
+    """
+    attend = compressed_attention_triton if can_run(q_TND) or is_interpreted() else compressed_attention_reference
+    return attend(q_TND, scopes, rows, sinks_N, rotary, scale, partial_out_CX, partial_lse_CH, out_TND, num_sms)
+
+
+def compressed_attention_reference(
+    q_TND: torch.Tensor,
+    scopes: Scopes,
+    rows: CompressedRows,
+    sinks_N: torch.Tensor,
+    rotary: Rotary,
+    scale: float,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TND: torch.Tensor,
+    num_sms: int,
+) -> torch.Tensor:
+    """The same in plain torch, a row at a time, without splits. Places of a list that name no entry of the row weigh nothing."""
+    num_rows, rope_dim = len(q_TND), scopes.window.rope_dim
+    table_rows, positions = rows.table_rows_T[:num_rows].tolist(), rows.positions_T[:num_rows].tolist()
+    for row, (table_row, position) in enumerate(zip(table_rows, positions, strict=True)):
+        if position < 0:
+            out_TND[row] = 0
+            continue
+        token_S = torch.arange(max(0, position + 1 - scopes.window_size), position + 1, device=q_TND.device)
+        rows_SD = _read_places(scopes.window, scopes.window_table_NP[table_row], token_S)
+        if scopes.ratio:
+            assert scopes.entries is not None, "a layer with a ratio has planes of entries"
+            assert scopes.entries_table_NP is not None, "a layer with a ratio has a table of entries"
+            entry_S = _seen_entries(scopes, row, (position + 1) // scopes.ratio)
+            entries_SD = _read_places(scopes.entries, scopes.entries_table_NP[table_row], entry_S)
+            rows_SD = torch.cat((rows_SD, entries_SD))
+        scores_NS = q_TND[row].float() @ rows_SD.T * scale
+        weights_NS = torch.cat((scores_NS, sinks_N.float().unsqueeze(1)), dim=1).softmax(-1)[:, :-1]
+        out_ND = weights_NS @ rows_SD
+        # Back is the other way round: cos stays, sin changes its sign.
+        back = Rotary(rotary.cos_LD[position : position + 1], -rotary.sin_LD[position : position + 1])
+        first_T = torch.zeros(1, dtype=torch.long, device=q_TND.device)
+        out_ND[:, -rope_dim:] = rotate_neighbours(out_ND[None, :, -rope_dim:], first_T, back)[0]
+        out_TND[row] = out_ND.to(out_TND.dtype)
+    return out_TND
+
+
+def _seen_entries(scopes: Scopes, row: int, num_entries: int) -> torch.Tensor:
+    listed_TK = scopes.selected_TK
+    if listed_TK is None or num_entries <= listed_TK.shape[1]:
+        return torch.arange(num_entries, device=scopes.window.rows_SX.device)
+    listed_S = listed_TK[row].long()
+    return listed_S[(listed_S >= 0) & (listed_S < num_entries)]
+
+
+def _read_places(planes: LatentPlanes, pages_P: torch.Tensor, place_S: torch.Tensor) -> torch.Tensor:
+    slot_S = pages_P[place_S // planes.page_tokens].long() * planes.page_tokens + place_S % planes.page_tokens
+    return read_latents(planes, slot_S, torch.float32)
+
+
+def compressed_attention_triton(
+    q_TND: torch.Tensor,
+    scopes: Scopes,
+    rows: CompressedRows,
+    sinks_N: torch.Tensor,
+    rotary: Rotary,
+    scale: float,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TND: torch.Tensor,
+    num_sms: int,
+) -> torch.Tensor:
+    """The same by kernels."""
+    if len(q_TND) == 0:
+        return out_TND
+    num_splits = choose_splits(q_TND, partial_lse_CH, num_sms)
+    attend = attend_warpgroups if takes_warpgroups(q_TND, scopes) else _attend_plain
+    attend(q_TND, scopes, rows, sinks_N, rotary, scale, num_splits, partial_out_CX, partial_lse_CH, out_TND)
+    if num_splits > 1:
+        merge_scopes(scopes, rows, num_splits, sinks_N, partial_out_CX, partial_lse_CH, out_TND)
+    return out_TND
+
+
+def _attend_plain(
+    q_TND: torch.Tensor,
+    scopes: Scopes,
+    rows: CompressedRows,
+    sinks_N: torch.Tensor,
+    rotary: Rotary,
+    scale: float,
+    num_splits: int,
+    partial_out_CX: torch.Tensor,
+    partial_lse_CH: torch.Tensor,
+    out_TND: torch.Tensor,
+) -> None:
+    """All tiles of a step, without the merge of their partials, in Triton for any GPU and any sizes."""
+    (num_rows, num_heads, head_dim), window = q_TND.shape, scopes.window
+    entries = window if scopes.entries is None else scopes.entries
+    entries_table_NP = scopes.window_table_NP if scopes.entries_table_NP is None else scopes.entries_table_NP
+    selected_TK = rows.table_rows_T if scopes.selected_TK is None else scopes.selected_TK
+    block_d, (num_blocks, group) = max(16, next_power_of_two(head_dim)), head_blocks(num_heads)
+    height, pdl = tile_height(num_heads, large=False), supports_pdl(q_TND)
+    room = shared_bytes(q_TND) - height * block_d * q_TND.element_size()
+    block_n = 32 if room >= 3 * 32 * block_d * q_TND.element_size() else 16
+    _attend_kernel[(num_rows * num_blocks, num_splits)](
+        q_TND,
+        window.rows_SX,
+        window.scales_SC,
+        entries.rows_SX,
+        entries.scales_SC,
+        scopes.window_table_NP,
+        entries_table_NP,
+        selected_TK,
+        rows.table_rows_T,
+        rows.positions_T,
+        sinks_N,
+        rotary.cos_LD,
+        rotary.sin_LD,
+        out_TND,
+        partial_out_CX,
+        partial_lse_CH,
+        scopes.window_table_NP.stride(0),
+        entries_table_NP.stride(0),
+        selected_TK.stride(0),
+        rotary.cos_LD.stride(0),
+        list_length(scopes),
+        scale * LOG2_E,
+        WINDOW=scopes.window_size,
+        RATIO=scopes.ratio,
+        LISTED=scopes.selected_TK is not None,
+        FP8=window.kind != "plain",
+        NUM_HEADS=num_heads,
+        NUM_BLOCKS=num_blocks,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        ROPE_DIM=window.rope_dim,
+        NUM_SCALES=0 if window.scales_SC is None else window.scales_SC.shape[1],
+        WINDOW_PAGE=window.page_tokens,
+        ENTRIES_PAGE=entries.page_tokens,
+        BLOCK_M=height,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        PDL=pdl,
+        num_warps=8 if height >= 32 else 4,
+        **pdl_launch(pdl),
+    )
+
+
+@jit
+def _load_tile(
+    p_rows,
+    p_scales,
+    o_slot,
+    m_n,
+    FP8: constexpr,
+    HEAD_DIM: constexpr,
+    ROPE_DIM: constexpr,
+    NUM_SCALES: constexpr,
+    BLOCK_D: constexpr,
+    DTYPE: constexpr,
+):
+    """[N, D]: rows of pages that are of one scope, as operands; zeros where there is no place."""
+    NOPE_DIM: constexpr = HEAD_DIM - ROPE_DIM
+    o_d = tl.arange(0, BLOCK_D)
+    if FP8:
+        ROW_BYTES: constexpr = NOPE_DIM + 2 * ROPE_DIM
+        m_nope = m_n[:, None] & (o_d < NOPE_DIM)[None, :]
+        m_rope = m_n[:, None] & ((o_d >= NOPE_DIM) & (o_d < HEAD_DIM))[None, :]
+        p_n = p_rows + (o_slot * ROW_BYTES)[:, None]
+        b_code = tl.load(p_n + o_d[None, :], mask=m_nope, other=0).to(tl.int32)
+        b_scale = tl.load(p_scales + (o_slot * NUM_SCALES)[:, None] + o_d[None, :] // 64, mask=m_nope, other=0)
+        # By halves: a byte pointer is no pointer to bfloat16 in the interpreter.
+        p_rope = p_n + (2 * o_d - NOPE_DIM)[None, :]
+        b_rope = tl.load(p_rope, mask=m_rope, other=0).to(tl.int32)
+        b_rope = b_rope | tl.load(p_rope + 1, mask=m_rope, other=0).to(tl.int32) << 8
+        b_tile = e4m3_value(b_code) * e8m0_bits(b_scale).to(tl.float32, bitcast=True)
+        b_tile = tl.where(m_nope, b_tile, (b_rope << 16).to(tl.float32, bitcast=True))
+        if tl.float16 == DTYPE:
+            b_tile = tl.minimum(tl.maximum(b_tile, -65504.0), 65504.0)
+        b_tile = b_tile.to(DTYPE)
+    else:
+        p_n = p_rows + (o_slot * HEAD_DIM)[:, None] + o_d[None, :]
+        b_tile = tl.load(p_n, mask=m_n[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+    return b_tile
+
+
+@jit
+def _rotate_back(b_x, p_cos, p_sin, ROPE_DIM: constexpr, NOPE_DIM: constexpr):
+    """The last elements of heads turned back, neighbours together: by cos and -sin of one position."""
+    BLOCK_M: constexpr = b_x.shape[0]
+    BLOCK_D: constexpr = b_x.shape[1]
+    o_pair = tl.arange(0, BLOCK_D // 2) - NOPE_DIM // 2
+    m_pair = (o_pair >= 0) & (o_pair < ROPE_DIM // 2)
+    b_cos = tl.load(p_cos + o_pair, mask=m_pair, other=1.0).to(tl.float32)[None, :]
+    b_sin = tl.load(p_sin + ROPE_DIM // 2 + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+    b_even, b_odd = tl.split(tl.reshape(b_x, (BLOCK_M, BLOCK_D // 2, 2)))
+    b_pairs = tl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin)
+    return tl.reshape(b_pairs, (BLOCK_M, BLOCK_D))
+
+
+@jit_counting("num_listed")
+def _attend_kernel(
+    p_q,
+    p_window,
+    p_window_scales,
+    p_entries,
+    p_entries_scales,
+    p_window_pages,
+    p_entries_pages,
+    p_selected,
+    p_table_rows,
+    p_positions,
+    p_sinks,
+    p_cos,
+    p_sin,
+    p_out,
+    p_partial_out,
+    p_partial_lse,
+    window_stride,
+    entries_stride,
+    selected_stride,
+    rotary_stride,
+    num_listed,
+    scale_log2,
+    WINDOW: constexpr,
+    RATIO: constexpr,
+    LISTED: constexpr,
+    FP8: constexpr,
+    NUM_HEADS: constexpr,
+    NUM_BLOCKS: constexpr,
+    GROUP: constexpr,
+    HEAD_DIM: constexpr,
+    ROPE_DIM: constexpr,
+    NUM_SCALES: constexpr,
+    WINDOW_PAGE: constexpr,
+    ENTRIES_PAGE: constexpr,
+    BLOCK_M: constexpr,
+    BLOCK_N: constexpr,
+    BLOCK_D: constexpr,
+    PDL: constexpr,
+):
+    DTYPE: constexpr = p_q.dtype.element_ty
+    # Blocks of heads of a row come one after the other, so that all but the first find its rows in the cache.
+    i_row = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
+    i_split = tl.program_id(1)
+    num_splits = tl.num_programs(1)
+    o_m = tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_head = tl.program_id(0) % NUM_BLOCKS * GROUP + o_m
+    m_m = (o_m < GROUP) & (o_head < NUM_HEADS)
+    m_out = m_m[:, None] & (o_d < HEAD_DIM)[None, :]
+    o_q = ((i_row * NUM_HEADS + o_head) * HEAD_DIM)[:, None] + o_d[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # lists, queries and rows of pages come from kernels before
+    position = tl.load(p_positions + i_row)
+    num_window, num_entries, num_places = row_places(position, num_listed, WINDOW, RATIO, LISTED)
+    size = split_size(num_places, num_splits)
+    low = i_split * size
+    high = tl.minimum(low + size, num_places)
+    if low >= high:
+        # Padding, or more splits than places: whoever is merged knows how many there are.
+        if (num_splits == 1) & (position < 0):
+            tl.store(p_out + o_q, tl.zeros((BLOCK_M, BLOCK_D), tl.float32).to(p_out.dtype.element_ty), mask=m_out)
+        return
+    num_taken = num_places - num_window
+    first = position + 1 - num_window
+    table_row = tl.load(p_table_rows + i_row).to(tl.int64)
+    p_window_row = p_window_pages + table_row * window_stride
+    p_entries_row = p_entries_pages + table_row * entries_stride
+    p_listed = p_selected + i_row * selected_stride
+    is_listed = LISTED & (num_entries > num_listed)
+    b_q = tl.load(p_q + o_q, mask=m_out, other=0.0)
+    b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+    b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for n in tl.range(low, high, BLOCK_N):
+        o_place = n + o_n
+        m_n = o_place < high
+        m_window = m_n & (o_place >= num_taken)
+        b_token = tl.where(m_window, first + o_place - num_taken, 0)
+        b_page = tl.load(p_window_row + b_token // WINDOW_PAGE, mask=m_window, other=0).to(tl.int64)
+        o_slot = tl.maximum(b_page, 0) * WINDOW_PAGE + b_token % WINDOW_PAGE
+        b_k = _load_tile(
+            p_window, p_window_scales, o_slot, m_window, FP8, HEAD_DIM, ROPE_DIM, NUM_SCALES, BLOCK_D, DTYPE
+        )
+        m_seen = m_window
+        if RATIO > 0:
+            m_entry = m_n & (o_place < num_taken)
+            b_entry = tl.where(m_entry, o_place, 0)
+            if LISTED:
+                b_entry = tl.where(is_listed, tl.load(p_listed + b_entry, mask=m_entry & is_listed, other=-1), b_entry)
+                m_entry = m_entry & (b_entry >= 0) & (b_entry < num_entries)
+                b_entry = tl.where(m_entry, b_entry, 0)
+            b_page = tl.load(p_entries_row + b_entry // ENTRIES_PAGE, mask=m_entry, other=0).to(tl.int64)
+            o_slot = tl.maximum(b_page, 0) * ENTRIES_PAGE + b_entry % ENTRIES_PAGE
+            b_e = _load_tile(
+                p_entries, p_entries_scales, o_slot, m_entry, FP8, HEAD_DIM, ROPE_DIM, NUM_SCALES, BLOCK_D, DTYPE
+            )
+            b_k = tl.where(m_window[:, None], b_k, b_e)
+            m_seen = m_window | m_entry
+        b_score = tl.dot(b_q, tl.trans(b_k)) * scale_log2
+        b_score = tl.where(m_seen[None, :], b_score, -float("inf"))
+        b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
+        b_m_safe = finite_max(b_m_new)
+        b_p = tl.exp2(b_score - b_m_safe[:, None])
+        b_alpha = tl.exp2(b_m - b_m_safe)
+        b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
+        b_acc = tl.dot(b_p.to(b_k.dtype), b_k, b_acc * b_alpha[:, None])
+        b_m = b_m_new
+    b_whole = b_l
+    if num_splits == 1:
+        b_whole = add_sinks(b_l, b_m, p_sinks, o_head, m_m)
+    # A split of places that name nothing is neutral: zeros, with -inf as lse.
+    b_out = b_acc / tl.where(b_whole > 0, b_whole, 1.0)[:, None]
+    o_rotary = position.to(tl.int64) * rotary_stride
+    b_out = _rotate_back(b_out, p_cos + o_rotary, p_sin + o_rotary, ROPE_DIM, HEAD_DIM - ROPE_DIM)
+    if num_splits == 1:
+        tl.store(p_out + o_q, b_out.to(p_out.dtype.element_ty), mask=m_out)
+    else:
+        o_partial = (i_row * num_splits + i_split) * NUM_HEADS + o_head
+        tl.store(p_partial_out + (o_partial * HEAD_DIM)[:, None] + o_d[None, :], b_out, mask=m_out)
+        tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would take places beside these

@@ -1,0 +1,319 @@
+"""Tokens and entries (DeepSeek-V4) gathered into shared memory as operands of products on a Hopper: warps that do nothing else, in Gluon.
+
+N tokens of a block, D head dim
+
+Places of a row are its entries, then its window (compressed_scopes.py). What a place names is one number: an entry e is e, a
+token t of the window -2 - t, nothing -1. A step is as many places as the warps take at once. Names are read some steps ahead, pages
+a step behind them; then a row is asked into the L2 cache, and read from there a step before it is wanted: rows that lie anywhere
+are more than a microsecond away, and registers hold no more than a step of them.
+
+    plain        copied by cp.async, as they are
+    fp8_ds_v4    codes times the power of two of their tile, in half precision: exact, but for what half precision has no numbers for
+
+Unlike rows of fp8_ds_mla these need no factor in scores: a normed vector is well within half precision. What is left is whether
+there is a token at all; rows without are zeros. Blocks lie in a ring of shared memory, as those of sparse_gather.py do.
+"""
+
+from holdfast.kernels.latent.sparse_gather import CUT_ASM, HALF_ASM, SCALED_8_ASM, TWICE_ASM
+from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant
+
+# Triton unpacks nothing into a tuple, but adds tuples.
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
+
+CODES_AHEAD, PLAIN_AHEAD = kernel_constant(2), kernel_constant(1)
+"""Steps of 32 places, and blocks of 64, that rows are in the L2 cache before they are read."""
+_PREFETCH = """{
+.reg .pred p;
+.reg .b32 t;
+mov.u32 t, %%tid.x;
+and.b32 t, t, %d;
+setp.eq.s32 p, t, 0;
+setp.ne.and.s32 p, $2, -1, p;
+@p cp.async.bulk.prefetch.L2.global [$1], %d;
+mov.u32 $0, 0;
+}"""
+PREFETCH_CODES_ASM, PREFETCH_PLAIN_ASM = kernel_constant(_PREFETCH % (3, 576)), kernel_constant(_PREFETCH % (7, 1024))
+"""A row into the L2 cache, by the first of the 4 or 8 threads that share it."""
+PANEL = kernel_constant(64)
+"""Columns of half precision that lie side by side in shared memory: 128 bytes, and one tile of codes."""
+PANEL_WORDS = kernel_constant(32)
+CODE_WORDS = kernel_constant(16)
+"""Words of the codes of a tile."""
+NUM_TILES = kernel_constant(7)
+ROW_WORDS = kernel_constant(144)
+"""Codes, then rotated elements."""
+SCALE_WORDS = kernel_constant(2)
+MOST_SCALE = kernel_constant(128.0)
+"""The largest of which half precision holds every code's product."""
+EXPONENT = kernel_constant(0x7F800000)
+
+
+@gluon_jit
+def find_names(
+    p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO: constexpr, LISTED: constexpr
+):
+    """What these places name; -1 behind the end, and where a list names no entry of the row."""
+    b_name = gl.where((o_place >= num_taken) & (o_place < high), num_taken - 2 - first - o_place, -1)
+    if RATIO > 0:
+        b_entry = o_place
+        if LISTED:
+            # Also where a row has no list: its length need not be known before.
+            b_listed = gl.load(p_listed + o_place, mask=o_place < num_listed, other=-1)
+            b_entry = gl.where(is_listed, b_listed, b_entry)
+        m_entry = (o_place < gl.minimum(num_taken, high)) & (b_entry >= 0) & (b_entry < num_entries)
+        b_name = gl.where(m_entry, b_entry, b_name)
+    return b_name
+
+
+@gluon_jit
+def _index_of(b_name):
+    """The number of a token or of an entry in its scope."""
+    return gl.where(b_name < 0, gl.maximum(-2 - b_name, 0), b_name)
+
+
+@gluon_jit
+def load_pages(p_window_row, p_entries_row, b_name, RATIO: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr):
+    """The pages of what is named; nothing is read where there is nothing."""
+    b_index = _index_of(b_name)
+    p_page = p_window_row + b_index // WINDOW_PAGE
+    if RATIO > 0:
+        p_page = gl.where(b_name < 0, p_page, p_entries_row + b_index // ENTRIES_PAGE)
+    return gl.load(p_page, mask=b_name != -1, other=0)
+
+
+@gluon_jit
+def find_rows(
+    p_window,
+    p_entries,
+    b_page,
+    b_name,
+    width,
+    RATIO: constexpr,
+    WINDOW_PAGE: constexpr,
+    ENTRIES_PAGE: constexpr,
+):
+    """Pointers to rows that are `width` wide; to the first where there is nothing."""
+    b_index = _index_of(b_name)
+    o_page = gl.maximum(b_page, 0).to(gl.int64)
+    p_row = p_window + (o_page * WINDOW_PAGE + b_index % WINDOW_PAGE) * width
+    if RATIO > 0:
+        p_row = gl.where(b_name < 0, p_row, p_entries + (o_page * ENTRIES_PAGE + b_index % ENTRIES_PAGE) * width)
+    return p_row
+
+
+@gluon_jit
+def _behind_first(b_values):
+    """All but the first of a tuple."""
+    b_others = ()
+    for i in gl.static_range(1, len(b_values)):
+        b_others = b_others + (b_values[i],)
+    return b_others
+
+
+@gluon_jit
+def gather_plain(
+    p_window,
+    p_entries,
+    p_window_row,
+    p_entries_row,
+    p_listed,
+    low,
+    high,
+    num_taken,
+    first,
+    num_entries,
+    num_listed,
+    is_listed,
+    s_rows,
+    s_seen,
+    filled,
+    freed,
+    RATIO: constexpr,
+    LISTED: constexpr,
+    WINDOW_PAGE: constexpr,
+    ENTRIES_PAGE: constexpr,
+):
+    """Blocks of plain rows of places `low` to `high`."""
+    RING: constexpr = s_rows.shape[0]
+    TOKENS: constexpr = s_rows.shape[1]
+    HEAD_DIM: constexpr = s_rows.shape[2]
+    # Eight threads to 128 bytes of a row: a line of global memory, and all banks of shared memory.
+    layout: constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    o_n = low + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    o_c = gl.arange(0, PANEL, gl.SliceLayout(0, layout))
+    b_names = ()
+    for i in gl.static_range(PLAIN_AHEAD + 2):
+        o_place = o_n + i * TOKENS
+        b_name = find_names(
+            p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+        )
+        b_names = b_names + (b_name,)
+    b_pages = ()
+    for i in gl.static_range(PLAIN_AHEAD + 1):
+        b_page = load_pages(p_window_row, p_entries_row, b_names[i], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        b_pages = b_pages + (b_page,)
+    for i_loop in range((high - low + TOKENS - 1) // TOKENS):
+        i_ring = i_loop % RING
+        p_row = find_rows(p_window, p_entries, b_pages[0], b_names[0], HEAD_DIM, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        m_n = b_names[0] != -1
+        b_last = b_names[PLAIN_AHEAD]
+        p_last = find_rows(
+            p_window, p_entries, b_pages[PLAIN_AHEAD], b_last, HEAD_DIM, RATIO, WINDOW_PAGE, ENTRIES_PAGE
+        )
+        gl.inline_asm_elementwise(PREFETCH_PLAIN_ASM, "=r,l,r", [p_last.to(gl.int64), b_last], gl.int32, False, 1)
+        b_page = load_pages(p_window_row, p_entries_row, b_names[PLAIN_AHEAD + 1], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        o_place = o_n + (i_loop + PLAIN_AHEAD + 2) * TOKENS
+        b_name = find_names(
+            p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+        )
+        b_pages = _behind_first(b_pages) + (b_page,)
+        b_names = _behind_first(b_names) + (b_name,)
+        hopper.mbarrier.wait(freed.index(i_ring), (i_loop // RING & 1) ^ 1)
+        s_block = s_rows.index(i_ring)
+        p_n = p_row[:, None] + o_c[None, :]
+        for i_panel in gl.static_range(HEAD_DIM // PANEL):
+            s_panel = s_block.slice(i_panel * PANEL, PANEL, dim=1)
+            hopper.async_copy.async_copy_global_to_shared(s_panel, p_n + i_panel * PANEL, mask=m_n[:, None])
+        hopper.async_copy.commit_group()
+        s_seen.index(i_ring).store(gl.where(m_n, 1.0, 0.0))
+        hopper.async_copy.wait_group(0)
+        hopper.fence_async_shared()
+        hopper.mbarrier.arrive(filled.index(i_ring), count=1)
+
+
+@gluon_jit
+def _load_words(p_row, m_n, FIRST: constexpr, WORDS: constexpr, layout: constexpr):
+    """[N, words] of rows from a word on."""
+    o_c = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, layout))
+    return gl.load(p_row[:, None] + o_c[None, :], mask=m_n[:, None], other=0)
+
+
+@gluon_jit
+def _tile_scale(b_scales, i_tile: constexpr):
+    """The power of two of a tile, twice in half precision, from the words that hold all exponents of a token."""
+    b_word = b_scales[i_tile // 4]
+    PLACE: constexpr = i_tile % 4
+    b_bits = b_word >> 1 if PLACE == 3 else b_word << (23 - 8 * PLACE)
+    b_scale = gl.minimum((b_bits & EXPONENT).to(gl.float32, bitcast=True), MOST_SCALE)
+    return gl.inline_asm_elementwise(TWICE_ASM, "=r,f", [b_scale], gl.int32, True, 1)
+
+
+@gluon_jit
+def _scaled_codes(b_words, b_scale):
+    """Words of four e4m3 numbers, each times the scale of its token: words of two in half precision, in order."""
+    b_scale = gl.expand_dims(b_scale, 1).broadcast_to(b_words.shape)
+    b_lower, b_upper = gl.inline_asm_elementwise(
+        SCALED_8_ASM, "=r,=r,r,r", [b_words, b_scale], (gl.int32, gl.int32), True, 1
+    )
+    return gl.join(b_lower, b_upper).reshape([b_words.shape[0], 2 * b_words.shape[1]])
+
+
+@gluon_jit
+def _load_row(p_row, p_scale, m_n, layout: constexpr):
+    """What a step takes of its rows: codes by tile, words of exponents, rotated elements."""
+    b_codes = ()
+    for i_tile in gl.static_range(NUM_TILES):
+        b_codes = b_codes + (_load_words(p_row, m_n, i_tile * CODE_WORDS, CODE_WORDS, layout),)
+    b_scales = (gl.load(p_scale, mask=m_n, other=0), gl.load(p_scale + 1, mask=m_n, other=0))
+    return b_codes, b_scales, _load_words(p_row, m_n, NUM_TILES * CODE_WORDS, PANEL_WORDS, layout)
+
+
+@gluon_jit
+def gather_codes(
+    p_window,
+    p_window_scales,
+    p_entries,
+    p_entries_scales,
+    p_window_row,
+    p_entries_row,
+    p_listed,
+    low,
+    high,
+    num_taken,
+    first,
+    num_entries,
+    num_listed,
+    is_listed,
+    s_rows,
+    s_seen,
+    filled,
+    freed,
+    RATIO: constexpr,
+    LISTED: constexpr,
+    WINDOW_PAGE: constexpr,
+    ENTRIES_PAGE: constexpr,
+):
+    """The same of rows of fp8_ds_v4, all of them words of 4 bytes: narrower numbers would be carried in a register each.
+
+    A panel of the next step is asked for where this step's has been taken apart: in its registers.
+    """
+    RING: constexpr = s_rows.shape[0]
+    TOKENS: constexpr = s_rows.shape[1]
+    HEAD_DIM: constexpr = s_rows.shape[2]
+    STEP: constexpr = 8 * gl.num_warps()
+    # 16 bytes of codes a thread. Stores of 8 threads, 16 bytes each of two rows, are about different banks.
+    layout: constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    words: constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    s_rows = s_rows._reinterpret(gl.int32, [RING, TOKENS, HEAD_DIM // 2], words)
+    o_n = low + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    b_names = ()
+    for i in gl.static_range(CODES_AHEAD + 3):
+        o_place = o_n + i * STEP
+        b_name = find_names(
+            p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+        )
+        b_names = b_names + (b_name,)
+    b_pages = ()
+    for i in gl.static_range(CODES_AHEAD + 2):
+        b_page = load_pages(p_window_row, p_entries_row, b_names[i], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        b_pages = b_pages + (b_page,)
+    m_n = b_names[0] != -1
+    p_row = find_rows(p_window, p_entries, b_pages[0], b_names[0], ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+    p_scale = find_rows(
+        p_window_scales, p_entries_scales, b_pages[0], b_names[0], SCALE_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE
+    )
+    b_codes, b_scales, b_rope = _load_row(p_row, p_scale, m_n, layout)
+    for i in gl.static_range(1, CODES_AHEAD + 1):
+        p_row = find_rows(p_window, p_entries, b_pages[i], b_names[i], ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        gl.inline_asm_elementwise(PREFETCH_CODES_ASM, "=r,l,r", [p_row.to(gl.int64), b_names[i]], gl.int32, False, 1)
+    b_names = _behind_first(b_names)
+    b_pages = _behind_first(b_pages)
+    for i_loop in range((high - low + TOKENS - 1) // TOKENS):
+        i_ring = i_loop % RING
+        hopper.mbarrier.wait(freed.index(i_ring), (i_loop // RING & 1) ^ 1)
+        for i_step in gl.static_range(TOKENS // STEP):
+            s_step = s_rows.index(i_ring).slice(i_step * STEP, STEP, dim=0)
+            s_seen.index(i_ring).slice(i_step * STEP, STEP, dim=0).store(gl.where(m_n, 1.0, 0.0))
+            m_n = b_names[0] != -1
+            p_row = find_rows(p_window, p_entries, b_pages[0], b_names[0], ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+            p_scale = find_rows(
+                p_window_scales, p_entries_scales, b_pages[0], b_names[0], SCALE_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE
+            )
+            if CODES_AHEAD > 0:
+                b_last = b_names[CODES_AHEAD]
+                p_last = find_rows(
+                    p_window, p_entries, b_pages[CODES_AHEAD], b_last, ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE
+                )
+                gl.inline_asm_elementwise(
+                    PREFETCH_CODES_ASM, "=r,l,r", [p_last.to(gl.int64), b_last], gl.int32, False, 1
+                )
+            b_page = load_pages(p_window_row, p_entries_row, b_names[CODES_AHEAD + 1], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+            o_place = o_n + i_loop * TOKENS + (i_step + CODES_AHEAD + 3) * STEP
+            b_name = find_names(
+                p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+            )
+            b_pages = _behind_first(b_pages) + (b_page,)
+            b_names = _behind_first(b_names) + (b_name,)
+            b_new = ()
+            for i_tile in gl.static_range(NUM_TILES):
+                b_numbers = _scaled_codes(b_codes[i_tile], _tile_scale(b_scales, i_tile))
+                s_step.slice(i_tile * PANEL_WORDS, PANEL_WORDS, dim=1).store(b_numbers)
+                b_new = b_new + (_load_words(p_row, m_n, i_tile * CODE_WORDS, CODE_WORDS, layout),)
+            b_half = gl.inline_asm_elementwise(HALF_ASM, "=r,r", [b_rope], gl.int32, True, 1)
+            b_half = gl.inline_asm_elementwise(CUT_ASM, "=r,r", [b_half], gl.int32, True, 1)
+            s_step.slice(NUM_TILES * PANEL_WORDS, PANEL_WORDS, dim=1).store(b_half)
+            b_codes = b_new
+            b_scales = (gl.load(p_scale, mask=m_n, other=0), gl.load(p_scale + 1, mask=m_n, other=0))
+            b_rope = _load_words(p_row, m_n, NUM_TILES * CODE_WORDS, PANEL_WORDS, layout)
+        hopper.fence_async_shared()
+        hopper.mbarrier.arrive(filled.index(i_ring), count=1)

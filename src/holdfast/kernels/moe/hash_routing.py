@@ -1,0 +1,186 @@
+"""Routing by a table (hash routing): a token's experts stand in the row of its id, and their shares are of the router's scores.
+
+T tokens, S experts of a token, E experts, V vocabulary
+"""
+
+import torch
+
+from holdfast.kernels.moe.routing import (
+    Routing,
+    check_routing,
+    finished_shares,
+    lone_scores,
+    nan_lowest,
+    scores_of,
+    shares_of,
+)
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+
+# ruff: noqa: ANN001, ANN202 pointers of kernels have no types
+
+
+def table_problem(table_VS: torch.Tensor, num_experts: int) -> str | None:
+    """None, or what is wrong with a table, in words: an entry that is no expert would be read from other memory."""
+    if table_VS.dtype not in (torch.int32, torch.int64):
+        return f"the table of experts by token holds {table_VS.dtype}; it takes int32 or int64"
+    if not table_VS.numel():
+        return None
+    is_unknown_VS = (table_VS < 0) | (table_VS >= num_experts)
+    if not bool(is_unknown_VS.any()):
+        return None
+    token, place = is_unknown_VS.nonzero()[0].tolist()
+    named = int(table_VS[token, place])
+    return (
+        f"the table of experts by token names expert {named} for token {token}, as one of {int(is_unknown_VS.sum())} entries "
+        f"that are none; the layer has experts 0 to {num_experts - 1}: check the checkpoint, its table is of another model or damaged"
+    )
+
+
+def route_by_table(
+    logits_TE: torch.Tensor,
+    table_VS: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    routing: Routing,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
+) -> None:
+    """The experts of each token as the table has them, and shares of their scores, in float32, as `route_tokens` gives them.
+
+    An expert that is named twice counts twice. Ids beyond the table, as padding may have, are those of its nearest end.
+    """
+    launch = route_by_table_triton if can_run(logits_TE) else route_by_table_reference
+    launch(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
+
+
+def route_by_table_reference(
+    logits_TE: torch.Tensor,
+    table_VS: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    routing: Routing,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
+) -> None:
+    """The same in plain torch."""
+    _check(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
+    if bias_E is not None:
+        logits_TE = logits_TE + bias_E.float()
+    ids_TS = table_VS[token_ids_T.long().clamp(0, len(table_VS) - 1)].long().clamp(0, logits_TE.shape[1] - 1)
+    expert_ids_TS.copy_(ids_TS)
+    shares_TS.copy_(shares_of(scores_of(logits_TE, routing.scoring).gather(1, ids_TS), routing))
+
+
+def route_by_table_triton(
+    logits_TE: torch.Tensor,
+    table_VS: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    routing: Routing,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
+) -> None:
+    """The same as a Triton kernel, a program for each token."""
+    _check(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
+    (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
+    if not num_rows:
+        return
+    pdl = supports_pdl(logits_TE)
+    _route_by_table_kernel[(num_rows,)](
+        logits_TE,
+        logits_TE if bias_E is None else bias_E,
+        table_VS,
+        token_ids_T,
+        expert_ids_TS,
+        shares_TS,
+        len(table_VS),
+        num_experts,
+        HAS_BIAS=bias_E is not None,
+        NORMALIZE=routing.normalizes,
+        SCORING=routing.scoring,
+        SHARE_SCALE=routing.share_scale,
+        TOP_K=top_k,
+        BLOCK_E=next_power_of_two(num_experts),
+        BLOCK_S=next_power_of_two(top_k),
+        PDL=pdl,
+        num_warps=1,
+        **pdl_launch(pdl),
+    )
+
+
+def _check(
+    logits_TE: torch.Tensor,
+    table_VS: torch.Tensor,
+    token_ids_T: torch.Tensor,
+    routing: Routing,
+    expert_ids_TS: torch.Tensor,
+    shares_TS: torch.Tensor,
+    bias_E: torch.Tensor | None,
+) -> None:
+    check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, None)
+    num_rows, top_k = expert_ids_TS.shape
+    assert not routing.limits_groups, f"{routing}: a table knows no groups"
+    assert table_VS.shape[1:] == (top_k,), f"{table_VS.shape=}, and {top_k} experts of a token"
+    assert len(table_VS), f"{table_VS.shape=}: no token has experts"
+    assert table_VS.dtype in (torch.int32, torch.int64), f"{table_VS.dtype=}, not int32 or int64"
+    assert table_VS.is_contiguous(), f"{table_VS.shape} with strides {table_VS.stride()}"
+    assert token_ids_T.shape == (num_rows,), f"{token_ids_T.shape=} for {num_rows} tokens"
+    assert token_ids_T.dtype in (torch.int32, torch.int64), f"{token_ids_T.dtype=}, not int32 or int64"
+    assert token_ids_T.is_contiguous(), f"{token_ids_T.shape} with strides {token_ids_T.stride()}"
+
+
+@jit
+def _route_by_table_kernel(
+    p_logits,
+    p_bias,
+    p_table,
+    p_tokens,
+    p_ids,
+    p_shares,
+    vocab_size,
+    num_experts,
+    HAS_BIAS: constexpr,
+    NORMALIZE: constexpr,
+    SCORING: constexpr,
+    SHARE_SCALE: constexpr,
+    TOP_K: constexpr,
+    BLOCK_E: constexpr,
+    BLOCK_S: constexpr,
+    PDL: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_s = tl.arange(0, BLOCK_S)
+    m_s = o_s < TOP_K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.load(p_tokens + i_row).to(tl.int64)
+    token = tl.maximum(tl.minimum(token, vocab_size - 1), 0)
+    b_ids = tl.load(p_table + token * TOP_K + o_s, mask=m_s, other=0).to(tl.int64)
+    b_ids = tl.maximum(tl.minimum(b_ids, num_experts - 1), 0).to(tl.int32)
+    p_row = p_logits + i_row * num_experts
+    b_chosen = tl.load(p_row + b_ids, mask=m_s, other=float("-inf"))
+    if HAS_BIAS:
+        b_chosen += tl.load(p_bias + b_ids, mask=m_s, other=0.0).to(tl.float32)
+    if SCORING == "softmax":
+        o_e = tl.arange(0, BLOCK_E)
+        m_e = o_e < num_experts
+        b_logits = tl.load(p_row + o_e, mask=m_e, other=float("-inf"))
+        if HAS_BIAS:
+            b_logits += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
+        largest = tl.max(nan_lowest(b_logits), axis=0)
+        total = tl.sum(tl.where(m_e, tl.exp(b_logits - largest), 0.0), axis=0)
+        b_chosen = tl.where(m_s, tl.exp(b_chosen - largest), 0.0) / total
+    else:
+        b_chosen = tl.where(m_s, lone_scores(b_chosen, SCORING), 0.0)
+    b_chosen = finished_shares(b_chosen, NORMALIZE, SCORING, SHARE_SCALE)
+    tl.store(p_ids + i_row * TOP_K + o_s, b_ids, mask=m_s)
+    tl.store(p_shares + i_row * TOP_K + o_s, b_chosen, mask=m_s)

@@ -1,0 +1,109 @@
+"""CompressedDeclaration: what a decoder with compressed attention and streams takes (DeepSeek-V4): caches of a window and of entries, states, scratch; no torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast.cache.compressed import StateKind, list_states, state_bytes
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.activations import Request, head_request, quantized_rows_request, row_scaled_request
+from holdfast.models.compressed_activations import compressed_requests
+from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, split
+from holdfast.models.decoder_declaration import DecoderDeclaration
+from holdfast.models.spec import CompressedSpec, ModelSpec
+from holdfast.quant.formats import EXPONENT_TILE, KVFormat, index_dtype_beside, index_planes
+
+
+class CompressedDeclaration(DecoderDeclaration):
+    """A decoder whose layers keep a window, and entries that stand for several tokens each.
+
+    Ranks share query heads, groups of them and experts; vectors, entries, states and streams each has whole.
+    """
+
+    __slots__ = ()
+
+    @property
+    def compressed(self) -> CompressedSpec:
+        compressed = self.decoder.compressed
+        assert compressed is not None, f"{self.decoder.architecture} does not compress"
+        return compressed
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        reason = super().indivisible(num_ranks)
+        return reason or split(self.compressed.num_output_groups, num_ranks, "groups of heads")
+
+    def rank(self, num_ranks: int) -> ModelSpec:
+        spec, compressed = super().rank(num_ranks), self.compressed
+        groups = compressed.num_output_groups // num_ranks
+        return replace(spec, compressed=replace(compressed, num_output_groups=groups))
+
+    def unsupported_format(self, kv_format: KVFormat) -> str | None:
+        plain = self.decoder.head_dim - self.compressed.rope_dim
+        if not kv_format.is_quantized:
+            return None
+        if not kv_format.has_exponents:
+            kept = "latents" if kv_format.is_latent else "keys and values by head"
+            return f"{kv_format.name} keeps {kept}, and this model keeps vectors of compressed attention"
+        if plain % EXPONENT_TILE:
+            return f"{plain} elements of a vector are not rotated, and {EXPONENT_TILE} of them share a scale"
+        return None
+
+    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
+        """Entries and their index. Windows do not grow with a sequence; what they take of the pages the cache knows."""
+        compressed, rows = self.compressed, []
+        row_bytes = kv_format.bytes_per_token(1, self.decoder.head_dim, compressed.rope_dim)
+        counts = Counter(one for one in compressed.compressors if one is not None)
+        for one, num_layers in sorted(counts.items(), key=lambda item: item[0].ratio):
+            rows.append(CacheRows(f"entries of {one.ratio}", num_layers, row_bytes, one.ratio))
+            if one.is_overlapped and compressed.index is not None:
+                planes = index_planes(index_dtype_beside(kv_format), compressed.index.head_dim)
+                index_bytes = sum(plane.bytes_per_token for plane in planes)
+                rows.append(CacheRows("index", num_layers, index_bytes, one.ratio))
+        return tuple(rows)
+
+    def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+        """The states from which the next entries are made, in float32 whatever the format."""
+        return state_bytes(self.states)
+
+    @property
+    def states(self) -> tuple[StateKind, ...]:
+        """What is kept of the tokens that are no entry yet."""
+        compressed, geometry = self.compressed, self.heads(1)
+        index_dim = 0 if compressed.index is None else compressed.index.head_dim
+        return list_states(geometry.ratios, geometry.overlapped_layers, self.decoder.head_dim, index_dim)
+
+    def heads(self, num_ranks: int) -> HeadGeometry:
+        spec, compressed = self.rank(num_ranks), self.compressed
+        compressors = compressed.compressors
+        overlapped = frozenset(layer for layer, one in enumerate(compressors) if one is not None and one.is_overlapped)
+        geometry = HeadGeometry(
+            num_heads=spec.num_heads,
+            num_kv_heads=1,
+            head_dim=spec.head_dim,
+            windows=(compressed.window,) * spec.num_layers,
+            scale=spec.score_scale,
+            has_sinks=spec.has_sinks,
+            rope_dim=compressed.rope_dim,
+            ratios=tuple(0 if one is None else one.ratio for one in compressors),
+            overlapped_layers=overlapped,
+        )
+        index = compressed.index
+        if index is None:
+            return geometry
+        return geometry._replace(
+            index_heads=index.num_heads,
+            index_dim=index.head_dim,
+            index_top_k=index.top_k,
+            index_turns_neighbours=index.turns_neighbours,
+        )
+
+    def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        spec = self.rank(num_ranks)
+        own = compressed_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
+        codes = quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe)
+        requests = [own.stream, own.attention, own.experts, codes]
+        if step.device_kind == "cuda":
+            requests.append(row_scaled_request(spec, step.recipe))
+        requests = [request for request in requests if request.specs]
+        # Logits are gathered from all ranks before one of them samples.
+        return (*requests, head_request(self.decoder, step.num_logit_rows, step.dtype))

@@ -1,0 +1,345 @@
+"""The family with compressed attention: how config.json of DeepSeek-V4 becomes a ModelSpec, and how its tensors are spelled; no torch.
+
+DeepSeek writes what layers are as `compress_ratios` (0, 4, 128) and `num_hash_layers`; transformers as `layer_types` with
+`compress_rates`, and as `mlp_layer_types`. Rotary settings are one set for all layers with entries, or one set for each kind.
+Keys that a config.json leaves out take the value that transformers gives them, but for what layers are: its default is no
+model's.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from holdfast.kernels.geometry import INDEX_MULTIPLE, MAX_INDEX_DIM, MAX_INDEX_HEADS, MAX_LATENT_DIM
+from holdfast.models.settings import (
+    MAX_EXPERT_WIDTH,
+    MAX_EXPERTS,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Settings,
+    check_total,
+    declined,
+    read_activation,
+    read_dtype,
+    rope_of,
+)
+from holdfast.models.spec import (
+    CompressedSpec,
+    CompressorSpec,
+    ExpertsSpec,
+    IndexSpec,
+    ModelSpec,
+    RopeSpec,
+    StreamsSpec,
+)
+
+NAME, ARCHITECTURE = "deepseek_v4", "DeepseekV4ForCausalLM"
+SLIDING, OVERLAPPED, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+"""Kinds of layers: with a window alone, with overlapped entries and an index, with entries of many tokens."""
+KINDS_BY_RATIO: Mapping[int, str] = {0: SLIDING, 4: OVERLAPPED, 128: HEAVY}
+RATE_KEYS: Mapping[str, tuple[str, int]] = {OVERLAPPED: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
+"""An older key that says how many tokens an entry stands for, and what it is where nothing does."""
+MAX_RATIO = 256
+TABLE, SCORES = "hash_moe", "moe"
+"""Kinds of experts: taken from a table by token, or those with the best scores."""
+MAX_STREAMS = 8
+MAX_ITERATIONS = 1000
+MAX_CHOSEN = 2**17
+"""Entries that a row may choose: far more than any model does, and what buffers for them can have."""
+SCORING = "sqrtsoftplus"
+METHOD = "noaux_tc"
+
+
+def read_compressed(settings: Settings) -> ModelSpec:
+    """DeepSeek-V4: a window and compressed entries in every layer, streams around it, experts behind it."""
+    _decline_unknown(settings)
+    num_layers = settings.count("num_hidden_layers", 43, MAX_LAYERS)
+    num_drafts = settings.count("num_nextn_predict_layers", 1, MAX_LAYERS, low=0)
+    num_heads = settings.count("num_attention_heads", 64, MAX_HEADS)
+    max_position = settings.count("max_position_embeddings", 1_048_576, MAX_POSITIONS)
+    head_dim, rope_dim = _read_dims(settings)
+    compressors = _read_compressors(settings, num_layers, num_drafts)
+    window = settings.count("sliding_window", 128, MAX_POSITIONS)
+    rope, local_rope = _read_ropes(settings, rope_dim, max_position)
+    return ModelSpec(
+        architecture=ARCHITECTURE,
+        family=NAME,
+        vocab_size=settings.count("vocab_size", 129280, MAX_VOCAB),
+        hidden_size=settings.count("hidden_size", 4096, MAX_WIDTH),
+        intermediate_size=settings.count("moe_intermediate_size", 2048, MAX_EXPERT_WIDTH),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        max_position=max_position,
+        checkpoint_dtype=read_dtype(settings),
+        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        activation=read_activation(settings, "hidden_act", "silu"),
+        rope=rope,
+        local_rope=local_rope,
+        tied_embeddings=settings.flag("tie_word_embeddings", False),
+        sliding_windows=(window,) * num_layers,
+        experts=_read_experts(settings, num_layers),
+        has_sinks=True,
+        compressed=CompressedSpec(
+            q_rank=settings.count("q_lora_rank", 1024, MAX_WIDTH),
+            rope_dim=rope_dim,
+            window=window,
+            compressors=compressors,
+            num_output_groups=_read_groups(settings, num_heads),
+            output_rank=settings.count("o_lora_rank", 1024, MAX_WIDTH),
+            index=_read_index(settings, compressors, rope_dim, max_position),
+        ),
+        streams=StreamsSpec(
+            num_streams=settings.count("hc_mult", 4, MAX_STREAMS),
+            num_iterations=settings.count("hc_sinkhorn_iters", 20, MAX_ITERATIONS),
+            eps=settings.number("hc_eps", 1e-6),
+        ),
+        num_draft_layers=num_drafts,
+    )
+
+
+def _decline_unknown(settings: Settings) -> None:
+    """Settings that other families have, and that are not computed here."""
+    for key, why in (
+        ("attention_bias", "projections of this family have no biases here"),
+        ("mlp_bias", "experts of this family have no biases here"),
+    ):
+        if settings.values.get(key) not in (None, False):
+            raise declined(settings, key, why)
+    if settings.values.get("num_key_value_heads") not in (None, 1):
+        raise declined(settings, "num_key_value_heads", "all query heads share one vector here")
+    for key in ("n_group", "topk_group"):
+        if settings.values.get(key) not in (None, 0, 1):
+            raise declined(settings, key, "experts of this family stand in no groups")
+
+
+def _read_dims(settings: Settings) -> tuple[int, int]:
+    """Elements of a head, and how many of them are rotated: said as they are, or as a share."""
+    head_dim = settings.count("head_dim", 512, MAX_WIDTH)
+    if head_dim > MAX_LATENT_DIM:
+        raise settings.refuse("head_dim", head_dim, f"up to {MAX_LATENT_DIM}, which kernels take,")
+    key = "qk_rope_head_dim"
+    share = settings.optional_number("partial_rotary_factor")
+    if settings.values.get(key) is not None:
+        rope_dim = settings.count(key, 64, MAX_WIDTH)
+        if share is not None and int(head_dim * share) != rope_dim:
+            raise settings.refuse("partial_rotary_factor", share, f"{key} = {rope_dim} of head_dim = {head_dim}")
+    else:
+        key, rope_dim = ("partial_rotary_factor", int(head_dim * share)) if share is not None else (key, head_dim // 8)
+    if rope_dim < 2 or rope_dim % 2 or rope_dim > head_dim:
+        wanted = f"an even number of rotated elements, at most head_dim = {head_dim},"
+        raise settings.refuse(key, settings.values.get(key), wanted)
+    return head_dim, rope_dim
+
+
+def _read_compressors(settings: Settings, num_layers: int, num_drafts: int) -> tuple[CompressorSpec | None, ...]:
+    """By layer, as its kind has it."""
+    kinds = _layer_kinds(settings, num_layers, num_drafts)
+    made: dict[str, CompressorSpec | None] = {SLIDING: None}
+    for kind in (OVERLAPPED, HEAVY):
+        if kind in kinds:
+            made[kind] = CompressorSpec(_read_ratio(settings, kind), kind == OVERLAPPED)
+    return tuple(made[kind] for kind in kinds)
+
+
+def _layer_kinds(settings: Settings, num_layers: int, num_drafts: int) -> tuple[str, ...]:
+    kinds = settings.texts("layer_types")
+    if kinds is not None:
+        if len(kinds) != num_layers or set(kinds) - set(KINDS_BY_RATIO.values()):
+            wanted = f"{', '.join(KINDS_BY_RATIO.values())}, one for each of {num_layers} layers,"
+            raise settings.refuse("layer_types", list(kinds), wanted)
+        return kinds
+    ratios = settings.values.get("compress_ratios")
+    if ratios is None:
+        raise settings.missing("compress_ratios", "nothing else says which layers compress, and how far")
+    # Lists go on behind the last layer, with those that draft.
+    is_list = isinstance(ratios, list) and num_layers <= len(ratios) <= num_layers + num_drafts
+    if not is_list or not all(type(ratio) is int and ratio in KINDS_BY_RATIO for ratio in ratios):
+        known = " or ".join(map(str, KINDS_BY_RATIO))
+        raise settings.refuse("compress_ratios", ratios, f"a list of {known} for each of {num_layers} layers")
+    return tuple(KINDS_BY_RATIO[ratio] for ratio in ratios[:num_layers])
+
+
+def _read_ratio(settings: Settings, kind: str) -> int:
+    """Tokens of an entry. They divide a page, whose tokens are a power of two."""
+    old_key, default = RATE_KEYS[kind]
+    rates = settings.part("compress_rates")
+    key, where = (old_key, settings) if old_key in settings or rates is None else (kind, rates)
+    ratio = where.count(key, default, MAX_RATIO, low=2)
+    if ratio & (ratio - 1):
+        raise where.refuse(key, ratio, "a power of two, which divides the tokens of a page,")
+    return ratio
+
+
+def _read_ropes(settings: Settings, rope_dim: int, max_position: int) -> tuple[RopeSpec, RopeSpec]:
+    """The rotation of layers with entries, and of those without. yarn never multiplies cos and sin here."""
+    theta = settings.number("rope_theta", 10_000.0, low=2.0)
+    theirs = settings.number("compress_rope_theta", 160_000.0, low=2.0)
+    flat = settings.part("rope_scaling") or settings.part("rope_parameters") or Settings({}, settings.file)
+    kinds = {key: flat.part(key) for key in ("main", "compress") if isinstance(flat.values.get(key), dict)}
+    main, entries = kinds.get("main"), kinds.get("compress")
+    if main is None or entries is None:
+        plain = {key: value for key, value in flat.values.items() if key not in ("main", "compress", "rope_theta")}
+        entries = Settings(plain, flat.file, flat.section)
+        main = Settings({"rope_theta": flat.number("rope_theta", theta, low=2.0)}, flat.file, flat.section)
+    own = Settings({key: settings.values[key] for key in ("head_dim",) if key in settings}, settings.file)
+    local_rope = rope_of(own, _without_share(main), theta, rope_dim, max_position)
+    rope = rope_of(own, _without_share(entries), theirs, rope_dim, max_position)
+    if rope.kind == "yarn" and rope.attention_factor is None:
+        rope = replace(rope, attention_factor=1.0)
+    return rope, local_rope
+
+
+def _without_share(rope: Settings) -> Settings:
+    """How much of a head is rotated has been read."""
+    values = {key: value for key, value in rope.values.items() if key != "partial_rotary_factor"}
+    return Settings(values, rope.file, rope.section)
+
+
+def _read_groups(settings: Settings, num_heads: int) -> int:
+    num_groups = settings.count("o_groups", 8, MAX_HEADS)
+    if num_heads % num_groups:
+        raise settings.refuse("o_groups", num_groups, f"a divisor of num_attention_heads = {num_heads}")
+    return num_groups
+
+
+def _read_index(
+    settings: Settings, compressors: tuple[CompressorSpec | None, ...], rope_dim: int, max_position: int
+) -> IndexSpec | None:
+    """By which rows choose among overlapped entries; None where no layer has any.
+
+    A context may have fewer entries than are chosen: then all of them are. More than the longest can have is a mistake.
+    """
+    ratios = [one.ratio for one in compressors if one is not None and one.is_overlapped]
+    if not ratios:
+        return None
+    num_heads = settings.count("index_n_heads", 64, MAX_HEADS)
+    if num_heads > MAX_INDEX_HEADS:
+        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels take,")
+    head_dim = settings.count("index_head_dim", 128, MAX_WIDTH)
+    if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
+        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels take,"
+        raise settings.refuse("index_head_dim", head_dim, wanted)
+    if head_dim < rope_dim:
+        wanted = f"at least {rope_dim}, since so many of its elements are rotated,"
+        raise settings.refuse("index_head_dim", head_dim, wanted)
+    num_entries = max(1, max_position // ratios[0])
+    top_k = settings.count("index_topk", min(512, num_entries), MAX_POSITIONS)
+    if top_k > min(num_entries, MAX_CHOSEN):
+        most = f"at most {min(num_entries, MAX_CHOSEN)}: the longest context has {num_entries} entries, and so many"
+        raise settings.refuse("index_topk", top_k, most)
+    return IndexSpec(num_heads, head_dim, top_k, turns_neighbours=True)
+
+
+def _read_experts(settings: Settings, num_layers: int) -> ExpertsSpec:
+    """Experts of every layer, the first ones by token."""
+    if read_activation(settings, "hidden_act", "silu") != "silu":
+        raise declined(settings, "hidden_act", "experts are gated with silu here")
+    if settings.text("scoring_func", SCORING) != SCORING:
+        raise declined(settings, "scoring_func", f"scores of {NAME} are a {SCORING} of logits")
+    if settings.text("topk_method", METHOD) != METHOD:
+        raise declined(settings, "topk_method", f"experts of {NAME} are chosen by {METHOD}")
+    if not settings.flag("norm_topk_prob", True):
+        raise declined(settings, "norm_topk_prob", "shares of this family are divided by their sum")
+    num_experts = settings.count("n_routed_experts", 256, MAX_EXPERTS)
+    check_total(settings, "n_routed_experts", num_experts, num_layers)
+    inner = settings.count("moe_intermediate_size", 2048, MAX_EXPERT_WIDTH)
+    return ExpertsSpec(
+        num_experts=num_experts,
+        top_k=settings.count("num_experts_per_tok", min(6, num_experts), num_experts),
+        intermediate_size=inner,
+        shared_size=inner * settings.count("n_shared_experts", 1, MAX_EXPERTS),
+        normalizes=True,
+        scoring=SCORING,
+        has_score_bias=True,
+        share_scale=settings.number("routed_scaling_factor", 1.5),
+        silu_limit=_read_limit(settings),
+        table_layers=_table_layers(settings, num_layers),
+        table_size=settings.count("vocab_size", 129280, MAX_VOCAB),
+    )
+
+
+def _read_limit(settings: Settings) -> float | None:
+    """Where gate and up are cut off; nothing and zero mean nowhere."""
+    if settings.values.get("swiglu_limit", 10.0) is None:
+        return None
+    return settings.number("swiglu_limit", 10.0, low=0.0) or None
+
+
+def _table_layers(settings: Settings, num_layers: int) -> frozenset[int]:
+    kinds = settings.texts("mlp_layer_types")
+    if kinds is None:
+        return frozenset(range(min(num_layers, settings.count("num_hash_layers", 3, MAX_LAYERS, low=0))))
+    if len(kinds) != num_layers or set(kinds) - {TABLE, SCORES}:
+        raise settings.refuse("mlp_layer_types", list(kinds), f"{TABLE} or {SCORES} for each of {num_layers} layers")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == TABLE)
+
+
+SPELLINGS: Mapping[str, str] = {
+    "embed_tokens": "embed",
+    "head": "lm_head",
+    "hc_head.hc_fn": "hc_head_fn",
+    "hc_head.hc_base": "hc_head_base",
+    "hc_head.hc_scale": "hc_head_scale",
+}
+"""Modules and tensors of a whole model as transformers calls them, and as DeepSeek does; a head goes by the name that all families have."""
+LAYER_SPELLINGS: Mapping[str, str] = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"{ours}_hc.{part}": f"hc_{ours}_{part}" for ours in ("attn", "ffn") for part in ("fn", "base", "scale")},
+    **{
+        f"self_attn.{ours}": f"attn.{theirs}"
+        for ours, theirs in {
+            "q_a_proj": "wq_a",
+            "q_a_norm": "q_norm",
+            "q_b_proj": "wq_b",
+            "kv_proj": "wkv",
+            "kv_norm": "kv_norm",
+            "o_a_proj": "wo_a",
+            "o_b_proj": "wo_b",
+            "sinks": "attn_sink",
+            "compressor.kv_proj": "compressor.wkv",
+            "compressor.gate_proj": "compressor.wgate",
+            "compressor.kv_norm": "compressor.norm",
+            "compressor.position_bias": "compressor.ape",
+            "compressor.indexer.kv_proj": "indexer.compressor.wkv",
+            "compressor.indexer.gate_proj": "indexer.compressor.wgate",
+            "compressor.indexer.kv_norm": "indexer.compressor.norm",
+            "compressor.indexer.position_bias": "indexer.compressor.ape",
+            "compressor.indexer.q_b_proj": "indexer.wq_b",
+            "compressor.indexer.scorer.weights_proj": "indexer.weights_proj",
+        }.items()
+    },
+    # What transformers writes back into DeepSeek's names, where these cannot be told apart any more.
+    "attn.norm": "attn.kv_norm",
+    "mlp.gate.e_score_correction_bias": "ffn.gate.bias",
+    "mlp.shared_experts.gate_proj": "ffn.shared_experts.w1",
+    "mlp.shared_experts.up_proj": "ffn.shared_experts.w3",
+    "mlp.shared_experts.down_proj": "ffn.shared_experts.w2",
+    "mlp.experts.down_proj": "ffn.experts.w2",
+    "mlp": "ffn",
+}
+"""The same of a layer, behind its number."""
+PREFIX = "model."
+
+
+def _pattern(names: Mapping[str, str], prefix: str) -> re.Pattern[str]:
+    """Whole components of a name; of two that both match the longer one."""
+    longest = sorted(names, key=len, reverse=True)
+    return re.compile(rf"({prefix})({'|'.join(map(re.escape, longest))})(?=\.|$)")
+
+
+_TOP, _LAYER = _pattern(SPELLINGS, ""), _pattern(LAYER_SPELLINGS, r"layers\.\d+\.")
+
+
+def respell(name: str) -> str:
+    """The name of a tensor as DeepSeek writes it, whoever wrote it: three spellings of the same model are about."""
+    name = name.removeprefix(PREFIX)
+    for pattern, names in ((_LAYER, LAYER_SPELLINGS), (_TOP, SPELLINGS)):
+        if found := pattern.match(name):
+            return found[1] + names[found[2]] + name[found.end() :]
+    return name

@@ -1,0 +1,139 @@
+"""Compressed attention (DeepSeek-V4) through LLM: greedy tokens are those of transformers, alone and in company, on found and on lost pages."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cli.cli_models import write_tokenizer
+from holdfast.api.llm import LLM
+from holdfast.errors import ConfigError
+from holdfast.request.sampling_params import SamplingParams
+from models.tiny_compressed import tiny_compressed
+
+MODELS = {"flash": "like V4-Flash", "windows": "windows"}
+PROMPTS = [[(7 * number + 5 * place * place) % 120 + 3 for place in range(3 + 31 * number)] for number in range(4)]
+"""Of 3 to 96 tokens: shorter and longer than windows and blocks of the prefix cache."""
+NUM_OUTPUT = 8
+
+
+class Case:
+    """A model on disk, and what transformers says to every prompt."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.folder = folder
+        self.has_entries = name != "windows"
+        model, _ = tiny_compressed(MODELS[name])
+        model.save_pretrained(folder)
+        write_tokenizer(folder)
+        self.answers = [greedy(model, prompt) for prompt in PROMPTS]
+
+    def open(self, **options: Any) -> LLM:
+        return LLM(model=str(self.folder), dtype="float32", page_tokens=1, max_model_len=128, device="cpu", **options)
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NUM_OUTPUT, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [5, 128])
+def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_tokens: int) -> None:
+    llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3)
+    assert answers(llm, PROMPTS) == case.answers
+    alone = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, enable_prefix_caching=False)
+    assert answers(alone, PROMPTS[1:3]) == case.answers[1:3]
+
+
+@pytest.mark.parametrize("case", ["flash"], indirect=True)
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 32])
+def test_prefixes_are_found_again(case: Case, max_num_batched_tokens: int) -> None:
+    llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3)
+    scheduler = llm.engine.scheduler
+    assert answers(llm, PROMPTS) == case.answers
+    assert scheduler.num_prefix_hit_tokens == 0
+    assert answers(llm, PROMPTS) == case.answers
+    assert scheduler.num_prefix_hit_tokens > 0
+    # At every block, and around it: what follows there is what follows without a cache.
+    block, whole = scheduler.prefix.block_tokens, PROMPTS[3] + case.answers[3]
+    assert block == 32
+    lengths = [at + more for at in range(block, len(whole), block) for more in (0, 1, 6)]
+    prompts = [whole[:length] for length in lengths]
+    lost = case.open(max_num_batched_tokens=64, max_num_seqs=3, enable_prefix_caching=False)
+    hits = scheduler.num_prefix_hit_tokens
+    assert answers(llm, prompts) == answers(lost, prompts)
+    most = sum((length - 1) // block * block for length in lengths)
+    assert most / 2 < scheduler.num_prefix_hit_tokens - hits <= most, "of a pool for three of the longest"
+
+
+@pytest.mark.parametrize("case", ["flash"], indirect=True)
+def test_completions_of_one_prompt_fork(case: Case) -> None:
+    llm = case.open(max_num_batched_tokens=16, max_num_seqs=4)
+    params = SamplingParams(temperature=1.5, max_tokens=NUM_OUTPUT, ignore_eos=True, seed=7)
+    prompts: list[Any] = [{"prompt_token_ids": PROMPTS[0]}, {"prompt_token_ids": PROMPTS[3]}]
+    together = llm.generate(prompts, replace(params, n=3))
+    assert llm.engine.scheduler.num_prefix_hit_tokens >= 2 * 64, "all of a prompt but its last block"
+    lost = case.open(max_num_batched_tokens=16, max_num_seqs=1, enable_prefix_caching=False)
+    for own, alone in zip(together, lost.generate(prompts, replace(params, n=3)), strict=True):
+        assert [one.token_ids for one in own.outputs] == [one.token_ids for one in alone.outputs]
+    assert len({tuple(one.token_ids) for one in together[1].outputs}) == 3
+
+
+def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = case.open(max_num_batched_tokens=16, max_num_seqs=2)
+    scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
+    countdown = 0
+
+    def preempting(propose: Any = None) -> Any:
+        nonlocal countdown
+        if countdown == 0 and scheduler.num_running:
+            scheduler._preempt_youngest()
+        countdown -= 1
+        return schedule(propose)
+
+    monkeypatch.setattr(scheduler, "schedule", preempting)
+    for number in (1, 2, 5, 8, 13):
+        countdown = number
+        if number % 2:
+            llm.reset_prefix_cache()
+        assert answers(llm, [PROMPTS[1], PROMPTS[3]]) == [case.answers[1], case.answers[3]]
+    assert scheduler.num_preemptions == 5
+
+
+def test_what_is_declined_in_words(case: Case) -> None:
+    words = "batch_invariant=True was asked; torch_compressed .* in other company; leave it out: compressed attention"
+    with pytest.raises(ConfigError, match=words):
+        case.open(batch_invariant=True)
+    if case.has_entries:
+        words = "speculative=ngram:4 was asked; .* keeps a state of a sequence, which cannot go back .*; leave speculative out"
+        with pytest.raises(ConfigError, match=words):
+            case.open(speculative="ngram:4")
+    with pytest.raises(ConfigError, match=r"kv_protected_layers=1 was asked; .* all its layers have one format"):
+        case.open(kv_protected_layers=1)
+
+
+def test_memory_is_what_was_planned(case: Case) -> None:
+    llm = case.open(max_num_batched_tokens=16, max_num_seqs=2)
+    rows = {row.owner: row for row in llm.memory.rows}
+    states = {owner: row for owner, row in rows.items() if owner.startswith("kv state")}
+    assert bool(states) is case.has_entries
+    assert all(row.held_bytes == row.planned_bytes for row in states.values())
+    pages = rows["kv pages"]
+    assert pages.held_bytes is not None
+    assert 0 <= pages.planned_bytes - pages.held_bytes < 1024, "what may lie unused behind planes"

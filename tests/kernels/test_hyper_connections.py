@@ -1,0 +1,246 @@
+"""Hyper-connections: against transformers' modules and float64 by hand, alone and fused, amid poison and in any company."""
+
+import pytest
+import torch
+
+from holdfast.kernels import hyper_connections as hc
+from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
+from holdfast.kernels.stream_geometry import num_shares, num_splits, stream_parts_spec, stream_specs, sum_columns
+from kernels.exactness import companies, random, same_bits
+from kernels.expert_cases import among
+from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
+from red_zones import RedZones
+
+pytestmark = QUIET
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+NUMBERS = MixNumbers(1e-6, 1e-6, 20)
+SIZES = pytest.mark.parametrize(
+    ("num_rows", "num_streams", "hidden"), [(1, 4, 64), (3, 4, 200), (17, 4, 96), (65, 4, 40), (2, 3, 33)], ids=str
+)
+
+
+def make_mix(num_streams: int, hidden: int, seed: int = 0) -> StreamMix:
+    width = num_shares(num_streams)
+    weight = random(width, num_streams * hidden, seed=seed, scale=2.0 * (num_streams * hidden) ** -0.5)
+    return StreamMix(weight, random(width, seed=seed + 1), 1.0 + random(3, seed=seed + 2, scale=0.3))
+
+
+def make_head(num_streams: int, hidden: int) -> HeadMix:
+    mix = make_mix(num_streams, hidden, seed=9)
+    return HeadMix(mix.weight_MX[:num_streams].contiguous(), mix.bias_M[:num_streams], mix.scale_3[:1])
+
+
+def by_hand(x: torch.Tensor, mix: StreamMix | HeadMix, numbers: MixNumbers = NUMBERS) -> torch.Tensor:
+    """In float64, row by row and number by number where it matters."""
+    num_streams, weight = x.shape[1], mix[0].double()
+    bias, scale = mix[1].double(), mix[2].double()
+    rows = []
+    for streams in x.double():
+        flat = streams.flatten()
+        sums = weight @ (flat / (flat.square().mean() + numbers.norm_eps).sqrt())
+        row = [*(torch.sigmoid(sums[:num_streams] * scale[0] + bias[:num_streams]) + numbers.eps)]
+        if isinstance(mix, StreamMix):
+            behind = slice(num_streams, 2 * num_streams)
+            row += [*(2 * torch.sigmoid(sums[behind] * scale[1] + bias[behind]))]
+            comb = (sums[2 * num_streams :] * scale[2] + bias[2 * num_streams :]).view(num_streams, num_streams)
+            comb = comb.softmax(1) + numbers.eps
+            comb /= comb.sum(0) + numbers.eps
+            for _ in range(numbers.num_iterations - 1):
+                comb /= comb.sum(1)[:, None] + numbers.eps
+                comb /= comb.sum(0) + numbers.eps
+            row += [*comb.flatten()]
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def parts_for(zones: RedZones, x: torch.Tensor) -> torch.Tensor:
+    spec = stream_parts_spec(x.shape[0], x.shape[1])
+    return zones.allocate(*spec.shape).fill_(NAN)
+
+
+def mixed(x, mix, device, numbers=NUMBERS):
+    """By the kernels, between red zones."""
+    zones, on_device = RedZones(device), type(mix)(*(among(tensor, device) for tensor in mix))
+    x = among(x, device)
+    parts, shares = parts_for(zones, x), zones.allocate(len(x), len(mix[0])).fill_(NAN)
+    hc.add_up_triton(x, on_device[0], parts)
+    hc.finish_mix_triton(x, parts, on_device, numbers, shares)
+    zones.check()
+    return shares.cpu()
+
+
+@SIZES
+@DTYPES
+def test_shares_against_float64(device, dtype, num_rows, num_streams, hidden):
+    x = random(num_rows, num_streams, hidden, scale=3.0).to(dtype)
+    for mix in (make_mix(num_streams, hidden), make_head(num_streams, hidden)):
+        expected = by_hand(x, mix)
+        shares = torch.empty(num_rows, len(mix[0]))
+        if isinstance(mix, StreamMix):
+            hc.mix_streams(x, mix, *NUMBERS, shares)
+        else:
+            hc.mix_head(x, *mix, NUMBERS.norm_eps, NUMBERS.eps, shares)
+        for found in (shares, mixed(x, mix, device)):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@SIZES
+@DTYPES
+def test_streams_collapsed_and_combined(device, dtype, num_rows, num_streams, hidden):
+    width = num_shares(num_streams)
+    x, y = random(num_rows, num_streams, hidden).to(dtype), random(num_rows, hidden, seed=1).to(dtype)
+    shares = random(num_rows, width, seed=2)
+    pre, post = shares[:, :num_streams].double(), shares[:, num_streams : 2 * num_streams].double()
+    comb = shares[:, 2 * num_streams :].view(num_rows, num_streams, num_streams).double()
+    collapsed = torch.einsum("ts,tsh->th", pre, x.double())
+    combined = post[:, :, None] * y[:, None].double() + torch.einsum("tjk,tjh->tkh", comb, x.double())
+    limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    for where, collapse, combine in (
+        (CPU, hc.collapse_streams_reference, hc.combine_streams_reference),
+        (device, hc.collapse_streams_triton, hc.combine_streams_triton),
+    ):
+        zones = RedZones(where)
+        x_there, y_there, shares_there = among(x, where), amid_poison(y, where), amid_poison(shares, where)
+        out, streams = zones.allocate(*y.shape, dtype=dtype), zones.allocate(*x.shape, dtype=dtype)
+        assert collapse(x_there, shares_there, out.fill_(NAN)) is out
+        assert combine(x_there, y_there, shares_there, streams.fill_(NAN)) is streams
+        torch.testing.assert_close(out.cpu().double(), collapsed, **limits)
+        torch.testing.assert_close(streams.cpu().double(), combined, **limits)
+        combine(x_there, y_there, shares_there, x_there)
+        assert same_bits(x_there, streams), "in place it must be the same"
+        zones.check()
+
+
+def run_block(fused: bool, device, x, y, shares, mix, norm, numbers=NUMBERS):
+    """Streams combined, mixed anew and collapsed for the next block: (x, shares, input) by kernels, or by references."""
+    zones, on_device = RedZones(device), type(mix)(*(among(tensor, device) for tensor in mix))
+    x, y, shares, norm = (among(tensor, device) for tensor in (x, y, shares, norm))
+    parts = parts_for(zones, x)
+    made = zones.allocate(len(x), len(mix[0])).fill_(NAN)
+    out = zones.allocate(*y.shape, dtype=x.dtype).fill_(NAN)
+    combine, enter = (
+        (hc.combine_add_up_triton, hc.enter_block_triton)
+        if fused
+        else (hc.combine_add_up_reference, hc.enter_block_reference)
+    )
+    assert combine(x, y, shares, on_device[0], parts) is parts
+    assert enter(x, parts, on_device, numbers, made, norm, 1e-6, out) is out
+    zones.check()
+    return x.cpu(), made.cpu(), out.cpu()
+
+
+@SIZES
+@DTYPES
+@pytest.mark.parametrize("is_head", [False, True], ids=["layer", "head"])
+def test_two_launches_are_as_all_steps_alone(device, dtype, num_rows, num_streams, hidden, is_head):
+    x, y = random(num_rows, num_streams, hidden).to(dtype), random(num_rows, hidden, seed=1).to(dtype)
+    norm = 1.0 + random(hidden, seed=3, scale=0.1)
+    mix = make_head(num_streams, hidden) if is_head else make_mix(num_streams, hidden)
+    shares = by_hand(x, make_mix(num_streams, hidden, seed=5)).float()
+    expected = run_block(False, CPU, x, y, shares, mix, norm)
+    streams = hc.combine_streams_reference(x, y, shares, torch.empty_like(x))
+    torch.testing.assert_close(expected[1].double(), by_hand(streams, mix), rtol=1e-5, atol=1e-6)
+    limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for found, wanted in zip(run_block(True, device, x, y, shares, mix, norm), expected, strict=True):
+        torch.testing.assert_close(found, wanted, **limits)
+
+
+def test_as_the_modules_of_transformers(device):
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+    from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+
+    config = DeepseekV4Config(hidden_size=48, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-6)
+    mix, head, x = make_mix(4, 48), make_head(4, 48), random(5, 4, 48)
+    layer, last = theirs.DeepseekV4HyperConnection(config), theirs.DeepseekV4HyperHead(config)
+    names = ("fn", "base", "scale")
+    layer.load_state_dict(dict(zip(names, mix, strict=True)))
+    last.load_state_dict({f"hc_{name}": tensor for name, tensor in zip(names, head, strict=True)})
+    with torch.no_grad():
+        post, comb, collapsed = layer(x[None])
+        final = last(x[None])
+    shares = mixed(x, mix, device)
+    torch.testing.assert_close(shares[:, 4:8], post[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(shares[:, 8:].view(5, 4, 4), comb[0], rtol=1e-5, atol=1e-6)
+    out = torch.empty(5, 48)
+    torch.testing.assert_close(hc.collapse_streams(x, shares, out), collapsed[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(hc.collapse_streams(x, mixed(x, head, device), out), final[0], rtol=1e-5, atol=1e-6)
+
+
+def test_comb_is_doubly_stochastic_and_its_transpose_is_told_apart(device):
+    shares = mixed(random(3, 4, 64), make_mix(4, 64), device)
+    comb = shares[:, 8:].view(3, 4, 4)
+    torch.testing.assert_close(comb.sum(1), torch.ones(3, 4), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(comb.sum(2), torch.ones(3, 4), rtol=1e-3, atol=1e-3)
+    assert (comb - comb.transpose(1, 2)).abs().max() > 0.05
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+def test_a_row_is_the_same_in_any_company_and_poison_stays_in_its_own(device):
+    x, y, mix, norm = random(20, 4, 64), random(20, 64, seed=1), make_mix(4, 64), torch.ones(64)
+    shares = by_hand(x, make_mix(4, 64, seed=5)).float()
+    whole = run_block(True, device, x, y, shares, mix, norm)
+    for rows in companies(20)[-4:]:
+        for some, all_rows in zip(
+            run_block(True, device, x[rows], y[rows], shares[rows], mix, norm), whole, strict=True
+        ):
+            torch.testing.assert_close(some, all_rows[rows], rtol=1e-6, atol=1e-6)
+    again = run_block(True, device, x, y, shares, mix, norm)
+    assert all(same_bits(left, right) for left, right in zip(whole, again, strict=True))
+    x[7], y[3] = NAN, float("inf")
+    clean = [row for row in range(20) if row not in (3, 7)]
+    for found, wanted in zip(run_block(True, device, x, y, shares, mix, norm), whole, strict=True):
+        assert same_bits(found[clean], wanted[clean])
+
+
+def test_huge_and_vanishing_streams(device):
+    """What rms divides by cancels their size, until eps counts."""
+    x = random(3, 4, 64) * torch.tensor([1e15, 1e-18, 0.0])[:, None, None]
+    for mix in (make_mix(4, 64), make_head(4, 64)):
+        torch.testing.assert_close(mixed(x, mix, device).double(), by_hand(x, mix), rtol=1e-5, atol=1e-6)
+
+
+def test_no_rows(device):
+    x, mix, parts = torch.empty(0, 4, 64), make_mix(4, 64), torch.empty(64)
+    for launch in (hc.combine_add_up_triton, hc.combine_add_up_reference):
+        launch(x, x[:, 0], torch.empty(0, 24), mix.weight_MX, parts)
+    for enter in (hc.enter_block_triton, hc.enter_block_reference):
+        enter(x, parts, mix, NUMBERS, torch.empty(0, 24), torch.ones(64), 1e-6, torch.empty(0, 64))
+
+
+@pytest.mark.parametrize("hidden", [40, 4096, 7168])
+def test_room_for_sums_is_enough_and_never_shrinks(hidden):
+    before = 0
+    for num_rows in [*range(1, 700), 4096, 8192, 40000]:
+        room = stream_parts_spec(num_rows, 4).shape[0]
+        assert room >= max(before, num_splits(num_rows, hidden) * num_rows * sum_columns(num_shares(4)))
+        before = room
+    assert stream_parts_spec(8192, 4).num_bytes == 4 * 2**20
+    assert [spec.shape for spec in stream_specs(3, 4)] == [(3, 24), (3 * 128 * 32,)]
+
+
+def test_wrong_shapes_are_refused():
+    x, mix = torch.ones(2, 4, 64), make_mix(4, 64)
+    with pytest.raises(AssertionError, match="room for 5 sums"):
+        hc.add_up_triton(x, mix.weight_MX, torch.empty(5))
+    with pytest.raises(AssertionError, match="of 4 streams"):
+        hc.combine_streams_triton(x, x[:, 0], torch.ones(2, 23), x)
+    with pytest.raises(AssertionError, match="weight_MX"):
+        hc.add_up_triton(x, mix.weight_MX[:, :-1], torch.empty(10**5))
+    with pytest.raises(AssertionError, match="with strides"):
+        hc.collapse_streams_triton(x.transpose(0, 1).contiguous().transpose(0, 1), torch.ones(2, 24), x[:, 0].clone())
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated(device):
+    x, y = random(9, 4, 4096).to(device), random(9, 4096).to(device)
+    mix, norm = StreamMix(*(tensor.to(device) for tensor in make_mix(4, 4096))), torch.ones(4096, device=device)
+    shares, parts = torch.rand(9, 24, device=device), torch.empty(stream_parts_spec(9, 4).shape, device=device)
+
+    def layer():
+        hc.enter_block(x, parts, mix, NUMBERS, shares, norm, 1e-6, y)
+        hc.combine_add_up(x, y, shares, mix.weight_MX, parts)
+
+    hc.add_up_streams(x, mix.weight_MX, parts)
+    assert_allocates_nothing(layer)
