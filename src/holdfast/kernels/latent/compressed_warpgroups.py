@@ -32,6 +32,7 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 NOPE_DIM, ROPE_DIM = 448, 64
+EARLY = kernel_constant(True)
 HEAD_DIM, NOPE, ROPE = kernel_constant(NOPE_DIM + ROPE_DIM), kernel_constant(NOPE_DIM), kernel_constant(ROPE_DIM)
 
 
@@ -405,6 +406,8 @@ def _attend_kernel(
     if PDL:
         # Lists, queries and rows come from kernels before.
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+        if EARLY:
+            gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
     # Blocks of heads of a row come one after the other, so that all but the first find its rows in the cache.
     gl.warp_specialize(
         [
@@ -468,6 +471,5 @@ def _attend_kernel(
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
-    if PDL:
-        # Not sooner: programs of the next kernel would take places beside these.
+    if PDL and not EARLY:
         gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
