@@ -16,6 +16,7 @@ import torch
 from holdfast.kernels.stream_geometry import (
     MANY_ROWS_BLOCK,
     MAX_SPLITS,
+    MAX_STREAMS,
     STREAM_COLUMNS,
     chunks_of_split,
     num_shares,
@@ -41,8 +42,8 @@ from holdfast.kernels.triton_compat import (
 
 COLLAPSED_COLUMNS = 1024
 """Of a program that collapses streams by shares that are there."""
-COLUMNS_PER_WARP = 256
-"""Of the row of a block's input: a thread has 8 of every stream."""
+COLUMNS_PER_WARP = 1024
+"""Of the row of a block's input: a thread has 32 of every stream. More warps would all repeat what a row's shares are made by."""
 
 
 class StreamMix(NamedTuple):
@@ -318,6 +319,7 @@ def _combine_launch(
         assert weight_MX.is_contiguous(), f"{weight_MX.shape} with strides {weight_MX.stride()}"
         parts = view_parts(x_TSH, num_sums, parts)
     assert x_TSH.is_contiguous(), f"{x_TSH.shape} with strides {x_TSH.stride()}"
+    assert num_streams <= MAX_STREAMS, f"{num_streams} streams; kernels take up to {MAX_STREAMS}"
     if not num_rows:
         return out_TSH
     block_t, pdl = row_block(num_rows), supports_pdl(x_TSH)
@@ -427,7 +429,7 @@ def _enter_launch(
         BLOCK_C=MAX_SPLITS,
         BLOCK_H=block_h,
         PDL=pdl,
-        num_warps=max(1, min(16, block_h // COLUMNS_PER_WARP)),
+        num_warps=max(1, min(8, block_h // COLUMNS_PER_WARP)),
         **pdl_launch(pdl),
     )
 
@@ -489,58 +491,82 @@ def _combine_kernel(
     BLOCK_T: constexpr,
     PDL: constexpr,
 ):
-    # A place is a column of a stream; of every column a program has all streams, so that x may be written where it is read.
+    # Of its columns a thread has all streams, so that x may be written where it is read.
     i_split = tl.program_id(0)
     o_t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_m = tl.arange(0, SUM_COLUMNS)
-    o_place = tl.arange(0, BLOCK_S * BLOCK_H)
-    o_s = o_place // BLOCK_H
-    o_h = i_split * num_chunks * BLOCK_H + o_place % BLOCK_H
-    m_t = (o_t < num_rows)[:, None]
-    m_s = o_s < NUM_STREAMS
+    o_h = i_split * num_chunks * BLOCK_H + tl.arange(0, BLOCK_H)
+    m_t = o_t < num_rows
+    m_m = (o_m < NUM_SUMS)[:, None]
     p_w = p_weight
-    b_w = 0.0
+    b_w = (0.0, 0.0, 0.0, 0.0)
     if NUM_SUMS:
-        p_w = p_weight + o_m[:, None] * (NUM_STREAMS * hidden_size) + (o_s * hidden_size + o_h)[None, :]
+        p_w = p_weight + o_m[:, None] * (NUM_STREAMS * hidden_size) + o_h[None, :]
         # The weight waits for nobody: it is on the way before the block has ended.
-        m_w = (o_m < NUM_SUMS)[:, None] & (m_s & (o_h < hidden_size))[None, :]
-        b_w = tl.load(p_w, mask=m_w, other=0.0)
+        b_w = _of_streams(p_w, m_m & (o_h < hidden_size)[None, :], hidden_size, NUM_STREAMS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    b_shares = (0.0, 0.0, 0.0, 0.0)
+    b_post = (0.0, 0.0, 0.0, 0.0)
+    if COMBINES:
+        p_row_shares = p_shares + o_t * shares_stride
+        b_post = _of_streams(p_row_shares + NUM_STREAMS, m_t, 1, NUM_STREAMS)
+        p_comb = p_row_shares + 2 * NUM_STREAMS
+        b_shares = (
+            _of_streams(p_comb, m_t, NUM_STREAMS, NUM_STREAMS),
+            _of_streams(p_comb + min(1, NUM_STREAMS - 1), m_t, NUM_STREAMS, NUM_STREAMS),
+            _of_streams(p_comb + min(2, NUM_STREAMS - 1), m_t, NUM_STREAMS, NUM_STREAMS),
+            _of_streams(p_comb + min(3, NUM_STREAMS - 1), m_t, NUM_STREAMS, NUM_STREAMS),
+        )
     b_sums = tl.zeros((SUM_COLUMNS, BLOCK_T), dtype=tl.float32)
-    b_squares = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    b_squares = tl.zeros((BLOCK_T, BLOCK_H), dtype=tl.float32)
     for chunk in range(num_chunks):
         b_h = o_h + chunk * BLOCK_H
-        m_x = m_t & (m_s & (b_h < hidden_size))[None, :]
-        o_x = o_t[:, None] * (NUM_STREAMS * hidden_size) + (o_s * hidden_size + b_h)[None, :]
+        m_x = m_t[:, None] & (b_h < hidden_size)[None, :]
+        o_x = o_t[:, None] * (NUM_STREAMS * hidden_size) + b_h[None, :]
+        b_x = _of_streams(p_x + o_x, m_x, hidden_size, NUM_STREAMS)
+        b_y = 0.0
         if COMBINES:
-            p_row_shares = p_shares + o_t[:, None] * shares_stride
-            b_post = tl.load(p_row_shares + NUM_STREAMS + o_s[None, :], mask=m_x, other=0.0)
-            b_x = b_post * tl.load(p_y + o_t[:, None] * y_stride + b_h[None, :], mask=m_x, other=0.0).to(tl.float32)
-            p_stream = p_x + o_t[:, None] * (NUM_STREAMS * hidden_size) + b_h[None, :]
-            for j in tl.static_range(NUM_STREAMS):
-                b_comb = tl.load(p_row_shares + (2 + j) * NUM_STREAMS + o_s[None, :], mask=m_x, other=0.0)
-                b_x += b_comb * tl.load(p_stream + j * hidden_size, mask=m_x, other=0.0).to(tl.float32)
-            b_stored = b_x.to(p_out.dtype.element_ty)
-            tl.debug_barrier()  # other threads have read these columns
-            tl.store(p_out + o_x, b_stored, mask=m_x)
-            b_x = b_stored.to(tl.float32)  # what the next block will read is what is mixed
-        else:
-            b_x = tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
+            b_y = tl.load(p_y + o_t[:, None] * y_stride + b_h[None, :], mask=m_x, other=0.0).to(tl.float32)
+        for k in tl.static_range(NUM_STREAMS):
+            b_row = b_x[k].to(tl.float32)
+            if COMBINES:
+                b_row = b_y * b_post[k][:, None]
+                for j in tl.static_range(NUM_STREAMS):
+                    b_row += b_shares[k][j][:, None] * b_x[j].to(tl.float32)
+                b_stored = b_row.to(p_out.dtype.element_ty)
+                tl.store(p_out + o_x + k * hidden_size, b_stored, mask=m_x)
+                b_row = b_stored.to(tl.float32)  # what the next block will read is what is mixed
+            if NUM_SUMS:
+                b_squares += b_row * b_row
+                # A sum of one number each: the compiler does not look through it, and so brings the row itself into the
+                # layout of an operand, instead of all that it is computed from.
+                b_row = tl.sum(tl.reshape(b_row, (BLOCK_T, BLOCK_H, 1)), axis=2)
+                b_sums = _dot_exactly(b_w[k], tl.trans(b_row), b_sums, p_x.dtype.element_ty == tl.float32)
         if NUM_SUMS:
-            # A sum of one number each: the compiler does not look through it, and so brings x itself into the layout of an
-            # operand, instead of all that it is computed from.
-            b_rows = tl.sum(tl.reshape(b_x, (BLOCK_T, BLOCK_S * BLOCK_H, 1)), axis=2)
-            b_sums = _dot_exactly(b_w, tl.trans(b_rows), b_sums, p_x.dtype.element_ty == tl.float32)
-            b_squares += tl.sum(b_x * b_x, axis=1)
-            m_next = (m_s & (b_h + BLOCK_H < hidden_size))[None, :] & (chunk + 1 < num_chunks)
-            b_w = tl.load(p_w + (chunk + 1) * BLOCK_H, mask=(o_m < NUM_SUMS)[:, None] & m_next, other=0.0)
+            m_w = m_m & (b_h + BLOCK_H < hidden_size)[None, :] & (chunk + 1 < num_chunks)
+            b_w = _of_streams(p_w + (chunk + 1) * BLOCK_H, m_w, hidden_size, NUM_STREAMS)
     if NUM_SUMS:
         p_sums = p_parts + (i_split * num_rows.to(tl.int64) + o_t) * SUM_COLUMNS
-        m_sums = (o_m < NUM_SUMS)[:, None] & (o_t < num_rows)[None, :]
-        tl.store(p_sums[None, :] + o_m[:, None], b_sums, mask=m_sums)
-        tl.store(p_sums + NUM_SUMS, b_squares, mask=o_t < num_rows)
+        tl.store(p_sums[None, :] + o_m[:, None], b_sums, mask=m_m & m_t[None, :])
+        tl.store(p_sums + NUM_SUMS, tl.sum(b_squares, axis=1), mask=m_t)
+
+
+@jit
+def _of_streams(p, m, stride, NUM_STREAMS: constexpr):
+    """One load for each stream; what is beyond is the first one again, and unused."""
+    b_0 = tl.load(p, mask=m, other=0.0)
+    b_1 = b_0
+    b_2 = b_0
+    b_3 = b_0
+    if NUM_STREAMS > 1:
+        b_1 = tl.load(p + stride, mask=m, other=0.0)
+    if NUM_STREAMS > 2:
+        b_2 = tl.load(p + 2 * stride, mask=m, other=0.0)
+    if NUM_STREAMS > 3:
+        b_3 = tl.load(p + 3 * stride, mask=m, other=0.0)
+    return b_0, b_1, b_2, b_3
 
 
 @jit
@@ -718,8 +744,9 @@ def _doubly_stochastic(b_comb, m_comb, m_s, eps, NUM_ITERATIONS: constexpr):
     b_comb = tl.where(m_comb, tl.exp(b_comb - tl.where(m_s, tl.max(b_comb, axis=1), 0.0)[:, None]), 0.0)
     b_comb = b_comb / tl.where(m_s, tl.sum(b_comb, axis=1), 1.0)[:, None] + eps
     b_comb = tl.where(m_comb, b_comb, 0.0)
-    b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
+    # A reciprocal a row, and not a division an element: this chain is what a program waits for.
+    b_comb = b_comb * (1.0 / (tl.sum(b_comb, axis=0) + eps))[None, :]
     for _ in range(NUM_ITERATIONS - 1):
-        b_comb = b_comb / (tl.sum(b_comb, axis=1) + eps)[:, None]
-        b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
+        b_comb = b_comb * (1.0 / (tl.sum(b_comb, axis=1) + eps))[:, None]
+        b_comb = b_comb * (1.0 / (tl.sum(b_comb, axis=0) + eps))[None, :]
     return b_comb

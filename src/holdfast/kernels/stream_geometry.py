@@ -5,6 +5,8 @@ T rows, S streams, H hidden, M = (2 + S) S shares of a row, C splits, P columns 
 
 from holdfast.memory.workspace_plan import TensorSpec
 
+MAX_STREAMS = 4
+"""That kernels take."""
 STREAM_COLUMNS = 32
 """Of every stream, that a program takes at a time: 128 bytes of a row of the weights."""
 LONE_ROWS = 4
