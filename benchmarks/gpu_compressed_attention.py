@@ -103,7 +103,7 @@ class Rig:
         self.rotary = Rotary(torch.cat((cos_LF, cos_LF), 1), torch.cat((-sin_LF, sin_LF), 1))
         partials = compressed_partials(count, num_heads)
         self.partials = (
-            torch.full((partials, num_heads * shape.head_dim), torch.nan, device=device),
+            torch.full((partials, num_heads * shape.head_dim), torch.nan, dtype=torch.float16, device=device),
             torch.full((partials, num_heads), torch.nan, device=device),
         )
         self.out_TND = torch.full_like(self.q_TND, torch.nan)

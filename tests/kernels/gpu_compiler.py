@@ -559,8 +559,8 @@ def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups:
         torch.empty(num_heads),
         Rotary(table, table),
         0.1,
-        torch.empty(32 * num_rows, num_heads * 512),
-        torch.empty(32 * num_rows, num_heads),
+        torch.empty(64 * num_rows, num_heads * 512, dtype=FP16),
+        torch.empty(64 * num_rows, num_heads),
         torch.empty(num_rows, num_heads, 512, dtype=BF16),
         num_sms=132,
     )

@@ -441,8 +441,9 @@ class TritonCompressedDeclaration:
         """Partials of few rows; and, where rows choose, scores of some of them against all entries, what the selection works in, lists."""
         heads, dim = specs[0].num_heads, specs[0].cache.head_dim
         num_partials = compressed_partials(bounds.max_num_rows, heads)
+        partial_dtype = "float32" if specs[0].dtype == "float32" else "float16"
         partials = (
-            TensorSpec("partial_out", (num_partials, heads * dim), "float32"),
+            TensorSpec("partial_out", (num_partials, heads * dim), partial_dtype),
             TensorSpec("partial_lse", (num_partials, heads), "float32"),
         )
         if (spec := choosing_spec(specs)) is None or spec.entries is None:

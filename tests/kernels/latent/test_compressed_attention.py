@@ -194,7 +194,8 @@ def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
     scopes, rows, q_TND = scopes_on(case.scopes, device), case.rows_on(device), case.q_TND.to(device)
     rotary = Rotary(case.rotary.cos_LD.to(device), case.rotary.sin_LD.to(device))
     count = compressed_partials(3, num_heads)
-    partials = torch.empty(count, num_heads * 512, device=device), torch.empty(count, num_heads, device=device)
+    partial_out_CX = torch.empty(count, num_heads * 512, dtype=torch.float16, device=device)
+    partials = partial_out_CX, torch.empty(count, num_heads, device=device)
     out_TND, sinks_N = torch.empty_like(q_TND), case.sinks_N.to(device)
 
     def step() -> None:

@@ -58,7 +58,8 @@ def compressed_attention(
 ) -> torch.Tensor:
     """[T, N, D]: softmax over window, entries and the sink of each head, rotated back; zeros in padded rows.
 
-    `sinks_N` is float32. Partials: as many rows times heads as `compressed_splits` of the step's rows asks for.
+    `sinks_N` is float32. Partials: as many rows times heads as `compressed_splits` of the step's rows asks for; outputs in float16,
+    or in float32 where queries are.
     """
     attend = compressed_attention_triton if can_run(q_TND) or is_interpreted() else compressed_attention_reference
     return attend(q_TND, scopes, rows, sinks_N, rotary, scale, partial_out_CX, partial_lse_CH, out_TND, num_sms)
@@ -418,7 +419,11 @@ def _attend_kernel(
         tl.store(p_out + o_q, b_out.to(p_out.dtype.element_ty), mask=m_out)
     else:
         o_partial = (i_row * num_splits + i_split) * NUM_HEADS + o_head
-        tl.store(p_partial_out + (o_partial * HEAD_DIM)[:, None] + o_d[None, :], b_out, mask=m_out)
+        b_out = (
+            b_out if p_partial_out.dtype.element_ty == tl.float32 else tl.minimum(tl.maximum(b_out, -65504.0), 65504.0)
+        )
+        p_partial = p_partial_out + (o_partial * HEAD_DIM)[:, None] + o_d[None, :]
+        tl.store(p_partial, b_out.to(p_partial_out.dtype.element_ty), mask=m_out)
         tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would take places beside these

@@ -18,6 +18,7 @@ from holdfast.kernels.latent.sparse_gather import CUT_ASM, HALF_ASM, SCALED_8_AS
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant
 
 # Triton unpacks nothing into a tuple, but adds tuples.
+# pyright: reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
 
 CODES_AHEAD, PLAIN_AHEAD = kernel_constant(2), kernel_constant(1)

@@ -32,6 +32,7 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 NOPE_DIM, ROPE_DIM = 448, 64
+EARLY = kernel_constant(True)
 HEAD_DIM, NOPE, ROPE = kernel_constant(NOPE_DIM + ROPE_DIM), kernel_constant(NOPE_DIM), kernel_constant(ROPE_DIM)
 
 
@@ -67,7 +68,8 @@ def attend_warpgroups(
     partial_lse_CH: torch.Tensor,
     out_TND: torch.Tensor,
 ) -> None:
-    """All tiles of a step, without the merge of their partials."""
+    """All tiles of a step, without the merge of their partials, which are in half precision: lines of 32 bit would take a third of the time."""
+    assert partial_out_CX.dtype == torch.float16, f"partials are float16, not {partial_out_CX.dtype}"
     num_rows, num_heads, _ = q_TND.shape
     num_blocks, group = head_blocks(num_heads)
     window = scopes.window
@@ -243,6 +245,18 @@ def _rotate_back(b_x, s_turns):
 
 
 @gluon_jit
+def _store_rows(b_rows, s_q, p_rows, num_rows):
+    """Rows that lie one behind the other, by way of the place of the queries, so that threads write whole lines."""
+    layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    s_rows = s_q._reinterpret(b_rows.dtype, [HEIGHT, HEAD_DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    s_rows.store(b_rows)
+    o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    p_row = p_rows + (o_m * HEAD_DIM)[:, None] + o_d[None, :]
+    gl.store(p_row, s_rows.load(layout), mask=(o_m < num_rows)[:, None])
+
+
+@gluon_jit
 def _attend(
     p_q,
     p_sinks,
@@ -323,17 +337,15 @@ def _attend(
     b_share = gl.where(b_sum > 0, 1.0 / b_whole, 0.0)
     b_out = b_acc * gl.convert_layout(b_share, gl.SliceLayout(1, out_layout))[:, None]
     b_out = _rotate_back(b_out, s_turns)
-    o_m_out = gl.arange(0, HEIGHT, gl.SliceLayout(1, out_layout))
-    o_d_out = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
-    m_out = (o_m_out < GROUP) & (first_head + o_m_out < NUM_HEADS)
+    num_heads = gl.minimum(NUM_HEADS - first_head, GROUP)
     if num_splits == 1:
-        o_out = (i_row * NUM_HEADS + first_head + o_m_out) * HEAD_DIM
-        gl.store(p_out + o_out[:, None] + o_d_out[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out[:, None])
+        p_rows = p_out + (i_row * NUM_HEADS + first_head) * HEAD_DIM
+        _store_rows(b_out.to(p_out.dtype.element_ty), s_q, p_rows, num_heads)
     else:
         # Of splits behind the last place nothing is written: the merge knows how many there are.
         o_partial = (i_row * num_splits + gl.program_id(1)) * NUM_HEADS + first_head
-        p_partial = p_partial_out + ((o_partial + o_m_out) * HEAD_DIM)[:, None] + o_d_out[None, :]
-        gl.store(p_partial, b_out, mask=(m_out & is_there)[:, None])
+        b_half = gl.minimum(gl.maximum(b_out, -65504.0), 65504.0).to(p_partial_out.dtype.element_ty)
+        _store_rows(b_half, s_q, p_partial_out + o_partial * HEAD_DIM, gl.where(is_there, num_heads, 0))
         gl.store(p_partial_lse + o_partial + o_m_row, b_m + gl.log2(b_sum), mask=m_head & is_there)
 
 
@@ -394,6 +406,8 @@ def _attend_kernel(
     if PDL:
         # Lists, queries and rows come from kernels before.
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+        if EARLY:
+            gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
     # Blocks of heads of a row come one after the other, so that all but the first find its rows in the cache.
     gl.warp_specialize(
         [
@@ -457,6 +471,5 @@ def _attend_kernel(
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
-    if PDL:
-        # Not sooner: programs of the next kernel would take places beside these.
+    if PDL and not EARLY:
         gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
