@@ -2,7 +2,8 @@
 
 Decode steps as a captured one launches them, one row a sequence, with 64 query heads and top-k 512 (V4-Flash) and 128 heads and
 top-k 1,024 (V4-Pro): layers whose entries of 4 tokens are chosen, and layers that attend to all entries of 128 tokens. Plain rows
-and rows of 584 bytes. The roof of a case is the larger of bytes / 4.37 TB/s and FLOPs / 790 TFLOPS. Correctness comes first: rows
+and rows of 584 bytes. Then all kernels of a layer that chooses, each alone: the write of the window, the compressor of entries and that
+of the index, where every row ends an entry, index scores, selection, attention. The roof of a case is the larger of bytes / 4.37 TB/s and FLOPs / 790 TFLOPS. Correctness comes first: rows
 around every boundary against plain torch.
 
 Pages of chosen entries are drawn from a pool that is several times the L2 cache, not as large as the contexts.
@@ -17,11 +18,19 @@ from gpu_attention import READ_BYTES_PER_SECOND, seconds_per_call
 from gpu_latent_attention import FLOPS_PER_SECOND, num_sms
 from gpu_records import Budget, make_record, options, print_table, write_record
 
+from holdfast.attention.declarations import score_columns
 from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.latent.compress import Compressor, compress_entries, compress_index
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
 from holdfast.kernels.latent.compressed_geometry import compressed_partials
 from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes
-from holdfast.kernels.latent.latent_planes import LatentPlanes, store_latents
+from holdfast.kernels.latent.index_scores import index_scores
+from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, SparseRows, store_latents
+from holdfast.kernels.latent.top_k_geometry import top_k_specs
+from holdfast.kernels.latent.top_k_tokens import top_k_tokens
+from holdfast.kernels.latent.write_index import quantize_index_queries
+from holdfast.kernels.latent.write_latent import LatentNorm
+from holdfast.kernels.latent.write_window import write_window
 from holdfast.quant.formats import ALL_KV_FORMATS
 
 PAGE = 64
@@ -42,12 +51,16 @@ class Shape(NamedTuple):
     """Query heads, and entries that a row chooses."""
     rows: tuple[int, ...] = (1, 16, 64, 128)
     contexts: tuple[int, ...] = (8192, 131072, 2**20)
+    index_heads: int = 64
+    index_dim: int = 128
+    layers: tuple[tuple[int, int], ...] = ((1, 8192), (1, 131072), (1, 2**20), (16, 131072), (64, 8192), (64, 131072))
+    """Rows and contexts of the layers whose kernels are timed one by one, in the first format and model."""
     checked: tuple[int, ...] = (-1, 0, 126, 127, 128, 511, 512, 2047, 2051, 4099, 4100, 9000)
     """Positions of the rows of the check."""
 
 
 FULL = Shape()
-TINY = Shape(72, 8, 20, "float16", ("fp8_ds_v4",), ((3, 5),), (2,), (70,), (-1, 0, 21, 40))
+TINY = Shape(72, 8, 20, "float16", ("fp8_ds_v4",), ((3, 5),), (2,), (72,), 4, 16, ((2, 72),), (-1, 0, 21, 40))
 
 
 class Kind(NamedTuple):
@@ -90,7 +103,7 @@ class Rig:
         self.rotary = Rotary(torch.cat((cos_LF, cos_LF), 1), torch.cat((-sin_LF, sin_LF), 1))
         partials = compressed_partials(count, num_heads)
         self.partials = (
-            torch.full((partials, num_heads * shape.head_dim), torch.nan, device=device),
+            torch.full((partials, num_heads * shape.head_dim), torch.nan, dtype=torch.float16, device=device),
             torch.full((partials, num_heads), torch.nan, device=device),
         )
         self.out_TND = torch.full_like(self.q_TND, torch.nan)
@@ -210,6 +223,99 @@ def row_of(
     }
 
 
+class Layer:
+    """All kernels of a layer that chooses, of one step whose rows all end an entry."""
+
+    def __init__(
+        self, shape: Shape, name: str, num_heads: int, top_k: int, num_rows: int, context: int, device: torch.device
+    ) -> None:
+        self.rig = rig = Rig(shape, name, num_heads, Kind(4, top_k), [context - 1] * num_rows, 1, device)
+        dtype, heads, dim = getattr(torch, shape.dtype), shape.index_heads, shape.index_dim
+        self.num_seen = context // 4
+        columns, num_columns = score_columns(self.num_seen), -(-self.num_seen // PAGE)
+        num_slots = num_rows * num_columns * PAGE
+        self.index = IndexPlanes(
+            PAGE,
+            torch.randn(1, dim, device=device).to(torch.float8_e4m3fn).expand(num_slots, dim).contiguous(),
+            torch.rand(num_slots, 1, device=device),
+        )
+        order = torch.randperm(num_rows * num_columns).to(torch.int32)
+        self.index_table_NP = order.view(num_rows, num_columns).to(device)
+        self.rows = SparseRows(rig.rows.table_rows_T, torch.full_like(rig.rows.table_rows_T, self.num_seen))
+        self.q_TID = torch.randn(num_rows, heads, dim, device=device).to(dtype)
+        self.weights_TI = torch.randn(num_rows, heads, device=device)
+        self.codes_TID = torch.empty(self.q_TID.shape, dtype=torch.float8_e4m3fn, device=device)
+        self.factors_TI = torch.empty_like(self.weights_TI)
+        self.scores_TC = torch.zeros(num_rows, columns, device=device)
+        self.selected_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
+        self.scratch = {
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            for spec in top_k_specs(num_rows, columns, top_k)
+        }
+        self.positions_T = torch.full((num_rows,), context - 1, device=device)
+        self.slots_T = torch.arange(num_rows, device=device) * 7
+        self.states_T = torch.arange(num_rows, device=device)
+        self.kv_TD = torch.randn(num_rows, shape.head_dim, device=device).to(dtype)
+        self.norm = LatentNorm(torch.ones(shape.head_dim, device=device, dtype=dtype), 1e-6)
+        self.pools = [
+            (
+                Compressor(
+                    4, True, torch.zeros(4, 2 * own, device=device), torch.ones(own, device=device, dtype=dtype), 1e-6
+                ),
+                torch.randn(num_rows, 4 * own, device=device),
+                torch.zeros(num_rows, 2, 3, own, device=device),
+            )
+            for own in (shape.head_dim, dim)
+        ]
+
+    def write(self) -> None:
+        arguments = self.positions_T, self.slots_T, self.states_T, self.norm, 1e-6, self.rig.rotary
+        write_window(self.kv_TD, self.rig.q_TND, *arguments, self.rig.scopes[0].window)
+
+    def compress(self) -> None:
+        compressor, pooled_TX, state_PK3D = self.pools[0]
+        entries = self.rig.scopes[0].entries
+        assert entries is not None, "a layer that chooses has entries"
+        numbers = self.positions_T, self.slots_T, self.states_T
+        compress_entries(pooled_TX, *numbers, state_PK3D, compressor, self.rig.rotary, entries)
+
+    def compress_index(self) -> None:
+        compressor, pooled_TX, state_PK3D = self.pools[1]
+        numbers = self.positions_T, self.slots_T, self.states_T
+        compress_index(pooled_TX, self.q_TID, *numbers, state_PK3D, compressor, self.rig.rotary, self.index)
+
+    def score(self) -> None:
+        quantize_index_queries(self.q_TID, self.weights_TI, self.codes_TID, self.factors_TI)
+        index_scores(self.codes_TID, self.factors_TI, self.index, self.index_table_NP, self.rows, self.scores_TC)
+
+    def choose(self) -> None:
+        top_k_tokens(self.scores_TC, self.rows, self.selected_TK, self.scratch)
+
+
+@torch.inference_mode()
+def layer_of(shape: Shape, num_rows: int, context: int, device: torch.device) -> dict[str, Any]:
+    """Every kernel alone, and what share of all of them the compressors are."""
+    (heads, top_k), name = shape.models[0], shape.formats[0]
+    layer = Layer(shape, name, heads, top_k, num_rows, context, device)
+    calls = {
+        "write": layer.write,
+        "compress": layer.compress,
+        "compress index": layer.compress_index,
+        "scores": layer.score,
+        "top-k": layer.choose,
+        "attend": lambda: layer.rig.attend(0),
+    }
+    seconds = {key: seconds_per_call([call] * 4, device) for key, call in calls.items()}
+    compressors = seconds["compress"] + seconds["compress index"]
+    return {
+        "measure": f"layer, {heads} heads, {num_rows} x {context}, {top_k} entries of 4 chosen, {name}",
+        "unit": "us",
+        "value": round(sum(seconds.values()) * 1e6, 2),
+        "values": {key: round(own * 1e6, 2) for key, own in seconds.items()},
+        "compressors_percent": round(100 * compressors / sum(seconds.values()), 1),
+    }
+
+
 def main() -> None:
     """Check, measure, show."""
     arguments = options("Attention to windows and entries").parse_args()
@@ -234,10 +340,16 @@ def main() -> None:
                             break
                         results.append(row_of(shape, name, heads, kind, num_rows, context, device))
                         print(results[-1], flush=True)
+    for num_rows, context in shape.layers:
+        if budget.left_seconds < 8:
+            print("left out: no time")
+            break
+        results.append(layer_of(shape, num_rows, context, device))
+        print(results[-1], flush=True)
     facts: dict[str, Any] = {"check": {"errors": checks, "is_right": max(checks.values()) <= MAX_ERROR}}
     facts |= {"flops_per_second": FLOPS_PER_SECOND, "read_bytes_per_second": READ_BYTES_PER_SECOND}
     record = make_record("gpu-compressed-attention", results, "compressed attention", "random rows", arguments, facts)
-    lines = [(row["measure"], str(row["value"]), row["percent_of_roof"]) for row in results]
+    lines = [(row["measure"], str(row["value"]), row.get("percent_of_roof", "")) for row in results]
     print_table("Compressed attention", ("", "us", "% of the roof"), lines)
     write_record(record, "compressed-attention", arguments)
 

@@ -62,24 +62,23 @@ def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_to
 
 
 @pytest.mark.parametrize("case", ["flash"], indirect=True)
-@pytest.mark.parametrize("max_num_batched_tokens", [3, 32])
-def test_prefixes_are_found_again(case: Case, max_num_batched_tokens: int) -> None:
-    llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3)
+def test_prefixes_are_found_again(case: Case) -> None:
+    llm = case.open(max_num_batched_tokens=7, max_num_seqs=3)
     scheduler = llm.engine.scheduler
     assert answers(llm, PROMPTS) == case.answers
     assert scheduler.num_prefix_hit_tokens == 0
-    assert answers(llm, PROMPTS) == case.answers
-    assert scheduler.num_prefix_hit_tokens > 0
-    # At every block, and around it: what follows there is what follows without a cache.
     block, whole = scheduler.prefix.block_tokens, PROMPTS[3] + case.answers[3]
-    assert block == 32
-    lengths = [at + more for at in range(block, len(whole), block) for more in (0, 1, 6)]
+    assert 8 <= block <= 48, "so that a prompt has some of them"
+    # At every block, and around it: what follows there is what follows without a cache.
+    lengths = [len(whole), *(at + more for at in range(block, len(whole), block) for more in (0, 1, 6))]
     prompts = [whole[:length] for length in lengths]
     lost = case.open(max_num_batched_tokens=64, max_num_seqs=3, enable_prefix_caching=False)
-    hits = scheduler.num_prefix_hit_tokens
-    assert answers(llm, prompts) == answers(lost, prompts)
-    most = sum((length - 1) // block * block for length in lengths)
-    assert most / 2 < scheduler.num_prefix_hit_tokens - hits <= most, "of a pool for three of the longest"
+    expected, hits = answers(lost, prompts), []
+    for prompt, right in zip(prompts, expected, strict=True):
+        before = scheduler.num_prefix_hit_tokens
+        assert answers(llm, [prompt]) == [right]
+        hits.append(scheduler.num_prefix_hit_tokens - before)
+    assert hits[1:] == [(length - 1) // block * block for length in lengths[1:]]
 
 
 @pytest.mark.parametrize("case", ["flash"], indirect=True)
@@ -88,7 +87,7 @@ def test_completions_of_one_prompt_fork(case: Case) -> None:
     params = SamplingParams(temperature=1.5, max_tokens=NUM_OUTPUT, ignore_eos=True, seed=7)
     prompts: list[Any] = [{"prompt_token_ids": PROMPTS[0]}, {"prompt_token_ids": PROMPTS[3]}]
     together = llm.generate(prompts, replace(params, n=3))
-    assert llm.engine.scheduler.num_prefix_hit_tokens >= 2 * 64, "all of a prompt but its last block"
+    assert llm.engine.scheduler.num_prefix_hit_tokens >= 2 * 48, "all of a prompt but its last block"
     lost = case.open(max_num_batched_tokens=16, max_num_seqs=1, enable_prefix_caching=False)
     for own, alone in zip(together, lost.generate(prompts, replace(params, n=3)), strict=True):
         assert [one.token_ids for one in own.outputs] == [one.token_ids for one in alone.outputs]

@@ -246,7 +246,9 @@ def test_every_reason_is_listed_once(compiler):
         "triton_latent: it attends to latents (MLA), and this model keeps keys and values by head; "
         "torch_latent: it attends to latents (MLA), and this model keeps keys and values by head; "
         "triton_sparse: it attends to latents (MLA), and this model keeps keys and values by head; "
-        "torch_sparse: it attends to latents (MLA), and this model keeps keys and values by head); "
+        "torch_sparse: it attends to latents (MLA), and this model keeps keys and values by head; "
+        "triton_compressed: it attends to windows and entries (DeepSeek-V4), and this model keeps something else; "
+        "torch_compressed: it attends to windows and entries (DeepSeek-V4), and this model keeps something else); "
         "choose another kv_cache_dtype, or a shorter max_model_len"
     )
 

@@ -165,7 +165,8 @@ def run_compressed(
     splits = compressed_splits(num_rows, num_heads, num_sms)
     num_partials = num_rows * splits if splits > 1 else 0
     out_TND = zones.allocate(num_rows, num_heads, head_dim, dtype=case.q_TND.dtype).fill_(NAN)
-    partial_out_CX = zones.allocate(num_partials, num_heads * head_dim).fill_(NAN)
+    dtype = partial_dtype(case.q_TND.dtype)
+    partial_out_CX = zones.allocate(num_partials, num_heads * head_dim, dtype=dtype).fill_(NAN)
     partial_lse_CH = zones.allocate(num_partials, num_heads).fill_(NAN)
     result = function(
         amid(case.q_TND, device),
@@ -182,6 +183,11 @@ def run_compressed(
     assert result is out_TND, "the output is the one that was given"
     zones.check()
     return out_TND.cpu()
+
+
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of partial outputs beside queries of this type."""
+    return torch.float32 if dtype == torch.float32 else torch.float16
 
 
 def scopes_on(scopes: Scopes, device: torch.device) -> Scopes:

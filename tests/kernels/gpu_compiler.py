@@ -559,8 +559,8 @@ def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups:
         torch.empty(num_heads),
         Rotary(table, table),
         0.1,
-        torch.empty(32 * num_rows, num_heads * 512),
-        torch.empty(32 * num_rows, num_heads),
+        torch.empty(64 * num_rows, num_heads * 512, dtype=FP16),
+        torch.empty(64 * num_rows, num_heads),
         torch.empty(num_rows, num_heads, 512, dtype=BF16),
         num_sms=132,
     )
@@ -602,6 +602,7 @@ V4_CASES: dict[str, Callable[[], None]] = {
         for num_rows in (1, 8, 700)
     },
     "streams of V4-Flash, 1 row": lambda: streams_of(1, 4096),
+    "streams of V4-Flash, 16 rows": lambda: streams_of(16, 4096),
     "streams of V4-Pro, 900 rows": lambda: streams_of(900, 7168),
 }
 LAYER_CASES: dict[str, Callable[[], None]] = {

@@ -120,6 +120,7 @@ OTHER_CASES = (
     "up-projected P128, 4 bits and rope of 8",
     "top-k of 8K",
     "top-k of 1M",
+    "streams of V4-Flash, 16 rows",
     "streams of V4-Pro, 900 rows",
     "routing of V4",
     "routing of V4 by a table",

@@ -10,8 +10,16 @@ from models.tiny_compressed import COMPRESSED_MODELS, alone, make_compressed_dri
 from models.tiny_latents import fork, judge, make_request, preempt_after
 from runner.drive import Request
 
-FLASH = "like V4-Flash"
-BLOCKS = {"like V4-Flash": 24, "like V4-Pro": 24, "windows": 1, "all entries": 8, "chosen entries": 4}
+BOTH = "both entries"
+"""Two layers that have all there is: for what takes many runs."""
+BLOCKS = {
+    "like V4-Flash": 32,
+    "both entries": 16,
+    "like V4-Pro": 24,
+    "windows": 1,
+    "all entries": 8,
+    "chosen entries": 4,
+}
 """Tokens of a block of the prefix cache where a chunk has one row."""
 
 
@@ -34,9 +42,9 @@ def test_in_company_of_other_lengths_and_in_chunks(case):
 
 @pytest.mark.parametrize("page_tokens", [1, 4])
 def test_every_chunk_size(page_tokens):
-    answer = alone(FLASH, 21, 3)
+    answer = alone(BOTH, 21, 3)
     for max_rows in range(1, 22):
-        drive = make_compressed_drive(tiny_compressed(FLASH)[1], max_rows, page_tokens)
+        drive = make_compressed_drive(tiny_compressed(BOTH)[1], max_rows, page_tokens)
         request = make_request(21, 3)
         drive.run([request])
         answer.check(drive, request)
@@ -44,8 +52,8 @@ def test_every_chunk_size(page_tokens):
 
 
 def test_only_the_rows_that_are_read_are_finished():
-    answer = alone(FLASH, 22, 4)
-    drive = make_compressed_drive(tiny_compressed(FLASH)[1], 9)
+    answer = alone(BOTH, 22, 4)
+    drive = make_compressed_drive(tiny_compressed(BOTH)[1], 9)
     request = Request(list(answer.prompt), 4)
     drive.run([request])
     answer.check(drive, request)
@@ -53,9 +61,9 @@ def test_only_the_rows_that_are_read_are_finished():
 
 
 def test_preempted_at_every_position():
-    answer = alone(FLASH, 33, 9)
+    answer = alone(BOTH, 33, 9)
     for place in range(1, 16):
-        drive = make_compressed_drive(tiny_compressed(FLASH)[1], 5)
+        drive = make_compressed_drive(tiny_compressed(BOTH)[1], 5)
         request = Request(list(answer.prompt), 9)
         preempt_after(drive, place)
         drive.run([request])
@@ -66,8 +74,8 @@ def test_preempted_at_every_position():
 
 
 def test_preempted_by_neighbours_where_pages_are_few():
-    answers = [alone(FLASH, length, 26) for length in (4, 6, 5)]
-    drive = make_compressed_drive(tiny_compressed(FLASH)[1], 4, num_pages=28)
+    answers = [alone(BOTH, length, 26) for length in (4, 6, 5)]
+    drive = make_compressed_drive(tiny_compressed(BOTH)[1], 4, num_pages=28)
     requests = [Request(list(answer.prompt), 26) for answer in answers]
     drive.run(requests)
     assert drive.scheduler.num_preemptions > 0
@@ -93,7 +101,7 @@ def test_prefixes_are_hit_at_every_block_boundary(case):
         assert request.sequence.num_cached_tokens == place
 
 
-@pytest.mark.parametrize("case", ["like V4-Flash", "chosen entries", "all entries"])
+@pytest.mark.parametrize("case", ["both entries", "chosen entries"])
 def test_forks_at_every_position_side_by_side(case):
     """Each goes on from the blocks that it has in common with the first, while the first still runs."""
     theirs, ours = tiny_compressed(case)
@@ -124,3 +132,16 @@ def test_no_choice_hangs_on_a_rounding(monkeypatch):
         for length in (21, 33, 41, 61, 70):
             make_compressed_drive(tiny_compressed(case)[1], 96).run([make_request(length, 1)])
     assert min(gaps) > 2e-5
+
+
+@pytest.mark.parametrize("case", ["like V4-Flash", "like V4-Pro", "windows"])
+def test_as_a_gpu_is_told_of_rows_and_pages(case):
+    """The backend of a GPU over the references of its kernels: page tables and rows are what it gets there."""
+    theirs, ours = tiny_compressed(case)
+    answer = alone(case, 41, 8)
+    drive = make_compressed_drive(ours, 9, page_tokens=2, backend="triton_compressed")
+    requests = [make_request(41, 8), *(make_request(length, 6, 2 + index) for index, length in enumerate((1, 8, 25)))]
+    drive.run(requests)
+    answer.check(drive, requests[0])
+    for request in requests[1:]:
+        judge(theirs, drive, request)

@@ -61,12 +61,15 @@ def _layers(kinds: list[str], num_tables: int, **changes: Any) -> dict[str, Any]
 
 
 COMPRESSED_MODELS: dict[str, dict[str, Any]] = {
-    "like V4-Flash": _layers([WINDOW, CSA, HCA], 1),
+    "like V4-Flash": _layers([WINDOW, CSA, HCA, CSA], 1),
     "like V4-Pro": _layers([HCA, HCA, CSA], 2),
+    "both entries": _layers([CSA, HCA], 1),
     "windows": _layers([WINDOW, WINDOW], 1),
     "all entries": _layers([HCA, HCA], 0),
     "chosen entries": _layers([CSA, CSA], 2, index_topk=2),
 }
+WIDE = {"wide vectors": _layers([CSA, HCA], 1, head_dim=72, index_topk=40)}
+"""What fp8 keeps: 64 elements beside those that are rotated. All entries are attended to, so that no rounding changes a choice."""
 EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -79,7 +82,7 @@ def _as_deepseek(name: str) -> str:
 @cache
 def tiny_compressed(case: str) -> tuple[Any, LoadedModel]:
     """transformers' model, and ours over the same weights."""
-    settings = COMPRESSED_MODELS[case]
+    settings = (COMPRESSED_MODELS | WIDE)[case]
     theirs = make_random("DeepseekV4", settings, seed=len(case))
     generator = torch.Generator().manual_seed(1)
 
@@ -104,11 +107,16 @@ def tiny_compressed(case: str) -> tuple[Any, LoadedModel]:
 
 
 def make_compressed_drive(
-    model: LoadedModel, max_rows: int, page_tokens: int = 1, num_pages: int = 600, kv_dtype: str = "float32"
+    model: LoadedModel,
+    max_rows: int,
+    page_tokens: int = 1,
+    num_pages: int = 600,
+    kv_dtype: str = "float32",
+    backend: str = "torch_compressed",
 ) -> Drive:
     """Small pages make short blocks of the prefix cache: one of every group ends with each."""
     limits = Limits(4, max_rows, MAX_MODEL_LEN, page_tokens)
-    return Drive(Rig(model, "torch_compressed", limits, num_pages, kv_dtype), num_pages)
+    return Drive(Rig(model, backend, limits, num_pages, kv_dtype), num_pages)
 
 
 @cache

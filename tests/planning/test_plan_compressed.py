@@ -4,9 +4,13 @@ from fractions import Fraction
 
 import pytest
 
+from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.sizes import format_bytes
-from holdfast.planning.fit import fit_runner, settle
+from holdfast.models.blueprints.read import declare_config
+from holdfast.models.catalogue import CATALOGUE
+from holdfast.planning.alternatives import layers_note
+from holdfast.planning.fit import PlanRequest, fit_runner, settle, try_fit
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.terms import list_needs
 from planning.plan_cases import H200, declared, plan_request
@@ -97,3 +101,22 @@ def test_what_is_declined_in_words() -> None:
     with pytest.raises(ConfigError, match="turboquant_4bit_nc was asked"):
         settle(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="turboquant_4bit_nc"))
     assert declared(FLASH).kv_bytes_per_sequence("fp8") == 445_440
+
+
+def test_what_one_gpu_holds_of_it() -> None:
+    shared = plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="fp8")
+    note = "one NVIDIA H200 holds the first {} of 43 layers, with a context of {:,} tokens"
+    assert layers_note(shared) == note.format(34, MILLION)
+    options = {"kv_cache_dtype": "fp8", "max_model_len": MILLION}
+    for num_layers, fits in ((34, True), (35, False)):
+        ratios = CATALOGUE[FLASH]["compress_ratios"]
+        assert isinstance(ratios, list)
+        changes = {"num_hidden_layers": num_layers, "compress_ratios": ratios[:num_layers]}
+        cut = declare_config({**CATALOGUE[FLASH], **changes}, "cut")
+        request = PlanRequest(EngineConfig.from_options(**options), cut, H200)
+        assert (try_fit(request) is not None) is fits
+        ours = declared(FLASH).first_layers(num_layers)
+        assert ours is not None
+        assert ours.weight_bytes("bfloat16") == cut.weight_bytes("bfloat16")
+        assert ours.kv_bytes_per_token("fp8") == cut.kv_bytes_per_token("fp8")
+    assert layers_note(plan_request("Qwen3-8B", H200)) == ""

@@ -150,8 +150,8 @@ class Rig:
             assert rotaries[0] is not None, "latents are rotated"
             self.decoder = LatentDecoder(spec, model.weights, latents, rotaries[0], *shared, dtype=dtype)
         else:
-            sinks = {"sinks": copy_sinks(model.weights, specs)} if spec.has_sinks else {}
-            self.backend = by_head = build_backend(declaration, specs, self.storage, bounds, 1, False, **sinks)
+            sinks = copy_sinks(model.weights, specs) if spec.has_sinks else None
+            self.backend = by_head = build_backend(declaration, specs, self.storage, bounds, 1, False, sinks=sinks)
             self.decoder = Decoder(spec, model.weights, by_head, rotaries, *shared, dtype=dtype)
         shapes, is_shared = chunk_shapes(cache, num_pages), not backend.startswith("triton") and not keeps_tokens
         self.buffers = BatchBuffers(

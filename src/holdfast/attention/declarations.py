@@ -25,7 +25,7 @@ from holdfast.kernels.latent.top_k_geometry import top_k_specs, unsupported_top_
 from holdfast.kernels.up_projection import LEAST_ROWS, UpProjection, expanded_specs
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.quant.formats import DTYPE_BYTES, bytes_for
+from holdfast.quant.formats import COMPRESSED_FORMATS, DTYPE_BYTES, bytes_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +431,7 @@ class TritonCompressedDeclaration:
         cache = spec.cache
         if not cache.format.is_quantized and cache.format.key_dtype != spec.dtype:
             return f"pages must be {spec.dtype}, the type of the queries"
-        if cache.format.is_quantized and not cache.format.has_exponents:
+        if cache.format.is_quantized and cache.format.name not in COMPRESSED_FORMATS:
             return f"the format {cache.format.name} is not one of windows and entries"
         if cache.head_dim > MAX_LATENT_DIM or cache.head_dim % 2:
             return f"head_dim is {cache.head_dim}, and an even number up to {MAX_LATENT_DIM} is computed"
@@ -441,8 +441,9 @@ class TritonCompressedDeclaration:
         """Partials of few rows; and, where rows choose, scores of some of them against all entries, what the selection works in, lists."""
         heads, dim = specs[0].num_heads, specs[0].cache.head_dim
         num_partials = compressed_partials(bounds.max_num_rows, heads)
+        partial_dtype = "float32" if specs[0].dtype == "float32" else "float16"
         partials = (
-            TensorSpec("partial_out", (num_partials, heads * dim), "float32"),
+            TensorSpec("partial_out", (num_partials, heads * dim), partial_dtype),
             TensorSpec("partial_lse", (num_partials, heads), "float32"),
         )
         if (spec := choosing_spec(specs)) is None or spec.entries is None:

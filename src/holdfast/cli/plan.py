@@ -16,6 +16,7 @@ from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.families import FAMILIES
+from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
@@ -60,6 +61,9 @@ def plan(options: PlanOptions, engine: Given) -> int:
         if not options.as_json:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
     notes = (*part_notes(request.declared), *name_notes(options, request))
+    if request.declared.is_compressed and (request.tensor_parallel_size > 1 or not view.fits):
+        # Their smallest is larger than most GPUs.
+        notes += tuple(filter(None, (layers_note(request),)))
     if options.gpu is None and options.memory is None:
         notes += (NO_DEVICE,)
     if options.as_json:

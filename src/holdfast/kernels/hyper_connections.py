@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.stream_geometry import (
+    MANY_ROWS_BLOCK,
     MAX_SPLITS,
     STREAM_COLUMNS,
     chunks_of_split,
@@ -320,7 +321,8 @@ def _combine_launch(
     if not num_rows:
         return out_TSH
     block_t, pdl = row_block(num_rows), supports_pdl(x_TSH)
-    _combine_kernel[(num_splits(num_rows, hidden_size), -(-num_rows // block_t))](
+    launch = _combine_row_kernel if block_t == 1 else _combine_kernel
+    launch[(num_splits(num_rows, hidden_size), -(-num_rows // block_t))](
         x_TSH,
         y_TH,
         shares_TM,
@@ -340,7 +342,7 @@ def _combine_launch(
         BLOCK_H=STREAM_COLUMNS,
         BLOCK_T=block_t,
         PDL=pdl,
-        num_warps=4 if block_t == row_block(1) else 8,
+        num_warps=8 if block_t == MANY_ROWS_BLOCK else 4,
         **pdl_launch(pdl),
     )
     return out_TSH
@@ -506,7 +508,7 @@ def _combine_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b_sums = tl.zeros((BLOCK_T, SUM_COLUMNS), dtype=tl.float32)
+    b_sums = tl.zeros((SUM_COLUMNS, BLOCK_T), dtype=tl.float32)
     b_squares = tl.zeros((BLOCK_T,), dtype=tl.float32)
     for chunk in range(num_chunks):
         b_h = o_h + chunk * BLOCK_H
@@ -527,15 +529,103 @@ def _combine_kernel(
         else:
             b_x = tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
         if NUM_SUMS:
-            b_sums = tl.dot(b_x, tl.trans(b_w), b_sums, input_precision="tf32x3")
+            # A sum of one number each: the compiler does not look through it, and so brings x itself into the layout of an
+            # operand, instead of all that it is computed from.
+            b_rows = tl.sum(tl.reshape(b_x, (BLOCK_T, BLOCK_S * BLOCK_H, 1)), axis=2)
+            b_sums = _dot_exactly(b_w, tl.trans(b_rows), b_sums, p_x.dtype.element_ty == tl.float32)
             b_squares += tl.sum(b_x * b_x, axis=1)
             m_next = (m_s & (b_h + BLOCK_H < hidden_size))[None, :] & (chunk + 1 < num_chunks)
             b_w = tl.load(p_w + (chunk + 1) * BLOCK_H, mask=(o_m < NUM_SUMS)[:, None] & m_next, other=0.0)
     if NUM_SUMS:
         p_sums = p_parts + (i_split * num_rows.to(tl.int64) + o_t) * SUM_COLUMNS
-        m_sums = m_t & (o_m < NUM_SUMS)[None, :]
-        tl.store(p_sums[:, None] + o_m[None, :], b_sums, mask=m_sums)
+        m_sums = (o_m < NUM_SUMS)[:, None] & (o_t < num_rows)[None, :]
+        tl.store(p_sums[None, :] + o_m[:, None], b_sums, mask=m_sums)
         tl.store(p_sums + NUM_SUMS, b_squares, mask=o_t < num_rows)
+
+
+@jit
+def _dot_exactly(b_w, b_x, b_sums, IS_WIDE: constexpr):
+    """A float32 product by tensor cores that round operands to 11 bits: numbers of 16 bits are those of fewer, weights are two of them."""
+    if IS_WIDE:
+        b_sums = tl.dot(b_w, b_x, b_sums, input_precision="tf32x3")
+    else:
+        b_high = (b_w.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        b_sums = tl.dot(b_w - b_high, b_x, b_sums, input_precision="tf32")
+        b_sums = tl.dot(b_high, b_x, b_sums, input_precision="tf32")
+    return b_sums
+
+
+@jit_counting("num_rows", "num_chunks")
+def _combine_row_kernel(
+    p_x,
+    p_y,
+    p_shares,
+    p_out,
+    p_weight,
+    p_parts,
+    num_rows,
+    num_chunks,
+    hidden_size,
+    y_stride,
+    shares_stride,
+    COMBINES: constexpr,
+    NUM_SUMS: constexpr,
+    SUM_COLUMNS: constexpr,
+    NUM_STREAMS: constexpr,
+    BLOCK_S: constexpr,
+    BLOCK_H: constexpr,
+    BLOCK_T: constexpr,
+    PDL: constexpr,
+):
+    # As for many rows; a thread multiplies the columns of the weight that it has loaded, and nothing goes through shared memory.
+    i_split = tl.program_id(0)
+    i_row = tl.program_id(1).to(tl.int64)
+    o_m = tl.arange(0, SUM_COLUMNS)
+    o_place = tl.arange(0, BLOCK_S * BLOCK_H)
+    o_s = o_place // BLOCK_H
+    o_h = i_split * num_chunks * BLOCK_H + o_place % BLOCK_H
+    m_s = o_s < NUM_STREAMS
+    p_w = p_weight
+    b_w = 0.0
+    b_sums = 0.0
+    if NUM_SUMS:
+        p_w = p_weight + o_m[:, None] * (NUM_STREAMS * hidden_size) + (o_s * hidden_size + o_h)[None, :]
+        m_w = (o_m < NUM_SUMS)[:, None] & (m_s & (o_h < hidden_size))[None, :]
+        b_w = tl.load(p_w, mask=m_w, other=0.0)
+        b_sums = tl.zeros((SUM_COLUMNS, BLOCK_S * BLOCK_H), dtype=tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    b_squares = tl.zeros((BLOCK_S * BLOCK_H,), dtype=tl.float32)
+    p_row_shares = p_shares
+    if COMBINES:
+        p_row_shares = p_shares + i_row * shares_stride + o_s
+    p_row = p_x + i_row * NUM_STREAMS * hidden_size
+    for chunk in range(num_chunks):
+        b_h = o_h + chunk * BLOCK_H
+        m_x = m_s & (b_h < hidden_size)
+        if COMBINES:
+            b_x = tl.load(p_y + i_row * y_stride + b_h, mask=m_x, other=0.0).to(tl.float32)
+            b_x *= tl.load(p_row_shares + NUM_STREAMS, mask=m_x, other=0.0)
+            for j in tl.static_range(NUM_STREAMS):
+                b_comb = tl.load(p_row_shares + (2 + j) * NUM_STREAMS, mask=m_x, other=0.0)
+                b_x += b_comb * tl.load(p_row + j * hidden_size + b_h, mask=m_x, other=0.0).to(tl.float32)
+            b_stored = b_x.to(p_out.dtype.element_ty)
+            tl.debug_barrier()  # other threads have read these columns
+            p_stored = p_out + i_row * NUM_STREAMS * hidden_size + o_s * hidden_size + b_h
+            tl.store(p_stored, b_stored, mask=m_x)
+            b_x = b_stored.to(tl.float32)  # what the next block will read is what is mixed
+        else:
+            b_x = tl.load(p_row + o_s * hidden_size + b_h, mask=m_x, other=0.0).to(tl.float32)
+        if NUM_SUMS:
+            b_sums += b_w * b_x[None, :]
+            b_squares += b_x * b_x
+            m_next = (m_s & (b_h + BLOCK_H < hidden_size))[None, :] & (chunk + 1 < num_chunks)
+            b_w = tl.load(p_w + (chunk + 1) * BLOCK_H, mask=(o_m < NUM_SUMS)[:, None] & m_next, other=0.0)
+    if NUM_SUMS:
+        p_sums = p_parts + (i_split * num_rows.to(tl.int64) + i_row) * SUM_COLUMNS
+        tl.store(p_sums + o_m, tl.sum(b_sums, axis=1), mask=o_m < NUM_SUMS)
+        tl.store(p_sums + NUM_SUMS, tl.sum(b_squares, axis=0))
 
 
 @jit_counting("num_rows", "num_splits")
@@ -567,103 +657,69 @@ def _enter_kernel(
     PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
+    o_c = tl.arange(0, BLOCK_C)
+    o_s = tl.arange(0, BLOCK_S)
+    m_c = o_c < num_splits
+    m_s = o_s < NUM_STREAMS
+    b_bias = tl.load(p_bias + o_s, mask=m_s, other=0.0)
+    scale = tl.load(p_scale)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    p_sums = p_parts + i_row * SUM_COLUMNS
-    split_stride = num_rows.to(tl.int64) * SUM_COLUMNS
-    rms_size = NUM_STREAMS * hidden_size
+    p_sums = p_parts + i_row * SUM_COLUMNS + o_c * num_rows.to(tl.int64) * SUM_COLUMNS
+    # All loads of a program are on their way before it adds anything up.
+    b_squares = tl.load(p_sums + NUM_SUMS, mask=m_c, other=0.0)
+    m_cs = m_c[:, None] & m_s[None, :]
+    b_pre = tl.load(p_sums[:, None] + o_s[None, :], mask=m_cs, other=0.0)
     if ENTERS:
         if tl.program_id(1) == 0:
             o_h = tl.arange(0, BLOCK_H)
-            o_s = tl.arange(0, BLOCK_S)
             m_h = o_h < hidden_size
-            # A thread has some columns of all streams, on their way while sums are added up.
-            p_columns = p_x + i_row * NUM_STREAMS * hidden_size + o_s[None, :] * hidden_size + o_h[:, None]
-            b_x = tl.load(p_columns, mask=m_h[:, None] & (o_s < NUM_STREAMS)[None, :], other=0.0)
+            # In one vector, so that a thread has some columns of all streams.
+            o_place = tl.arange(0, BLOCK_S * BLOCK_H)
+            m_place = (o_place // BLOCK_H < NUM_STREAMS) & (o_place % BLOCK_H < hidden_size)
+            o_x = o_place // BLOCK_H * hidden_size + o_place % BLOCK_H
+            b_x = tl.load(p_x + i_row * NUM_STREAMS * hidden_size + o_x, mask=m_place, other=0.0)
             b_weight = tl.load(p_norm + o_h, mask=m_h, other=0.0).to(tl.float32)
-            rms = _row_rms(p_sums, num_splits, split_stride, rms_size, norm_eps, NUM_SUMS, BLOCK_C)
-            b_pre = _added_splits(p_sums, p_bias, p_scale, rms, num_splits, split_stride, NUM_STREAMS, BLOCK_S, BLOCK_C)
-            b_y = tl.sum(b_x.to(tl.float32) * (tl.sigmoid(b_pre) + eps)[None, :], axis=1)
+            rms = tl.rsqrt(tl.sum(b_squares, axis=0) / (NUM_STREAMS * hidden_size) + norm_eps)
+            b_share = tl.sigmoid(tl.sum(b_pre, axis=0) * rms * scale + b_bias) + eps
+            b_x = tl.reshape(b_x, (BLOCK_S, BLOCK_H)).to(tl.float32)
+            b_y = tl.sum(b_x * b_share[:, None], axis=0)
             b_y = b_y.to(p_x.dtype.element_ty).to(tl.float32)
             b_y = b_y * tl.rsqrt(tl.sum(b_y * b_y, axis=0) / hidden_size + rms_eps) * b_weight
             tl.store(p_out + i_row * out_stride + o_h, b_y.to(p_out.dtype.element_ty), mask=m_h)
             return
-    rms = _row_rms(p_sums, num_splits, split_stride, rms_size, norm_eps, NUM_SUMS, BLOCK_C)
-    _write_shares(
-        p_shares + i_row * shares_stride, p_sums, p_bias, p_scale, rms, eps, num_splits, split_stride, IS_HEAD,
-        NUM_ITERATIONS, NUM_STREAMS, BLOCK_S, BLOCK_C,
-    )  # fmt: skip
-
-
-@jit
-def _row_rms(p_sums, num_splits, split_stride, size, eps, NUM_SUMS: constexpr, BLOCK_C: constexpr):
-    """What the products of a row are multiplied by."""
-    o_c = tl.arange(0, BLOCK_C)
-    b_squares = tl.load(p_sums + o_c * split_stride + NUM_SUMS, mask=o_c < num_splits, other=0.0)
-    return tl.rsqrt(tl.sum(b_squares, axis=0) / size + eps)
-
-
-@jit
-def _added_splits(
-    p_sums,
-    p_bias,
-    p_scale,
-    rms,
-    num_splits,
-    split_stride,
-    NUM_STREAMS: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_C: constexpr,
-):
-    """One number a stream, from the columns that begin here, before its sigmoid."""
-    o_c = tl.arange(0, BLOCK_C)
-    o_s = tl.arange(0, BLOCK_S)
-    m_s = o_s < NUM_STREAMS
-    m_cs = (o_c < num_splits)[:, None] & m_s[None, :]
-    b_sums = tl.load(p_sums + o_c[:, None] * split_stride + o_s[None, :], mask=m_cs, other=0.0)
-    return tl.sum(b_sums, axis=0) * rms * tl.load(p_scale) + tl.load(p_bias + o_s, mask=m_s, other=0.0)
-
-
-@jit
-def _write_shares(
-    p_row,
-    p_sums,
-    p_bias,
-    p_scale,
-    rms,
-    eps,
-    num_splits,
-    split_stride,
-    IS_HEAD: constexpr,
-    NUM_ITERATIONS: constexpr,
-    NUM_STREAMS: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_C: constexpr,
-):
-    o_c = tl.arange(0, BLOCK_C)
-    o_s = tl.arange(0, BLOCK_S)
-    m_s = o_s < NUM_STREAMS
-    b_pre = _added_splits(p_sums, p_bias, p_scale, rms, num_splits, split_stride, NUM_STREAMS, BLOCK_S, BLOCK_C)
-    tl.store(p_row + o_s, tl.sigmoid(b_pre) + eps, mask=m_s)
-    if not IS_HEAD:
-        b_post = _added_splits(
-            p_sums + NUM_STREAMS, p_bias + NUM_STREAMS, p_scale + 1, rms, num_splits, split_stride, NUM_STREAMS,
-            BLOCK_S, BLOCK_C,
-        )  # fmt: skip
-        tl.store(p_row + NUM_STREAMS + o_s, 2.0 * tl.sigmoid(b_post), mask=m_s)
+    p_row = p_shares + i_row * shares_stride
+    if IS_HEAD:
+        rms = tl.rsqrt(tl.sum(b_squares, axis=0) / (NUM_STREAMS * hidden_size) + norm_eps)
+        tl.store(p_row + o_s, tl.sigmoid(tl.sum(b_pre, axis=0) * rms * scale + b_bias) + eps, mask=m_s)
+    else:
         o_comb = 2 * NUM_STREAMS + o_s[:, None] * NUM_STREAMS + o_s[None, :]
         m_comb = m_s[:, None] & m_s[None, :]
-        p_comb = p_sums + o_c[:, None, None] * split_stride + o_comb[None, :, :]
-        b_comb = tl.load(p_comb, mask=(o_c < num_splits)[:, None, None] & m_comb[None, :, :], other=0.0)
-        b_bias = tl.load(p_bias + o_comb, mask=m_comb, other=0.0)
-        b_comb = tl.sum(b_comb, axis=0) * rms * tl.load(p_scale + 2) + b_bias
-        b_comb = tl.where(m_comb, b_comb, float("-inf"))
-        b_comb = tl.where(m_comb, tl.exp(b_comb - tl.where(m_s, tl.max(b_comb, axis=1), 0.0)[:, None]), 0.0)
-        b_comb = b_comb / tl.where(m_s, tl.sum(b_comb, axis=1), 1.0)[:, None] + eps
-        b_comb = tl.where(m_comb, b_comb, 0.0)
+        p_comb = p_sums[:, None, None] + o_comb[None, :, :]
+        b_comb_parts = tl.load(p_comb, mask=m_c[:, None, None] & m_comb[None, :, :], other=0.0)
+        b_post = tl.load(p_sums[:, None] + NUM_STREAMS + o_s[None, :], mask=m_cs, other=0.0)
+        b_comb_bias = tl.load(p_bias + o_comb, mask=m_comb, other=0.0)
+        b_post_bias = tl.load(p_bias + NUM_STREAMS + o_s, mask=m_s, other=0.0)
+        post_scale = tl.load(p_scale + 1)
+        comb_scale = tl.load(p_scale + 2)
+        rms = tl.rsqrt(tl.sum(b_squares, axis=0) / (NUM_STREAMS * hidden_size) + norm_eps)
+        tl.store(p_row + o_s, tl.sigmoid(tl.sum(b_pre, axis=0) * rms * scale + b_bias) + eps, mask=m_s)
+        b_post_sum = tl.sum(b_post, axis=0) * rms * post_scale + b_post_bias
+        tl.store(p_row + NUM_STREAMS + o_s, 2.0 * tl.sigmoid(b_post_sum), mask=m_s)
+        b_comb = tl.sum(b_comb_parts, axis=0) * rms * comb_scale + b_comb_bias
+        tl.store(p_row + o_comb, _doubly_stochastic(b_comb, m_comb, m_s, eps, NUM_ITERATIONS), mask=m_comb)
+
+
+@jit
+def _doubly_stochastic(b_comb, m_comb, m_s, eps, NUM_ITERATIONS: constexpr):
+    """Softmax of rows, and then rows and columns divided by their sums in turns (Sinkhorn-Knopp)."""
+    b_comb = tl.where(m_comb, b_comb, float("-inf"))
+    b_comb = tl.where(m_comb, tl.exp(b_comb - tl.where(m_s, tl.max(b_comb, axis=1), 0.0)[:, None]), 0.0)
+    b_comb = b_comb / tl.where(m_s, tl.sum(b_comb, axis=1), 1.0)[:, None] + eps
+    b_comb = tl.where(m_comb, b_comb, 0.0)
+    b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
+    for _ in range(NUM_ITERATIONS - 1):
+        b_comb = b_comb / (tl.sum(b_comb, axis=1) + eps)[:, None]
         b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
-        for _ in range(NUM_ITERATIONS - 1):
-            b_comb = b_comb / (tl.sum(b_comb, axis=1) + eps)[:, None]
-            b_comb = b_comb / (tl.sum(b_comb, axis=0) + eps)[None, :]
-        tl.store(p_row + o_comb, b_comb, mask=m_comb)
+    return b_comb

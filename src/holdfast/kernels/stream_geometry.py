@@ -7,6 +7,9 @@ from holdfast.memory.workspace_plan import TensorSpec
 
 STREAM_COLUMNS = 32
 """Of every stream, that a program takes at a time: 128 bytes of a row of the weights."""
+LONE_ROWS = 4
+"""Up to so many rows each has programs of its own, which multiply where they load: a weight that two rows read comes out of the
+cache the second time."""
 FEW_ROWS, FEW_ROWS_BLOCK, MANY_ROWS_BLOCK = 64, 16, 64
 """Up to so many rows programs take 16 of them at a time, and beyond it 64."""
 MAX_SPLITS = 128
@@ -27,6 +30,8 @@ def sum_columns(num_sums: int) -> int:
 
 def row_block(num_rows: int) -> int:
     """Rows of a program."""
+    if num_rows <= LONE_ROWS:
+        return 1
     return FEW_ROWS_BLOCK if num_rows <= FEW_ROWS else MANY_ROWS_BLOCK
 
 

@@ -44,8 +44,10 @@ class CompressedBuffers(NamedTuple):
     def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "CompressedBuffers":
         """From the tensors of `compressed_attention_request`, by name; those that it does not know are the backend's."""
         scratch = {name: tensor for name, tensor in held.items() if name not in OWN}
-        own = (held[name] for name in OWN[:5])
-        return cls(*own, scratch, *(held.get(name) for name in OWN[5:]), quantized=quantized)
+        qkv_a_TX, q_normed_TX, q_TX, attended_TX, grouped_TX = (held[name] for name in OWN[:5])
+        pooled_X, index_q_TX, index_weights_TI = (held.get(name) for name in OWN[5:])
+        products = qkv_a_TX, q_normed_TX, q_TX, attended_TX, grouped_TX
+        return cls(*products, scratch, pooled_X, index_q_TX, index_weights_TI, quantized)
 
 
 class EntryIndex(NamedTuple):
@@ -63,7 +65,8 @@ class Entries(NamedTuple):
     pool_XH: torch.Tensor
     """Rows: what is pooled, its gates; both of the index too, and then how much each of its heads counts."""
     compressor: Compressor
-    index: EntryIndex | None
+    chooser: EntryIndex | None
+    """None: rows attend to all of them."""
 
 
 class OutputGroups(NamedTuple):
@@ -151,7 +154,7 @@ class CompressedAttentionLayer:
         linear_float32(x_TH, entries.pool_XH, pooled_TX)
         own, rotary, layer = 2 * entries.compressor.positions_RX.shape[1], self._rotary, self._layer
         self._backend.compress(pooled_TX[:, :own], batch, entries.compressor, rotary, layer, buffers.scratch)
-        index = entries.index
+        index = entries.chooser
         if index is None:
             return
         assert buffers.index_q_TX is not None, "no place for index queries"

@@ -1,7 +1,7 @@
 """DeclaredModel: a model as planning sees it: what it declares, and what has been listed of that; also of those that cannot run here; no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TypeVar, cast
 
@@ -83,6 +83,19 @@ class DeclaredModel:
         if found is None:
             found = self._memo[key] = make()
         return cast("_Made", found)
+
+    def first_layers(self, num_layers: int) -> "DeclaredModel | None":
+        """The same model with fewer layers; None where its layers are not told apart."""
+        declaration = self.declaration
+        if not isinstance(declaration, DecoderDeclaration):
+            return None
+        spec = declaration.decoder.first_layers(num_layers)
+        return replace(
+            self,
+            spec=None if self.spec is None else spec,
+            num_layers=num_layers,
+            declaration=declaration._replace(decoder=spec),
+        )
 
     def check_ranks(self, tensor_parallel_size: int) -> None:
         """An error in words where a layer cannot be shared by so many ranks."""
@@ -177,12 +190,12 @@ class DeclaredModel:
         reason = self.declaration.unsupported_format(found)
         if found.has_exponents and not self.is_compressed:
             reason = f"{found.name} keeps vectors of compressed attention, and this model has none"
-        elif found.is_latent and not found.has_exponents and not self.keeps_latents:
+        elif found.is_latent and found.name not in known:
             reason = f"{found.name} keeps latents (MLA), and this model has none"
         if reason is not None:
             works = [
                 name
-                for name in ("bfloat16", "fp8", *MLA_FORMATS, *COMPRESSED_FORMATS)
+                for name in ("bfloat16", "fp8", *(COMPRESSED_FORMATS if self.is_compressed else MLA_FORMATS))
                 if name in known and self.declaration.unsupported_format(known[name]) is None
             ]
             raise ConfigError(f"{option}={found.name} was asked", reason, f"try {' or '.join(works)}")

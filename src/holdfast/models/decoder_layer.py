@@ -24,16 +24,18 @@ Weights = Mapping[str, torch.Tensor | QuantizedWeight]
 Norm = RMSNorm | LayerNorm
 OUTPUT_NORMS = ("attn_out_norm", "mlp_out_norm")
 FeedForward = GatedMLP | PlainMLP | ExpertLayer
-AttentionT = TypeVar("AttentionT", AttentionLayer, LatentAttentionLayer, CompressedAttentionLayer)
+AttentionT = TypeVar("AttentionT", AttentionLayer, LatentAttentionLayer)
+AnyAttentionT = TypeVar("AnyAttentionT", AttentionLayer, LatentAttentionLayer, CompressedAttentionLayer)
+"""Those around one residual stream, and those of streams too."""
 
 
-class DecoderLayer(Generic[AttentionT]):
+class DecoderLayer(Generic[AnyAttentionT]):
     """Attention and MLP, or experts, around a residual stream."""
 
     def __init__(
         self,
         attn_norm: Norm,
-        attention: AttentionT,
+        attention: AnyAttentionT,
         mlp_norm: Norm,
         mlp: FeedForward,
         attn_out_norm: Norm | None = None,
@@ -48,7 +50,7 @@ class DecoderLayer(Generic[AttentionT]):
         self.mlp_out_norm = mlp_out_norm
 
 
-class PartBuilder(ABC, Generic[AttentionT]):
+class PartBuilder(ABC, Generic[AnyAttentionT]):
     """Parts of one model over its final weights; what attention is made of is left to those who know."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
@@ -56,11 +58,11 @@ class PartBuilder(ABC, Generic[AttentionT]):
         self._weights = weights
 
     @abstractmethod
-    def attention(self, index: int, prefix: str) -> AttentionT:
+    def attention(self, index: int, prefix: str) -> AnyAttentionT:
         """The attention of a layer whose weights have names that begin so."""
         ...
 
-    def layer(self, index: int) -> DecoderLayer[AttentionT]:
+    def layer(self, index: int) -> DecoderLayer[AnyAttentionT]:
         prefix = f"layers.{index}"
         experts = self._spec.layer_experts(index)
         return DecoderLayer(

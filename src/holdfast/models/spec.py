@@ -1,6 +1,6 @@
 """What a decoder is, as plain numbers: everything that planning, loading and running need to know; no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -368,6 +368,21 @@ class ModelSpec:
         experts = self.layer_experts(layer)
         has_table = experts is not None and layer in experts.table_layers
         return LayerKind(experts, self.layer_index(layer), compressor, has_table)
+
+    def first_layers(self, num_layers: int) -> "ModelSpec":
+        """The same model with fewer layers."""
+        own = frozenset(range(num_layers))
+        spec = replace(self, num_layers=num_layers, sliding_windows=self.sliding_windows[:num_layers])
+        if spec.experts is not None:
+            dense, tables = spec.experts.dense_layers & own, spec.experts.table_layers & own
+            spec = replace(spec, experts=replace(spec.experts, dense_layers=dense, table_layers=tables))
+        if spec.latent is not None and spec.latent.index is not None:
+            index = replace(spec.latent.index, shared_layers=spec.latent.index.shared_layers & own)
+            spec = replace(spec, latent=replace(spec.latent, index=index))
+        if spec.compressed is not None:
+            compressors = spec.compressed.compressors[:num_layers]
+            spec = replace(spec, compressed=replace(spec.compressed, compressors=compressors))
+        return spec
 
     def layer_experts(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer, or None where it has an MLP."""

@@ -201,6 +201,28 @@ def context_note(request: PlanRequest, plan: RunnerPlan, listed: Sequence[Altern
     return "; ".join(notes)
 
 
+def layers_note(request: PlanRequest) -> str:
+    """How many of a model's layers one device holds where it cannot hold all, and with which context; empty where it can."""
+    declared, config = request.declared, request.config
+    length = config.max_model_len or declared.max_position
+    alone = replace(request, config=replace(config, max_model_len=length), tensor_parallel_size=1, staging=None)
+
+    def fits(num_layers: int) -> bool:
+        cut = declared.first_layers(num_layers)
+        return cut is not None and try_fit(replace(alone, declared=cut)) is not None
+
+    low, high = 0, declared.num_layers
+    if fits(high):
+        return ""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low == 0:
+        return ""
+    target = request.target.name
+    return f"one {target} holds the first {low} of {declared.num_layers} layers, with a context of {length:,} tokens"
+
+
 def _length(item: Alternative) -> int:
     return item.max_model_len
 

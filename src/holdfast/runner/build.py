@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import linear
+from holdfast.kernels.latent.compressed_geometry import compressed_splits
 from holdfast.kernels.native_library import compile_native
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
 from holdfast.loading.declared import declare_opened
@@ -327,12 +329,8 @@ class RunnerBuild:
         declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
         assert declaration is not None and rotary is not None, f"{plan.declared.name} cannot run"  # noqa: PT018
         backend = build_latent_backend(declaration, specs, storage, bounds, self._num_sms)
-        folded = fold_rotation(self._weights, specs, self._is_sharing)
-        if self._is_sharing and folded:
-            num_bytes = sum(weight.nbytes for weight in folded.values())
-            self._ledger.record("attention/kv_b", num_bytes, "rotated copies, because others read the weights too")
+        weights, recipe = self._rotated_weights("attention/kv_b"), plan.resolved.recipe
         scratch, dtype = declaration.scratch(specs, bounds), plan.resolved.dtype
-        weights, recipe = self._weights | folded, plan.resolved.recipe
         is_fused = self._is_fused
         return LatentDecoder(spec, weights, backend, rotary, workspace, scratch, is_fused, dtype, recipe), backend
 
@@ -347,7 +345,16 @@ class RunnerBuild:
         self._releases.append(states.release)
         backend = build_compressed_backend(declaration, specs, storage, states, bounds, self._num_sms)
         scratch, dtype, recipe = declaration.scratch(specs, bounds), plan.resolved.dtype, plan.resolved.recipe
-        return CompressedDecoder(spec, self._weights, backend, rotaries, workspace, scratch, dtype, recipe), backend
+        weights = self._rotated_weights("attention/o_a")
+        return CompressedDecoder(spec, weights, backend, rotaries, workspace, scratch, dtype, recipe), backend
+
+    def _rotated_weights(self, owner: str) -> dict[str, torch.Tensor | QuantizedWeight]:
+        """All weights, those around rotated latents folded; who owns the copies where others read them too."""
+        folded = fold_rotation(self._weights, self._plan.attention_specs, self._is_sharing)
+        if self._is_sharing and folded:
+            num_bytes = sum(weight.nbytes for weight in folded.values())
+            self._ledger.record(owner, num_bytes, "rotated copies, because others read the weights too")
+        return self._weights | folded
 
     def _layer_tables(self, biases: SplitBiases, means: Sequence[torch.Tensor | None]) -> dict[str, Any]:
         """What layers have beside their pages, as a backend names it.
@@ -410,7 +417,9 @@ class RunnerBuild:
             has_proposals = self._plan.resolved.num_proposals > 0
             mixed = tuple(size for size in mixed_sizes(limits.max_num_batched_tokens, has_proposals) if size >= least)
             graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.sampled_rows, least))
-        rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, self._model.spec.experts)
+        spec = self._model.spec
+        is_split = None if spec.compressed is None else partial(_is_split, spec.num_heads, self._num_sms)
+        rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, spec.experts, is_split)
         _warm(runner, rows, graphs, on_prepare)
         log.info("Graph capturing finished in %.0f secs", time.monotonic() - start)
 
@@ -424,6 +433,12 @@ class RunnerBuild:
         if self._device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed cannot even do this
                 torch.cuda.empty_cache()
+
+
+def _is_split(num_heads: int, num_sms: int, num_rows: int) -> bool:
+    """Whether compressed attention merges splits of so many rows. Without splits it launches no merge, and such a step could
+    be the first of the form that a merge of more rows has."""
+    return compressed_splits(num_rows, num_heads, num_sms) > 1
 
 
 def _telling(on_prepare: OnPrepare) -> Callable[[Path, int, int], None]:

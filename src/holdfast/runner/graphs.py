@@ -117,9 +117,12 @@ def step_form(num_rows: int, experts: ExpertsSpec | None) -> tuple[Hashable, ...
     return *forms, geometry.expert_order_form(num_rows, experts.top_k, experts.num_experts)
 
 
-def warm_rows(least: int, most: int, experts: ExpertsSpec | None) -> tuple[int, ...]:
-    """The fewest rows of each form among steps of `least` to `most` rows."""
+def warm_rows(
+    least: int, most: int, experts: ExpertsSpec | None, own_form: Callable[[int], Hashable] | None = None
+) -> tuple[int, ...]:
+    """The fewest rows of each form among steps of `least` to `most` rows; `own_form`: what a model adds to it."""
     first: dict[tuple[Hashable, ...], int] = {}
     for num_rows in range(least, most + 1):
-        first.setdefault(step_form(num_rows, experts), num_rows)
+        own = None if own_form is None else own_form(num_rows)
+        first.setdefault((*step_form(num_rows, experts), own), num_rows)
     return tuple(first.values())

@@ -116,6 +116,16 @@ def test_the_width_of_the_model(device, function) -> None:
     judge(function, [make_rows(23, compressor)], in_steps([23], [9], [0]), compressor, device)
 
 
+@BOTH
+def test_company_changes_no_bit(device, function) -> None:
+    compressor, where = make_compressor(4, True, 24), where_of(function, device)
+    sequences = [make_rows(length, compressor, 4.0, i) for i, length in enumerate((14, 13))]
+    together = run(function, sequences, in_steps([14, 13], [5, 3], [1, 0]), compressor, where)
+    alone = run(function, sequences[:1], in_steps([14], [5], [0]), compressor, where)
+    assert together[0].keys() == alone[0].keys()
+    assert all(torch.equal(together[0][position], entry_D) for position, entry_D in alone[0].items())
+
+
 @KINDS
 def test_states_are_those_of_the_reference(device, ratio, is_overlapped, dim) -> None:
     compressor = make_compressor(ratio, is_overlapped, dim)

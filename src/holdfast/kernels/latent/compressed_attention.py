@@ -23,7 +23,7 @@ from holdfast.kernels.latent.compressed_scopes import (
 )
 from holdfast.kernels.latent.compressed_warpgroups import attend_warpgroups, takes_warpgroups
 from holdfast.kernels.latent.latent_geometry import head_blocks, tile_height
-from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, read_latents
 from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.triton_compat import (
     can_run,
@@ -58,7 +58,8 @@ def compressed_attention(
 ) -> torch.Tensor:
     """[T, N, D]: softmax over window, entries and the sink of each head, rotated back; zeros in padded rows.
 
-    `sinks_N` is float32. Partials: as many rows times heads as `compressed_splits` of the step's rows asks for.
+    `sinks_N` is float32. Partials: as many rows times heads as `compressed_splits` of the step's rows asks for; outputs in float16,
+    or in float32 where queries are.
     """
     attend = compressed_attention_triton if can_run(q_TND) or is_interpreted() else compressed_attention_reference
     return attend(q_TND, scopes, rows, sinks_N, rotary, scale, partial_out_CX, partial_lse_CH, out_TND, num_sms)
@@ -163,8 +164,10 @@ def _attend_plain(
         q_TND,
         window.rows_SX,
         window.scales_SC,
+        bits_of_rope(window),
         entries.rows_SX,
         entries.scales_SC,
+        bits_of_rope(entries),
         scopes.window_table_NP,
         entries_table_NP,
         selected_TK,
@@ -185,7 +188,7 @@ def _attend_plain(
         WINDOW=scopes.window_size,
         RATIO=scopes.ratio,
         LISTED=scopes.selected_TK is not None,
-        FP8=window.kind != "plain",
+        KIND=window.kind,
         NUM_HEADS=num_heads,
         NUM_BLOCKS=num_blocks,
         GROUP=group,
@@ -207,9 +210,10 @@ def _attend_plain(
 def _load_tile(
     p_rows,
     p_scales,
+    p_turned,
     o_slot,
     m_n,
-    FP8: constexpr,
+    KIND: constexpr,
     HEAD_DIM: constexpr,
     ROPE_DIM: constexpr,
     NUM_SCALES: constexpr,
@@ -219,7 +223,24 @@ def _load_tile(
     """[N, D]: rows of pages that are of one scope, as operands; zeros where there is no place."""
     NOPE_DIM: constexpr = HEAD_DIM - ROPE_DIM
     o_d = tl.arange(0, BLOCK_D)
-    if FP8:
+    if KIND == "turboquant":
+        COLUMNS: constexpr = NOPE_DIM // 4
+        m_coded = m_n[:, None] & (o_d < NOPE_DIM)[None, :]
+        m_turned = m_n[:, None] & ((o_d >= NOPE_DIM) & (o_d < HEAD_DIM))[None, :]
+        o_part = o_d // COLUMNS
+        o_byte = 2 * (o_d % COLUMNS) + o_part // 2
+        b_word = tl.load(p_rows + (o_slot * (NOPE_DIM // 2))[:, None] + o_byte[None, :], mask=m_coded, other=0)
+        # The codebook of quant/latent_quantize.py: t + t^3 as half precision rounds it.
+        b_t = ((b_word.to(tl.int32) >> (4 * (o_part % 2))[None, :] & 15).to(tl.float32) - 7.5) * 0.09375
+        b_t = ((b_t * b_t + 1.0).to(tl.float16).to(tl.float32) * b_t).to(tl.float16).to(tl.float32)
+        b_size = tl.load(p_scales + o_slot, mask=m_n, other=0.0).to(tl.float32)
+        o_turned = (o_slot * ROPE_DIM)[:, None] + (o_d - NOPE_DIM)[None, :]
+        b_turned = tl.load(p_turned + o_turned, mask=m_turned, other=0).to(tl.int32) << 16
+        b_tile = tl.where(m_coded, b_t * b_size[:, None], b_turned.to(tl.float32, bitcast=True))
+        if tl.float16 == DTYPE:
+            b_tile = tl.minimum(tl.maximum(b_tile, -65504.0), 65504.0)
+        b_tile = b_tile.to(DTYPE)
+    elif KIND == "fp8_ds_v4":
         ROW_BYTES: constexpr = NOPE_DIM + 2 * ROPE_DIM
         m_nope = m_n[:, None] & (o_d < NOPE_DIM)[None, :]
         m_rope = m_n[:, None] & ((o_d >= NOPE_DIM) & (o_d < HEAD_DIM))[None, :]
@@ -260,8 +281,10 @@ def _attend_kernel(
     p_q,
     p_window,
     p_window_scales,
+    p_window_rope,
     p_entries,
     p_entries_scales,
+    p_entries_rope,
     p_window_pages,
     p_entries_pages,
     p_selected,
@@ -282,7 +305,7 @@ def _attend_kernel(
     WINDOW: constexpr,
     RATIO: constexpr,
     LISTED: constexpr,
-    FP8: constexpr,
+    KIND: constexpr,
     NUM_HEADS: constexpr,
     NUM_BLOCKS: constexpr,
     GROUP: constexpr,
@@ -320,6 +343,7 @@ def _attend_kernel(
         if (num_splits == 1) & (position < 0):
             tl.store(p_out + o_q, tl.zeros((BLOCK_M, BLOCK_D), tl.float32).to(p_out.dtype.element_ty), mask=m_out)
         return
+    num_taken = num_places - num_window
     first = position + 1 - num_window
     table_row = tl.load(p_table_rows + i_row).to(tl.int64)
     p_window_row = p_window_pages + table_row * window_stride
@@ -333,17 +357,27 @@ def _attend_kernel(
     for n in tl.range(low, high, BLOCK_N):
         o_place = n + o_n
         m_n = o_place < high
-        m_window = m_n & (o_place < num_window)
-        b_token = tl.where(m_window, first + o_place, 0)
+        m_window = m_n & (o_place >= num_taken)
+        b_token = tl.where(m_window, first + o_place - num_taken, 0)
         b_page = tl.load(p_window_row + b_token // WINDOW_PAGE, mask=m_window, other=0).to(tl.int64)
         o_slot = tl.maximum(b_page, 0) * WINDOW_PAGE + b_token % WINDOW_PAGE
         b_k = _load_tile(
-            p_window, p_window_scales, o_slot, m_window, FP8, HEAD_DIM, ROPE_DIM, NUM_SCALES, BLOCK_D, DTYPE
+            p_window,
+            p_window_scales,
+            p_window_rope,
+            o_slot,
+            m_window,
+            KIND,
+            HEAD_DIM,
+            ROPE_DIM,
+            NUM_SCALES,
+            BLOCK_D,
+            DTYPE,
         )
         m_seen = m_window
         if RATIO > 0:
-            m_entry = m_n & (o_place >= num_window)
-            b_entry = tl.where(m_entry, o_place - num_window, 0)
+            m_entry = m_n & (o_place < num_taken)
+            b_entry = tl.where(m_entry, o_place, 0)
             if LISTED:
                 b_entry = tl.where(is_listed, tl.load(p_listed + b_entry, mask=m_entry & is_listed, other=-1), b_entry)
                 m_entry = m_entry & (b_entry >= 0) & (b_entry < num_entries)
@@ -351,7 +385,17 @@ def _attend_kernel(
             b_page = tl.load(p_entries_row + b_entry // ENTRIES_PAGE, mask=m_entry, other=0).to(tl.int64)
             o_slot = tl.maximum(b_page, 0) * ENTRIES_PAGE + b_entry % ENTRIES_PAGE
             b_e = _load_tile(
-                p_entries, p_entries_scales, o_slot, m_entry, FP8, HEAD_DIM, ROPE_DIM, NUM_SCALES, BLOCK_D, DTYPE
+                p_entries,
+                p_entries_scales,
+                p_entries_rope,
+                o_slot,
+                m_entry,
+                KIND,
+                HEAD_DIM,
+                ROPE_DIM,
+                NUM_SCALES,
+                BLOCK_D,
+                DTYPE,
             )
             b_k = tl.where(m_window[:, None], b_k, b_e)
             m_seen = m_window | m_entry
@@ -375,7 +419,11 @@ def _attend_kernel(
         tl.store(p_out + o_q, b_out.to(p_out.dtype.element_ty), mask=m_out)
     else:
         o_partial = (i_row * num_splits + i_split) * NUM_HEADS + o_head
-        tl.store(p_partial_out + (o_partial * HEAD_DIM)[:, None] + o_d[None, :], b_out, mask=m_out)
+        b_out = (
+            b_out if p_partial_out.dtype.element_ty == tl.float32 else tl.minimum(tl.maximum(b_out, -65504.0), 65504.0)
+        )
+        p_partial = p_partial_out + (o_partial * HEAD_DIM)[:, None] + o_d[None, :]
+        tl.store(p_partial, b_out.to(p_partial_out.dtype.element_ty), mask=m_out)
         tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would take places beside these

@@ -3,8 +3,8 @@
 T rows, N query heads, D head dim, R rotated elements, K entries that a row attends to at the most, C split-KV partials
 
 A row at position p sees the newest tokens of a window, its own included, and the entries that end at its own token or before it:
-all (p + 1) // ratio of them, or those that a list names where there are more than K. Both scopes are one row of places, tokens
-first, and a split has some neighbours of them. All of it follows from a position: nothing is planned by the host, and the number of
+all (p + 1) // ratio of them, or those that a list names where there are more than K. Both scopes are one row of places,
+entries first, and a split has some neighbours of them. All of it follows from a position: nothing is planned by the host, and the number of
 splits follows from the number of rows, so that a graph serves rows of any length.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.geometry import BLOCK_TOKENS
-from holdfast.kernels.latent.compressed_geometry import MAX_SPLITS, compressed_splits
+from holdfast.kernels.latent.compressed_geometry import compressed_splits
 from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.latent.latent_tiles import merge_row, merge_shape
 from holdfast.kernels.triton_compat import (
@@ -29,7 +29,8 @@ from holdfast.kernels.triton_compat import (
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
-MERGED_SPLITS = kernel_constant(MAX_SPLITS)
+MERGED_SPLITS = kernel_constant(32)
+"""That are merged side by side."""
 SPLIT_UNIT = kernel_constant(BLOCK_TOKENS)
 """Places that splits are multiples of: a block of the kernels that are made for it."""
 

@@ -32,6 +32,7 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 NOPE_DIM, ROPE_DIM = 448, 64
+EARLY = kernel_constant(True)
 HEAD_DIM, NOPE, ROPE = kernel_constant(NOPE_DIM + ROPE_DIM), kernel_constant(NOPE_DIM), kernel_constant(ROPE_DIM)
 
 
@@ -49,7 +50,7 @@ def takes_warpgroups(q_TND: torch.Tensor, scopes: Scopes) -> bool:
 
 def _takes_planes(planes: LatentPlanes, window: LatentPlanes, dtype: torch.dtype) -> bool:
     return (
-        planes.kind == window.kind
+        planes.kind == window.kind != "turboquant"
         and (planes.latent_dim, planes.rope_dim) == (NOPE_DIM, ROPE_DIM)
         and (planes.kind != "plain" or planes.rows_SX.dtype == dtype)
     )
@@ -67,7 +68,8 @@ def attend_warpgroups(
     partial_lse_CH: torch.Tensor,
     out_TND: torch.Tensor,
 ) -> None:
-    """All tiles of a step, without the merge of their partials."""
+    """All tiles of a step, without the merge of their partials, which are in half precision: lines of 32 bit would take a third of the time."""
+    assert partial_out_CX.dtype == torch.float16, f"partials are float16, not {partial_out_CX.dtype}"
     num_rows, num_heads, _ = q_TND.shape
     num_blocks, group = head_blocks(num_heads)
     window = scopes.window
@@ -120,30 +122,21 @@ def _words_of(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @gluon_jit
-def _row_of(
-    p_positions,
-    num_listed,
-    NUM_BLOCKS: constexpr,
-    WINDOW: constexpr,
-    RATIO: constexpr,
-    LISTED: constexpr,
-):
-    """The row of this program, its position, its window, its entries, and the places of this split; as compressed_scopes.py has them."""
-    i_row = (gl.program_id(0) // NUM_BLOCKS).to(gl.int64)
-    position = gl.load(p_positions + i_row)
+def _row_of(position, num_listed, WINDOW: constexpr, RATIO: constexpr, LISTED: constexpr):
+    """Tokens of the window, entries that a row sees, places of entries, and those of this split; as compressed_scopes.py has them."""
     num_window = gl.maximum(gl.minimum(position + 1, WINDOW), 0)
     num_entries = num_window * 0
-    num_places = num_window
+    num_taken = num_entries
     if RATIO > 0:
         num_entries = gl.maximum(position + 1, 0) // RATIO
         num_taken = num_entries
         if LISTED:
             num_taken = gl.minimum(num_entries, num_listed)
-        num_places = num_window + num_taken
+    num_places = num_window + num_taken
     num_splits = gl.num_programs(1)
     size = ((num_places + num_splits - 1) // num_splits + TOKENS - 1) // TOKENS * TOKENS
     low = gl.program_id(1) * size
-    return i_row, position, num_window, num_entries, low, gl.minimum(low + size, num_places)
+    return num_window, num_entries, num_taken, low, gl.minimum(low + size, num_places)
 
 
 @gluon_jit
@@ -152,35 +145,25 @@ def _gather(
     p_window_scales,
     p_entries,
     p_entries_scales,
-    p_window_pages,
-    p_entries_pages,
-    p_selected,
-    p_table_rows,
-    p_positions,
-    window_stride,
-    entries_stride,
-    selected_stride,
+    p_window_row,
+    p_entries_row,
+    p_listed,
+    low,
+    high,
+    num_taken,
+    first,
+    num_entries,
     num_listed,
     s_rows,
     s_seen,
     filled,
     freed,
     PLAIN_ROWS: constexpr,
-    WINDOW: constexpr,
     RATIO: constexpr,
     LISTED: constexpr,
-    NUM_BLOCKS: constexpr,
     WINDOW_PAGE: constexpr,
     ENTRIES_PAGE: constexpr,
 ):
-    i_row, position, num_window, num_entries, low, high = _row_of(
-        p_positions, num_listed, NUM_BLOCKS, WINDOW, RATIO, LISTED
-    )
-    table_row = gl.load(p_table_rows + i_row, mask=low < high, other=0).to(gl.int64)
-    p_window_row = p_window_pages + table_row * window_stride
-    p_entries_row = p_entries_pages + table_row * entries_stride
-    p_listed = p_selected + i_row * selected_stride
-    first = position + 1 - num_window
     is_listed = num_entries > num_listed
     if PLAIN_ROWS:
         gather_plain(
@@ -191,9 +174,10 @@ def _gather(
             p_listed,
             low,
             high,
-            num_window,
+            num_taken,
             first,
             num_entries,
+            num_listed,
             is_listed,
             s_rows,
             s_seen,
@@ -215,9 +199,10 @@ def _gather(
             p_listed,
             low,
             high,
-            num_window,
+            num_taken,
             first,
             num_entries,
+            num_listed,
             is_listed,
             s_rows,
             s_seen,
@@ -239,40 +224,58 @@ def _token_sums(b_p):
 
 
 @gluon_jit
-def _rotate_back(b_x, p_cos, p_sin, is_there):
+def _load_turns(p_cos, p_sin, s_turns, is_there):
+    """cos and sin of a position for every pair of a head into shared memory; those that are not rotated have 1 and 0."""
+    layout: constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_pair = gl.arange(0, HEAD_DIM // 2, layout) - NOPE // 2
+    m_pair = (o_pair >= 0) & is_there
+    s_turns.index(0).store(gl.load(p_cos + o_pair, mask=m_pair, other=1.0).to(gl.float32))
+    s_turns.index(1).store(gl.load(p_sin + ROPE // 2 + o_pair, mask=m_pair, other=0.0).to(gl.float32))
+
+
+@gluon_jit
+def _rotate_back(b_x, s_turns):
     """The last elements of heads turned back, neighbours together; a thread has both of a pair."""
     b_even, b_odd = gl.split(b_x.reshape([HEIGHT, HEAD_DIM // 2, 2]))
-    layout: constexpr = b_even.type.layout
-    o_pair = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, layout)) - NOPE // 2
-    m_pair = (o_pair >= 0) & is_there
-    b_cos = gl.load(p_cos + o_pair, mask=m_pair, other=1.0).to(gl.float32)[None, :]
-    b_sin = gl.load(p_sin + ROPE // 2 + o_pair, mask=m_pair, other=0.0).to(gl.float32)[None, :]
+    layout: constexpr = gl.SliceLayout(0, b_even.type.layout)
+    b_cos = s_turns.index(0).load(layout)[None, :]
+    b_sin = s_turns.index(1).load(layout)[None, :]
     b_pairs = gl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin)
     return gl.convert_layout(b_pairs.reshape([HEIGHT, HEAD_DIM]), b_x.type.layout)
 
 
 @gluon_jit
+def _store_rows(b_rows, s_q, p_rows, num_rows):
+    """Rows that lie one behind the other, by way of the place of the queries, so that threads write whole lines."""
+    layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    s_rows = s_q._reinterpret(b_rows.dtype, [HEIGHT, HEAD_DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    s_rows.store(b_rows)
+    o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    p_row = p_rows + (o_m * HEAD_DIM)[:, None] + o_d[None, :]
+    gl.store(p_row, s_rows.load(layout), mask=(o_m < num_rows)[:, None])
+
+
+@gluon_jit
 def _attend(
     p_q,
-    p_positions,
     p_sinks,
     p_cos,
     p_sin,
     p_out,
     p_partial_out,
     p_partial_lse,
-    rotary_stride,
-    num_listed,
+    i_row,
+    low,
+    high,
     scale_log2,
     s_q,
     s_rows,
     s_seen,
     s_p,
+    s_turns,
     filled,
     freed,
-    WINDOW: constexpr,
-    RATIO: constexpr,
-    LISTED: constexpr,
     NUM_HEADS: constexpr,
     NUM_BLOCKS: constexpr,
     GROUP: constexpr,
@@ -282,7 +285,6 @@ def _attend(
     out_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD_DIM // 2, 16])
     wide_layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     row_layout: constexpr = gl.SliceLayout(1, score_layout)
-    i_row, position, _, _, low, high = _row_of(p_positions, num_listed, NUM_BLOCKS, WINDOW, RATIO, LISTED)
     num_splits = gl.num_programs(1)
     is_there = low < high
     first_head = gl.program_id(0) % NUM_BLOCKS * GROUP
@@ -294,6 +296,7 @@ def _attend(
     if s_q.dtype != b_q.dtype:
         b_q = gl.minimum(gl.maximum(b_q.to(gl.float32), -65504.0), 65504.0).to(s_q.dtype)
     s_q.store(b_q)
+    _load_turns(p_cos, p_sin, s_turns, is_there)
     hopper.fence_async_shared()
     b_acc = gl.zeros([HEIGHT, HEAD_DIM], gl.float32, out_layout)
     b_m = gl.full([HEIGHT], -float("inf"), gl.float32, row_layout)
@@ -333,19 +336,16 @@ def _attend(
     # Padding, and a split of places that name nothing: zeros, with -inf as lse.
     b_share = gl.where(b_sum > 0, 1.0 / b_whole, 0.0)
     b_out = b_acc * gl.convert_layout(b_share, gl.SliceLayout(1, out_layout))[:, None]
-    o_rotary = gl.maximum(position, 0).to(gl.int64) * rotary_stride
-    b_out = _rotate_back(b_out, p_cos + o_rotary, p_sin + o_rotary, is_there)
-    o_m_out = gl.arange(0, HEIGHT, gl.SliceLayout(1, out_layout))
-    o_d_out = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
-    m_out = (o_m_out < GROUP) & (first_head + o_m_out < NUM_HEADS)
+    b_out = _rotate_back(b_out, s_turns)
+    num_heads = gl.minimum(NUM_HEADS - first_head, GROUP)
     if num_splits == 1:
-        o_out = (i_row * NUM_HEADS + first_head + o_m_out) * HEAD_DIM
-        gl.store(p_out + o_out[:, None] + o_d_out[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out[:, None])
+        p_rows = p_out + (i_row * NUM_HEADS + first_head) * HEAD_DIM
+        _store_rows(b_out.to(p_out.dtype.element_ty), s_q, p_rows, num_heads)
     else:
         # Of splits behind the last place nothing is written: the merge knows how many there are.
         o_partial = (i_row * num_splits + gl.program_id(1)) * NUM_HEADS + first_head
-        p_partial = p_partial_out + ((o_partial + o_m_out) * HEAD_DIM)[:, None] + o_d_out[None, :]
-        gl.store(p_partial, b_out, mask=(m_out & is_there)[:, None])
+        b_half = gl.minimum(gl.maximum(b_out, -65504.0), 65504.0).to(p_partial_out.dtype.element_ty)
+        _store_rows(b_half, s_q, p_partial_out + o_partial * HEAD_DIM, gl.where(is_there, num_heads, 0))
         gl.store(p_partial_lse + o_partial + o_m_row, b_m + gl.log2(b_sum), mask=m_head & is_there)
 
 
@@ -391,15 +391,23 @@ def _attend_kernel(
     s_q = gl.allocate_shared_memory(dtype, [HEIGHT, HEAD_DIM], shared)
     s_p = gl.allocate_shared_memory(dtype, [HEIGHT, TOKENS], shared)
     s_seen = gl.allocate_shared_memory(gl.float32, [RING, TOKENS], flat)
+    s_turns = gl.allocate_shared_memory(gl.float32, [2, HEAD_DIM // 2], flat)
     filled = gl.allocate_shared_memory(gl.int64, [RING, 1], hopper.mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [RING, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
         hopper.mbarrier.init(filled.index(i), count=1)
         hopper.mbarrier.init(freed.index(i), count=1)
+    # What the host has said of rows was there before.
+    i_row = (gl.program_id(0) // NUM_BLOCKS).to(gl.int64)
+    position = gl.load(p_positions + i_row)
+    table_row = gl.load(p_table_rows + i_row).to(gl.int64)
+    num_window, num_entries, num_taken, low, high = _row_of(position, num_listed, WINDOW, RATIO, LISTED)
+    o_rotary = gl.maximum(position, 0).to(gl.int64) * rotary_stride
     if PDL:
-        gl.inline_asm_elementwise(
-            WAIT, "=r", [], gl.int32, False, 1
-        )  # lists, queries and rows come from kernels before
+        # Lists, queries and rows come from kernels before.
+        gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+        if EARLY:
+            gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
     # Blocks of heads of a row come one after the other, so that all but the first find its rows in the cache.
     gl.warp_specialize(
         [
@@ -407,25 +415,23 @@ def _attend_kernel(
                 _attend,
                 (
                     p_q,
-                    p_positions,
                     p_sinks,
-                    p_cos,
-                    p_sin,
+                    p_cos + o_rotary,
+                    p_sin + o_rotary,
                     p_out,
                     p_partial_out,
                     p_partial_lse,
-                    rotary_stride,
-                    num_listed,
+                    i_row,
+                    low,
+                    high,
                     scale_log2,
                     s_q,
                     s_rows,
                     s_seen,
                     s_p,
+                    s_turns,
                     filled,
                     freed,
-                    WINDOW,
-                    RATIO,
-                    LISTED,
                     NUM_HEADS,
                     NUM_BLOCKS,
                     GROUP,
@@ -438,24 +444,22 @@ def _attend_kernel(
                     p_window_scales,
                     p_entries,
                     p_entries_scales,
-                    p_window_pages,
-                    p_entries_pages,
-                    p_selected,
-                    p_table_rows,
-                    p_positions,
-                    window_stride,
-                    entries_stride,
-                    selected_stride,
+                    p_window_pages + table_row * window_stride,
+                    p_entries_pages + table_row * entries_stride,
+                    p_selected + i_row * selected_stride,
+                    low,
+                    high,
+                    num_taken,
+                    position + 1 - num_window,
+                    num_entries,
                     num_listed,
                     s_rows,
                     s_seen,
                     filled,
                     freed,
                     PLAIN_ROWS,
-                    WINDOW,
                     RATIO,
                     LISTED,
-                    NUM_BLOCKS,
                     WINDOW_PAGE,
                     ENTRIES_PAGE,
                 ),
@@ -467,6 +471,5 @@ def _attend_kernel(
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
-    if PDL:
-        # Not sooner: programs of the next kernel would take places beside these.
+    if PDL and not EARLY:
         gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)

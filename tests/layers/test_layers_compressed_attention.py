@@ -1,0 +1,142 @@
+"""CompressedAttentionLayer: what a backend is given, in which order, and the output projection in groups, over tensors that are given."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.attention.backend import Batch, LogitRows
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.latent.compress import Compressor
+from holdfast.kernels.latent.write_latent import LatentNorm
+from holdfast.layers.compressed_attention import (
+    CompressedAttentionLayer,
+    CompressedBuffers,
+    Entries,
+    EntryIndex,
+    OutputGroups,
+)
+from holdfast.layers.mlp import Linear, RMSNorm
+from kernels.exactness import random
+
+NAN = float("nan")
+NUM_ROWS, HIDDEN, HEADS, DIM, Q_RANK, GROUPS, RANK, INDEX_HEADS, INDEX_DIM = 5, 6, 4, 8, 7, 2, 3, 3, 4
+EPS = 1e-3
+NORM, ROTARY = LatentNorm(torch.ones(DIM), EPS), Rotary(torch.ones(3, 2), torch.ones(3, 2))
+
+
+class RecordingBackend:
+    """Its answer is the queries; it keeps what it was called with, as it was then."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.calls: dict[str, tuple[Any, ...]] = {}
+
+    def _keep(self, name: str, *arguments: Any) -> None:
+        assert name not in self.calls, f"{name} twice"
+        self.calls[name] = tuple(one.clone() if isinstance(one, torch.Tensor) else one for one in arguments)
+
+    def write(self, *arguments: Any) -> None:
+        self._keep("write", *arguments)
+
+    def compress(self, *arguments: Any) -> None:
+        self._keep("compress", *arguments)
+
+    def compress_index(self, *arguments: Any) -> None:
+        self._keep("compress_index", *arguments)
+
+    def select(self, *arguments: Any) -> None:
+        self._keep("select", *arguments)
+
+    def attend(
+        self, q_TND, sinks_N, batch, rotary, layer, plan, scratch, out_TX, wanted_only
+    ):  # fmt: skip
+        self._keep("attend", q_TND, sinks_N, batch, rotary, layer, plan, scratch, wanted_only)
+        rows = batch.logits.rows_R if wanted_only else torch.arange(NUM_ROWS)
+        out_TX[: len(rows)] = q_TND[rows].flatten(1)
+        return out_TX[: len(rows)]
+
+
+def compressor(dim: int, is_overlapped: bool) -> Compressor:
+    return Compressor(4, is_overlapped, random(4, dim * (1 + is_overlapped)), torch.ones(dim), EPS)
+
+
+def make_layer(scopes: str) -> tuple[CompressedAttentionLayer, RecordingBackend]:
+    entries = None
+    if scopes == "all":
+        entries = Entries(random(2 * DIM, HIDDEN, seed=6), compressor(DIM, False), None)
+    elif scopes == "chosen":
+        chooser = EntryIndex(Linear(random(INDEX_HEADS * INDEX_DIM, Q_RANK, seed=8)), compressor(INDEX_DIM, True), 3)
+        pool = random(4 * DIM + 4 * INDEX_DIM + INDEX_HEADS, HIDDEN, seed=7)
+        entries = Entries(pool, compressor(DIM, True), chooser)
+    backend = RecordingBackend()
+    layer = CompressedAttentionLayer(
+        3,
+        Linear(random(Q_RANK + DIM, HIDDEN)),
+        Linear(random(HEADS * DIM, Q_RANK, seed=1)),
+        OutputGroups(
+            random(GROUPS, RANK, HEADS * DIM // GROUPS, seed=2), Linear(random(HIDDEN, GROUPS * RANK, seed=3))
+        ),
+        RMSNorm(1 + random(Q_RANK, seed=4), EPS),
+        NORM,
+        random(HEADS, seed=5),
+        entries,
+        ROTARY,
+        backend,  # type: ignore[arg-type]
+    )
+    return layer, backend
+
+
+def make_buffers() -> CompressedBuffers:
+    widths = {"qkv_a": Q_RANK + DIM, "q_normed": Q_RANK, "q": HEADS * DIM, "attended": HEADS * DIM}
+    widths |= {"grouped": GROUPS * RANK, "index_q": INDEX_HEADS * INDEX_DIM, "index_weights": INDEX_HEADS, "own": 3}
+    held = {name: torch.full((NUM_ROWS, width), NAN) for name, width in widths.items()}
+    return CompressedBuffers.of(held | {"pooled": torch.full((NUM_ROWS * 60,), NAN)}, None)
+
+
+@pytest.mark.parametrize("scopes", ["window", "all", "chosen"])
+@pytest.mark.parametrize("wanted", [None, [1, 4], []], ids=str)
+def test_projections_backend_projection(scopes, wanted):
+    layer, backend = make_layer(scopes)
+    x, buffers, plan = random(NUM_ROWS, HIDDEN, seed=9), make_buffers(), object()
+    nothing = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    logits = None if wanted is None else LogitRows(torch.tensor(wanted, dtype=torch.int64), ())
+    batch = Batch(nothing, nothing, nothing.unsqueeze(0), (), logits)
+    out = layer(x, batch, plan, buffers, torch.full((NUM_ROWS, HIDDEN), NAN), wanted_only=wanted is not None)
+    calls = {"window": [], "all": ["compress"], "chosen": ["compress", "compress_index", "select"]}[scopes]
+    assert list(backend.calls) == ["write", *calls, "attend"]
+    qkv = x @ random(Q_RANK + DIM, HIDDEN).T
+    latent = qkv[:, :Q_RANK]
+    normed = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + EPS) * (1 + random(Q_RANK, seed=4))
+    q = normed @ random(HEADS * DIM, Q_RANK, seed=1).T
+    kv, q_TND, *others = backend.calls["write"]
+    torch.testing.assert_close(kv, qkv[:, Q_RANK:])
+    torch.testing.assert_close(q_TND.flatten(1), q)
+    assert others == [batch, NORM, EPS, ROTARY, 3]
+    rows = range(NUM_ROWS) if wanted is None else wanted
+    groups = q[list(rows)].view(len(rows), GROUPS, HEADS * DIM // GROUPS)
+    latents = torch.einsum("tgk,gnk->tgn", groups, layer.out.a_GNK).flatten(1)
+    torch.testing.assert_close(out, latents @ random(HIDDEN, GROUPS * RANK, seed=3).T)
+    assert list(buffers.scratch) == ["own"]
+    assert backend.calls["attend"][5] is plan
+
+
+def test_what_is_pooled_goes_by_columns():
+    """Kv and gates of the layer, kv and gates of its index, and weights of index heads, with both roots in them."""
+    layer, backend = make_layer("chosen")
+    x, buffers = random(NUM_ROWS, HIDDEN, seed=9), make_buffers()
+    nothing = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    batch = Batch(nothing, nothing, nothing.unsqueeze(0), (), None)
+    layer(x, batch, None, buffers, torch.empty(NUM_ROWS, HIDDEN))
+    pooled = x @ random(4 * DIM + 4 * INDEX_DIM + INDEX_HEADS, HIDDEN, seed=7).T
+    own, keys, weights = pooled.split((4 * DIM, 4 * INDEX_DIM, INDEX_HEADS), dim=1)
+    entries = layer.entries
+    assert entries is not None
+    assert entries.chooser is not None
+    torch.testing.assert_close(backend.calls["compress"][0], own)
+    assert backend.calls["compress"][2] is entries.compressor
+    torch.testing.assert_close(backend.calls["compress_index"][0], keys)
+    assert backend.calls["compress_index"][1].shape == (NUM_ROWS, INDEX_HEADS, INDEX_DIM)
+    assert backend.calls["compress_index"][3] is entries.chooser.compressor
+    torch.testing.assert_close(backend.calls["select"][1], weights * (INDEX_DIM * INDEX_HEADS) ** -0.5)
