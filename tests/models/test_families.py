@@ -259,7 +259,7 @@ def test_configs_that_transformers_writes_mean_the_same_here(name):
 
 
 def test_the_table_knows_every_family_of_the_readme():
-    assert set(FAMILIES) == {*CONFIG_CLASSES, *LATENT}
+    assert set(FAMILIES) == {*CONFIG_CLASSES, *LATENT, "DeepseekV4ForCausalLM"}
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -371,6 +371,7 @@ def test_what_is_not_computed_is_declined_by_name(config, word):
 @pytest.mark.parametrize("left_out", [{}, {"architectures": None}, {"architectures": []}])
 def test_without_architectures_the_type_tells(architecture, left_out):
     config = {"model_type": FAMILIES[architecture].name, "num_hidden_layers": 2, "num_experts_per_tok": 2, **left_out}
+    config |= {"compress_ratios": [4, 128]} if architecture == "DeepseekV4ForCausalLM" else {}
     assert read_spec(config) == read_spec(config | {"architectures": [architecture]})
 
 
