@@ -8,6 +8,7 @@ import pytest
 from holdfast.errors import ConfigError
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, find_model
+from holdfast.quant.formats import COMPRESSED_NAMES
 from models.meta_models import count_elements
 
 FORMATS = ("bfloat16", "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
@@ -39,7 +40,8 @@ KV_BYTES: dict[str, tuple[int | Fraction, ...]] = {
     "DeepSeek-V4-Flash": (21 * (256 + 64) + 20 * 8, 21 * (146 + 33) + 20 * Fraction(584, 128)),
     "DeepSeek-V4-Pro": (30 * (256 + 64) + 31 * 8, 30 * (146 + 33) + 31 * Fraction(584, 128)),
 }
-"""By the columns above; compressed vectors are kept in the first two only. Latents have formats of their own: LATENT_BYTES."""
+"""By the columns above; compressed vectors are kept in the first two, and as in TURBO_BYTES. Latents have formats of their own: LATENT_BYTES."""
+TURBO_BYTES = {"DeepSeek-V4-Flash": 21 * (Fraction(354, 4) + 33) + 20 * Fraction(354, 128)}
 LATENT_FORMATS = ("bfloat16", "fp8_ds_mla", "turboquant_mla_4bit", "turboquant_mla_4bit_r8")
 LATENT_BYTES = {
     "DeepSeek-V2-Lite": (31_104, 17_712, 10_422, 8_748),
@@ -87,6 +89,10 @@ def test_kv_bytes_per_token(name: str) -> None:
     assert declared.kv_bytes_per_token("float16") == exact[0]
     assert declared.kv_bytes_per_token("float32") == 2 * exact[0]
     for format in FORMATS[len(exact) :]:
+        if declared.is_compressed and format in COMPRESSED_NAMES:
+            own = declared.kv_bytes_per_token(COMPRESSED_NAMES[format])
+            assert declared.kv_bytes_per_token(format) == own < exact[1]
+            continue
         with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} was asked; .* this model keeps"):
             declared.kv_bytes_per_token(format)
 
@@ -101,6 +107,12 @@ def test_bytes_of_latents(name: str) -> None:
     for format in ("turboquant_k8v4", "turboquant_k3v4_nc", "turboquant_3bit_nc"):
         with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} was asked; .* this model keeps latents"):
             declared.kv_bytes_per_token(format)
+
+
+def test_four_bits_of_a_compressed_vector() -> None:
+    """448 / 2 of codes, 2 of a scale, 64 * 2 of what is rotated; the index in e4m3."""
+    for name, exact in TURBO_BYTES.items():
+        assert declare_config(CATALOGUE[name], name).kv_bytes_per_token("turboquant_mla_4bit") == exact
 
 
 def test_totals_that_others_published() -> None:
