@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.cache.groups import HOLE
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, Sequence
 from holdfast.runner.build import BuiltRunner
@@ -17,8 +18,6 @@ from runner.tiny_runners import held_storages
 pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0.0)
-PAGES = 130
-"""Of a group of a sequence of the longest context, and a few more."""
 MODES = [
     pytest.param(name, kv_format, id=f"{name}, {kv_format}")
     for name in ("compressed", "compressed_small")
@@ -44,6 +43,11 @@ def states_of(built: BuiltRunner) -> list[torch.Tensor]:
     """[layers, places, ...] of every kind of state."""
     backend: Any = built.runner.backend
     return list(backend._states._arena.tensors.values())
+
+
+def held_pages(one: Known) -> list[int]:
+    """Of all groups."""
+    return [page for table in one.sequence.tables for page in table if page != HOLE]
 
 
 class CheckedStates(CheckedReplays):
@@ -79,6 +83,7 @@ class Stage:
     def __init__(self, built: BuiltRunner) -> None:
         self.built, self._states = built, states_of(built)
         self._made: dict[int, tuple[Known, list[torch.Tensor]]] = {}
+        self._free = list(range(built.storage.num_pages))
 
     def decode(self, lengths: list[int]) -> torch.Tensor:
         """One step that decodes the last token of sequences of these lengths, over poison: its logits."""
@@ -94,26 +99,28 @@ class Stage:
             self.built.runner.execute(LiveStep(tuple(items)))
         return logits[0]
 
-    def _grow(self, place: int) -> Callable[[Sequence, int, int], None]:
+    def _grow(self, sequence: Sequence, start: int, end: int) -> None:
+        """Pages for these tokens; what lies behind a window goes back."""
         groups = self.built.runner.groups
-
-        def grow(sequence: Sequence, start: int, end: int) -> None:
-            sequence.tables += [[] for _ in range(len(groups) - len(sequence.tables))]
-            for index, (group, table) in enumerate(zip(groups, sequence.tables, strict=True)):
-                base = (place * len(groups) + index) * PAGES
-                table += range(base + len(table), base + group.pages_for(end))
-
-        return grow
+        sequence.tables += [[] for _ in range(len(groups) - len(sequence.tables))]
+        for group, table in zip(groups, sequence.tables, strict=True):
+            for place in range(min(group.first_page(start), len(table))):
+                if table[place] != HOLE:
+                    self._free.append(table[place])
+                    table[place] = HOLE
+            table += [self._free.pop() for _ in range(group.pages_for(end) - len(table))]
 
     def _ready(self, place: int, length: int) -> tuple[Known, list[torch.Tensor]]:
         """A sequence whose context is on its pages, in place of whatever was there, and its states before its last token."""
         if place not in self._made or len(self._made[place][0].tokens) != length:
+            if place in self._made:
+                self._free += held_pages(self._made.pop(place)[0])
             one = Known(place, length, length, 1000, GREEDY)
             one.sequence.slot = place
             while one.position < length - 1:
                 count = min(256, length - 1 - one.position)
-                self.built.runner.execute(LiveStep((one.schedule(count, self._grow(place)),)))
-            self._grow(place)(one.sequence, length - 1, length)
+                self.built.runner.execute(LiveStep((one.schedule(count, self._grow),)))
+            self._grow(one.sequence, length - 1, length)
             self._made[place] = one, [state[:, place].clone() for state in self._states]
         return self._made[place]
 
@@ -121,7 +128,7 @@ class Stage:
         """NaN in all pages that no sequence has, in the states of slots that none has, and in the workspace."""
         torch.cuda.synchronize()
         storage, runner = self.built.storage, self.built.runner
-        held = {page for one, _ in self._made.values() for table in one.sequence.tables for page in table}
+        held = {page for one, _ in self._made.values() for page in held_pages(one)}
         free = torch.tensor([page for page in range(storage.num_pages) if page not in held], device="cuda")
         for index in range(len(storage.spec.layers)):
             group = storage.spec.groups[storage.spec.group_of(index)]
@@ -130,8 +137,9 @@ class Stage:
                 slots = (first + torch.arange(storage.spec.page_tokens, device="cuda")).flatten()
                 for plane in storage.planes(index).values():
                     plane.view(torch.uint8)[slots] = 0xFF
-        for state in self._states:
-            state[:, len(self._made) :] = torch.nan
+        for place in set(range(self._states[0].shape[1])) - self._made.keys():
+            for state in self._states:
+                state[:, place] = torch.nan
         model: Any = runner.model
         for lane, memory in model.workspace.lanes.items():
             if lane != "fused_decode":  # small-batch GEMMs count in it, and leave it at zero

@@ -157,11 +157,12 @@ def gather_plain(
         i_ring = i_loop % RING
         p_row = find_rows(p_window, p_entries, b_pages[0], b_names[0], HEAD_DIM, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
         m_n = b_names[0] != -1
-        b_last = b_names[PLAIN_AHEAD]
-        p_last = find_rows(
-            p_window, p_entries, b_pages[PLAIN_AHEAD], b_last, HEAD_DIM, RATIO, WINDOW_PAGE, ENTRIES_PAGE
-        )
-        gl.inline_asm_elementwise(PREFETCH_PLAIN_ASM, "=r,l,r", [p_last.to(gl.int64), b_last], gl.int32, False, 1)
+        if PLAIN_AHEAD > 0:
+            b_last = b_names[PLAIN_AHEAD]
+            p_last = find_rows(
+                p_window, p_entries, b_pages[PLAIN_AHEAD], b_last, HEAD_DIM, RATIO, WINDOW_PAGE, ENTRIES_PAGE
+            )
+            gl.inline_asm_elementwise(PREFETCH_PLAIN_ASM, "=r,l,r", [p_last.to(gl.int64), b_last], gl.int32, False, 1)
         b_page = load_pages(p_window_row, p_entries_row, b_names[PLAIN_AHEAD + 1], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
         o_place = o_n + (i_loop + PLAIN_AHEAD + 2) * TOKENS
         b_name = find_names(
