@@ -43,12 +43,37 @@ TINY_LATENTS = {
 """The same for latent attention (MLA)."""
 
 
+TINY_ENTRIES = {
+    **TINY,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 80,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 128,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 16,
+    "compress_ratios": [0, 4, 128, 4],
+    "sliding_window": 24,
+    "num_hash_layers": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+"""The same for windows and entries (DeepSeek-V4), with what kernels and formats are made for: 64 elements and 16 rotated ones."""
+
+
 def tiny_settings(name: str) -> dict[str, Any]:
     """What replaces the shapes of a catalogue model to make it tiny."""
     config = find_model(name)[1]
     if "kv_lora_rank" in config:
         latents = {key: value for key, value in TINY_LATENTS.items() if key != "head_dim"}
         return latents | ({} if config.get("q_lora_rank") else {"q_lora_rank": None})
+    if "compress_ratios" in config:
+        return {key: value for key, value in TINY_ENTRIES.items() if key != "intermediate_size"}
     if "num_experts" not in config:
         return TINY
     shared = {"shared_expert_intermediate_size": TINY["intermediate_size"]}

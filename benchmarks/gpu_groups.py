@@ -22,6 +22,8 @@ from gpu_decode import READ_BYTES_PER_SECOND, decode_rate, graph_seconds, mean_c
 from gpu_quantized import generate, touched_experts
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, used_bytes, write_record
 
+from holdfast.cache.compressed import state_bytes
+
 if TYPE_CHECKING:
     from gpu_engines import OpenEngine
 
@@ -93,7 +95,10 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
         "report": opened.llm.memory.as_dict(),
         "planned_bytes": plan.memory.phase_bytes["serve"],
         "kv_tokens": plan.kv_tokens,
-        "tokens_without_groups": plan.tokens_without_groups,
+        "contexts_that_fit": plan.max_concurrency,
+        # No layer of a model with entries could keep every token instead.
+        "tokens_without_groups": None if plan.states else plan.tokens_without_groups,
+        "beside_pages": beside_pages(opened),
         "groups": group_rows(opened),
         "read": read_bytes(opened),
         "decode": [],
@@ -120,12 +125,20 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
 
 def time_decode(opened: "OpenEngine", made: Sequence[Any], case: Case) -> dict[str, Any]:
     """Seconds of two runs of each length, and of a graph alone."""
+    scheduler = opened.engine.scheduler
     generate(opened, made, 1)
+    num_found, num_preemptions = scheduler.num_prefix_hit_tokens, scheduler.num_preemptions
     seconds: dict[int, list[float]] = {length: [] for length in case.lengths}
     for _ in range(2):
         for length in case.lengths:
             seconds[length].append(generate(opened, made, length))
-    return {"seconds": seconds, **graph_seconds(opened, len(made), 20)}
+    num_found = scheduler.num_prefix_hit_tokens - num_found
+    return {
+        "seconds": seconds,
+        "tokens_found": num_found / (2 * len(case.lengths) * len(made)),
+        "num_preemptions": scheduler.num_preemptions - num_preemptions,
+        **graph_seconds(opened, len(made), 20),
+    }
 
 
 def group_rows(opened: "OpenEngine") -> list[dict[str, Any]]:
@@ -148,6 +161,13 @@ def group_rows(opened: "OpenEngine") -> list[dict[str, Any]]:
     return rows
 
 
+def beside_pages(opened: "OpenEngine") -> dict[str, int]:
+    """Bytes of scratch, and of what every sequence keeps whatever its length."""
+    plan = opened.built.plan
+    scratch = sum(term.num_bytes for term in plan.memory.terms if term.group == "workspace")
+    return {"scratch": scratch, "state of a sequence": state_bytes(plan.states)}
+
+
 def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
     """What a step has to read, as far as it does not depend on the step."""
     plan = opened.built.plan
@@ -157,22 +177,38 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
     spec = plan.declared.spec
     assert spec is not None, f"{plan.declared.name} does not run"
     experts = spec.experts
+    if experts is not None:
+        # Nor does it read more of a table by token id (int64).
+        skipped += len(experts.table_layers) * experts.table_size * experts.top_k * 8
     return {
         "weight_bytes": sum(groups.values()) - skipped,
         "num_experts": 0 if experts is None else experts.num_experts,
         "top_k": 0 if experts is None else experts.top_k,
         "expert_bytes": groups.get("weights/experts", 0),
         "kv_layers": [part for own in plan.attention_specs for part in seen_bytes(own)],
+        "sequence_bytes": state_bytes(plan.states),
     }
 
 
-def seen_bytes(own: "AttentionSpec") -> list[tuple[int, int | None]]:
+def seen_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
     """Bytes a token of a layer, and how many tokens a row reads at the most: of latents those chosen, of their index all."""
+    if own.is_compressed:
+        return [(own.cache.bytes_per_token, own.window), *entry_bytes(own)]
     if not own.index_heads:
         return [(own.cache.bytes_per_token, own.window)]
     latent = replace(own.cache, index_dim=0).bytes_per_token
     index = own.cache.bytes_per_token - latent
     return [(latent, own.index_top_k), *([(index, None)] if index else [])]
+
+
+def entry_bytes(own: "AttentionSpec") -> list[tuple[float, int | None]]:
+    """The same of entries, each of which stands for several tokens: all of them, or those chosen and the whole index."""
+    if own.entries is None:
+        return []
+    entry = replace(own.entries, index_dim=0).bytes_per_token
+    index = own.entries.bytes_per_token - entry
+    chosen = (entry / own.ratio, own.index_top_k * own.ratio if own.is_overlapped else None)
+    return [chosen, *([(index / own.ratio, None)] if index else [])]
 
 
 class Counted:
@@ -255,7 +291,7 @@ def roof_rate(batch: int, context: float, read: Mapping[str, Any]) -> float:
         touched = touched_experts(read["num_experts"], read["top_k"], batch)
         weight_bytes -= read["expert_bytes"] * (1 - touched / read["num_experts"])
     kv_bytes = sum(num_bytes * min(context, window or context) for num_bytes, window in read["kv_layers"])
-    return batch * READ_BYTES_PER_SECOND / (weight_bytes + batch * kv_bytes)
+    return batch * READ_BYTES_PER_SECOND / (weight_bytes + batch * (kv_bytes + read.get("sequence_bytes", 0)))
 
 
 def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -269,22 +305,17 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
         values = {"planned": round(planned / GIB, 3), "measured": round(measured / GIB, 3)}
         rows.append({"measure": f"{case.label}, memory", "unit": "GiB", "values": values, "percent": percent})
     tokens = {"groups": found["kv_tokens"], "all layers whole": found["tokens_without_groups"]}
-    rows.append({"measure": f"{case.label}, tokens that fit", "unit": "tokens", "values": tokens})
-    for entry in found["decode"]:
-        batch = entry["batch"]
-        seconds = {int(length): runs for length, runs in entry["seconds"].items()}
-        context = mean_context(entry["context"], case.lengths)
-        rate, roof = decode_rate(batch, case.lengths, seconds), roof_rate(batch, context, found["read"])
-        row = {
-            "measure": f"{case.label}, decode, batch {batch}"
-            + (f", context {entry['context']}" if case.contexts else ""),
-            "unit": "tokens/s",
-            "values": {"holdfast": round(rate, 2)},
+    rows.append(
+        {
+            "measure": f"{case.label}, tokens that fit",
+            "unit": "tokens",
+            "values": {name: count for name, count in tokens.items() if count is not None},
+            "contexts_that_fit": round(found["contexts_that_fit"], 2),
         }
-        row |= {"roof": round(roof, 2), "percent_of_roof": round(100 * rate / roof, 1)}
-        if "graph_seconds" in entry:
-            row["graph_alone"] = round(batch / entry["graph_seconds"], 2)
-        rows.append(row)
+    )
+    if found["beside_pages"]["state of a sequence"]:
+        rows.append({"measure": f"{case.label}, beside the pages", "unit": "bytes", "values": found["beside_pages"]})
+    rows += [decode_row(case, entry, found["read"]) for entry in found["decode"]]
     if "watched" in found:
         watched = found["watched"]
         values = {"most at once": watched["most_running"], "preemptions": watched["num_preemptions"]}
@@ -298,6 +329,25 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     rows.append({"measure": f"{case.label}, after ready", "unit": "count", "values": found.get("after_ready", {})})
     return rows
+
+
+def decode_row(case: Case, entry: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one batch size behind one context."""
+    batch = entry["batch"]
+    seconds = {int(length): runs for length, runs in entry["seconds"].items()}
+    context = mean_context(entry["context"], case.lengths)
+    rate, roof = decode_rate(batch, case.lengths, seconds), roof_rate(batch, context, read)
+    row = {
+        "measure": f"{case.label}, decode, batch {batch}" + (f", context {entry['context']}" if case.contexts else ""),
+        "unit": "tokens/s",
+        "values": {"holdfast": round(rate, 2)},
+    }
+    row |= {"roof": round(roof, 2), "percent_of_roof": round(100 * rate / roof, 1)}
+    if "graph_seconds" in entry:
+        row["graph_alone"] = round(batch / entry["graph_seconds"], 2)
+    if case.contexts:
+        row |= {key: entry[key] for key in ("tokens_found", "num_preemptions")}
+    return row
 
 
 def main() -> None:
