@@ -98,8 +98,8 @@ def test_what_is_declined_in_words() -> None:
         settle(plan_request(FLASH, H200, tensor_parallel_size=4, speculative="ngram:4"))
     with pytest.raises(ConfigError, match="all its layers have one format"):
         settle(plan_request(FLASH, H200, tensor_parallel_size=4, kv_protected_layers=4))
-    with pytest.raises(ConfigError, match="turboquant_4bit_nc was asked"):
-        settle(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="turboquant_4bit_nc"))
+    with pytest.raises(ConfigError, match="turboquant_3bit_nc was asked"):
+        settle(plan_request(FLASH, H200, tensor_parallel_size=4, kv_cache_dtype="turboquant_3bit_nc"))
     assert declared(FLASH).kv_bytes_per_sequence("fp8") == 445_440
 
 
