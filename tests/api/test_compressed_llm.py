@@ -136,3 +136,16 @@ def test_memory_is_what_was_planned(case: Case) -> None:
     pages = rows["kv pages"]
     assert pages.held_bytes is not None
     assert 0 <= pages.planned_bytes - pages.held_bytes < 1024, "what may lie unused behind planes"
+
+
+@pytest.mark.parametrize("case", ["flash"], indirect=True)
+def test_tokens_and_entries_in_four_bits(case: Case) -> None:
+    """Near what is not quantized, in this small a model; without the fold of the rotation it is more than 1 away."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for kv_format in ("auto", "turboquant_4bit_nc"):
+        llm = case.open(max_num_batched_tokens=64, max_num_seqs=2, kv_cache_dtype=kv_format)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS[1:]], params)
+        rows = [row for output in outputs for row in output.prompt_logprobs or () if row]
+        found.append(torch.tensor([next(iter(row.values())).logprob for row in rows]))
+    assert 0 < float((found[0] - found[1]).abs().mean()) < 0.5

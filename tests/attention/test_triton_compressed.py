@@ -34,7 +34,11 @@ def check(found: list[torch.Tensor], expected: list[torch.Tensor], num_rows: int
 
 
 @QUIET
-@pytest.mark.parametrize(("name", "captured", "num_sms"), [("float32", False, 2), ("fp8_ds_v4", True, 90)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "captured", "num_sms"),
+    [("float32", False, 2), ("fp8_ds_v4", True, 90), ("turboquant_mla_4bit", True, 3)],
+    ids=str,
+)
 def test_a_mixed_step_with_padding(name, captured, num_sms):
     step = Step(replace(SHAPE, name=name), MIXED, padding=3)
     tolerance = 1e-4 if name == "float32" else 2e-3

@@ -681,6 +681,8 @@ CASES: dict[str, Callable[[], None]] = {
     "latents written, 4 bits of 192": lambda: latents_written_of("turboquant_mla_4bit_r8", 192, 24),
     "window": lambda: window_of("bfloat16", 64),
     "window, fp8": lambda: window_of("fp8_ds_v4", 128),
+    "window, 4 bits": lambda: window_of("turboquant_mla_4bit", 64),
+    "entries of 4, 4 bits": lambda: entries_of("turboquant_mla_4bit", 4),
     "entries of 4": lambda: entries_of("bfloat16", 4),
     "entries of 4, fp8": lambda: entries_of("fp8_ds_v4", 4),
     "entries of 128, fp8": lambda: entries_of("fp8_ds_v4", 128),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.quant.formats import ALL_KV_FORMATS
 from red_zones import RedZones
@@ -41,6 +41,29 @@ def on_device(planes: LatentPlanes, device: torch.device | str) -> LatentPlanes:
         scales_SC=None if planes.scales_SC is None else planes.scales_SC.to(device),
         rope_SR=None if planes.rope_SR is None else planes.rope_SR.to(device),
     )
+
+
+def assert_same_latents(mine: LatentPlanes, theirs: LatentPlanes, slots_X: torch.Tensor) -> None:
+    """What some slots hold, on the CPU. A sum has no order, so that a number half way between two codes may have either."""
+    my_XD, their_XD = (read_latents(planes, slots_X, torch.float32) for planes in (mine, theirs))
+    if mine.kind == "plain":
+        step = 4 * max(torch.finfo(mine.rows_SX.dtype).eps, 1e-6)
+        torch.testing.assert_close(my_XD, their_XD, rtol=step, atol=step)
+        return
+    assert mine.scales_SC is not None
+    assert theirs.scales_SC is not None
+    my_scales, their_scales = mine.scales_SC[slots_X].float(), theirs.scales_SC[slots_X].float()
+    if mine.kind == "fp8_ds_v4":
+        assert torch.equal(my_scales, their_scales)
+        torch.testing.assert_close(my_XD, their_XD, rtol=2**-3, atol=1e-6)
+    else:
+        torch.testing.assert_close(my_scales, their_scales, rtol=2**-9, atol=0)
+        step = 0.22 * their_scales  # no two neighbours of the codebook are further apart
+        latent_dim = mine.latent_dim
+        assert bool(((my_XD - their_XD)[:, :latent_dim].abs() <= step).all()), "a code more than one away"
+        torch.testing.assert_close(my_XD[:, latent_dim:], their_XD[:, latent_dim:], rtol=2**-7, atol=1e-5)
+    my_rows, their_rows = mine.rows_SX[slots_X], theirs.rows_SX[slots_X]
+    assert int((my_rows != their_rows).sum()) <= 1 + 0.02 * my_rows.numel()
 
 
 def rotary_tables(rope_dim: int, dtype: torch.dtype) -> Rotary:

@@ -80,6 +80,8 @@ OTHER_CASES = (
     "latents written, 4 bits of 192",
     "window",
     "window, fp8",
+    "window, 4 bits",
+    "entries of 4, 4 bits",
     "entries of 4",
     "entries of 4, fp8",
     "entries of 128, fp8",

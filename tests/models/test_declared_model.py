@@ -133,13 +133,18 @@ def test_formats_that_a_model_cannot_be_kept_in(name: str) -> None:
     odd = declare_config({**QWEN, "head_dim": 72}, "x")
     for declared, declines, advice in (
         (odd, quantized, "head_dim is 72, and heads of a multiple of 16 elements can be quantized; try bfloat16$"),
-        (V4, turbo, "this model keeps vectors of compressed attention; try bfloat16 or fp8_ds_v4$"),
+        (
+            V4,
+            turbo and name != "turboquant_4bit_nc",
+            "vectors of compressed attention; try bfloat16 or fp8_ds_v4 or turboquant_mla_4bit$",
+        ),
     ):
         if declines:
             with pytest.raises(ConfigError, match=f"kv_cache_dtype={name} was asked; .*{advice}"):
                 declared.check_format(name)
         else:
-            own = COMPRESSED_FORMATS["fp8_ds_v4"] if declared is V4 and quantized else KV_FORMATS[name]
+            mine = COMPRESSED_FORMATS["turboquant_mla_4bit" if turbo else "fp8_ds_v4"]
+            own = mine if declared is V4 and quantized else KV_FORMATS[name]
             assert declared.check_format(name) is own
 
 
@@ -152,8 +157,9 @@ def test_formats_of_latents_and_of_compressed_vectors_on_models_without_them(nam
             declared.check_format("fp8_ds_mla")
     if name == "DeepSeek-V4-Pro":
         assert declared.check_format("fp8_ds_mla").name == declared.check_format("fp8_ds_v4").name == "fp8_ds_v4"
-        with pytest.raises(ConfigError, match=r"turboquant_mla_4bit keeps latents \(MLA\), and this model has none"):
-            declared.check_format("turboquant_mla_4bit")
+        assert declared.check_format("turboquant_mla_4bit").bytes_per_token(1, 512, 64) == 354
+        with pytest.raises(ConfigError, match=r"turboquant_mla_4bit_r8 keeps latents \(MLA\), and this model has none"):
+            declared.check_format("turboquant_mla_4bit_r8")
     else:
         with pytest.raises(
             ConfigError, match="fp8_ds_v4 keeps vectors of compressed attention, and this model has none"

@@ -8,9 +8,9 @@ from holdfast.attention.torch_latent import attend_latents
 from holdfast.cache.spec import LayerCache
 from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.latent.latent_projection import absorb_queries, project_values
-from holdfast.quant.formats import MLA_FORMATS, formats_of
+from holdfast.quant.formats import COMPRESSED_FORMATS, MLA_FORMATS, formats_of
 from holdfast.quant.kv_quantize import rotate_heads
-from holdfast.runner.latent_rotation import ROWS_AT_ONCE, fold_rotation, kv_b_name, rotate_rows
+from holdfast.runner.latent_rotation import ROWS_AT_ONCE, fold_rotation, kv_b_name, o_a_name, rotate_rows
 
 NOPE, VALUE, ROPE, HEADS = 24, 16, 16, 3
 
@@ -57,6 +57,22 @@ def test_only_layers_of_rotated_formats_are_folded(is_shared):
     for name, weight in folded.items():
         assert (weight is weights[name]) is not is_shared
         torch.testing.assert_close(weight, rotate_heads(before[name]))
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
+def test_what_compressed_attention_gives_goes_back_through_o_a(is_shared):
+    """Of each head the elements before those that positions rotate: o_a times a rotated output is o_a times the plain one."""
+    dim, own = 48 + ROPE, COMPRESSED_FORMATS["turboquant_mla_4bit"]
+    compressed = AttentionSpec(
+        LayerCache(0, "window", own, 1, dim, ROPE), HEADS, 1.0, 8, 128, "float32", "cpu", is_compressed=True
+    )
+    weight, out_TX = torch.randn(10, 2 * dim), torch.randn(3, 2 * dim)
+    expected, before = out_TX @ weight.T, weight.clone()
+    rotated = out_TX.clone().view(3, 2, dim)
+    rotated[..., :48] = rotate_heads(rotated[..., :48])
+    folded = fold_rotation({o_a_name(0): weight}, [compressed], is_shared)[o_a_name(0)]
+    torch.testing.assert_close(rotated.flatten(1) @ folded.T, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(weight, before) is is_shared
 
 
 def test_a_tall_weight_is_rotated_in_parts():

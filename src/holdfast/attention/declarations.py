@@ -25,7 +25,7 @@ from holdfast.kernels.latent.top_k_geometry import top_k_specs, unsupported_top_
 from holdfast.kernels.up_projection import LEAST_ROWS, UpProjection, expanded_specs
 from holdfast.memory.planner import Term
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.quant.formats import DTYPE_BYTES, bytes_for
+from holdfast.quant.formats import COMPRESSED_FORMATS, DTYPE_BYTES, bytes_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +431,7 @@ class TritonCompressedDeclaration:
         cache = spec.cache
         if not cache.format.is_quantized and cache.format.key_dtype != spec.dtype:
             return f"pages must be {spec.dtype}, the type of the queries"
-        if cache.format.is_quantized and not cache.format.has_exponents:
+        if cache.format.is_quantized and cache.format.name not in COMPRESSED_FORMATS:
             return f"the format {cache.format.name} is not one of windows and entries"
         if cache.head_dim > MAX_LATENT_DIM or cache.head_dim % 2:
             return f"head_dim is {cache.head_dim}, and an even number up to {MAX_LATENT_DIM} is computed"

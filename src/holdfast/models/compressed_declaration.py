@@ -11,7 +11,14 @@ from holdfast.models.compressed_activations import compressed_requests
 from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, split
 from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.spec import CompressedSpec, ModelSpec
-from holdfast.quant.formats import EXPONENT_TILE, KVFormat, index_dtype_beside, index_planes
+from holdfast.quant.formats import (
+    COMPRESSED_FORMATS,
+    EXPONENT_TILE,
+    LATENT_MULTIPLE,
+    KVFormat,
+    index_dtype_beside,
+    index_planes,
+)
 
 
 class CompressedDeclaration(DecoderDeclaration):
@@ -41,10 +48,12 @@ class CompressedDeclaration(DecoderDeclaration):
         plain = self.decoder.head_dim - self.compressed.rope_dim
         if not kv_format.is_quantized:
             return None
-        if not kv_format.has_exponents:
+        if kv_format.name not in COMPRESSED_FORMATS:
             kept = "latents" if kv_format.is_latent else "keys and values by head"
             return f"{kv_format.name} keeps {kept}, and this model keeps vectors of compressed attention"
-        if plain % EXPONENT_TILE:
+        if kv_format.rotates_latents and plain % LATENT_MULTIPLE:
+            return f"{plain} elements of a vector are not rotated, and a multiple of {LATENT_MULTIPLE} can be quantized"
+        if kv_format.has_exponents and plain % EXPONENT_TILE:
             return f"{plain} elements of a vector are not rotated, and {EXPONENT_TILE} of them share a scale"
         return None
 

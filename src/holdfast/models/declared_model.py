@@ -190,12 +190,12 @@ class DeclaredModel:
         reason = self.declaration.unsupported_format(found)
         if found.has_exponents and not self.is_compressed:
             reason = f"{found.name} keeps vectors of compressed attention, and this model has none"
-        elif found.is_latent and not found.has_exponents and not self.keeps_latents:
+        elif found.is_latent and found.name not in known:
             reason = f"{found.name} keeps latents (MLA), and this model has none"
         if reason is not None:
             works = [
                 name
-                for name in ("bfloat16", "fp8", *MLA_FORMATS, *COMPRESSED_FORMATS)
+                for name in ("bfloat16", "fp8", *(COMPRESSED_FORMATS if self.is_compressed else MLA_FORMATS))
                 if name in known and self.declaration.unsupported_format(known[name]) is None
             ]
             raise ConfigError(f"{option}={found.name} was asked", reason, f"try {' or '.join(works)}")

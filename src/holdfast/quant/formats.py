@@ -46,6 +46,8 @@ class Plane:
 
 LATENT_TILE = 128
 """Latent elements that share a float32 scale in a row of fp8_ds_mla."""
+LATENT_MULTIPLE = 8
+"""Vectors of compressed attention are quantized to 4 bits where their elements before the rotated ones are a multiple of this."""
 EXPONENT_TILE = 64
 """Elements that share an exponent as their scale in a row of fp8_ds_v4."""
 EXPONENT_ALIGNMENT = 8
@@ -166,11 +168,16 @@ MLA_FORMATS: dict[str, KVFormat] = {
 MLA_NAMES: dict[str, str] = {"fp8": "fp8_ds_mla", "turboquant_4bit_nc": "turboquant_mla_4bit"}
 """What a model that keeps latents takes a format of heads for."""
 COMPRESSED_FORMATS: dict[str, KVFormat] = {
-    "fp8_ds_v4": KVFormat("fp8_ds_v4", FP8, FP8, key_bits=8, value_bits=8, rope_dtype="bfloat16", has_exponents=True)
+    "fp8_ds_v4": KVFormat("fp8_ds_v4", FP8, FP8, key_bits=8, value_bits=8, rope_dtype="bfloat16", has_exponents=True),
+    "turboquant_mla_4bit": MLA_FORMATS["turboquant_mla_4bit"],
 }
-"""Formats of tokens and entries of compressed attention alone (DeepSeek-V4)."""
-COMPRESSED_NAMES: dict[str, str] = {"fp8": "fp8_ds_v4", "fp8_ds_mla": "fp8_ds_v4"}
-"""What such a model takes another format of 8 bits for."""
+"""Formats of tokens and entries of compressed attention (DeepSeek-V4): what 8 and 4 bits are there."""
+COMPRESSED_NAMES: dict[str, str] = {
+    "fp8": "fp8_ds_v4",
+    "fp8_ds_mla": "fp8_ds_v4",
+    "turboquant_4bit_nc": "turboquant_mla_4bit",
+}
+"""What such a model takes another format of as many bits for."""
 ALL_KV_FORMATS: dict[str, KVFormat] = {**KV_FORMATS, **MLA_FORMATS, **COMPRESSED_FORMATS}
 """Every name that `kv_cache_dtype` takes."""
 

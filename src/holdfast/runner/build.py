@@ -329,12 +329,8 @@ class RunnerBuild:
         declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
         assert declaration is not None and rotary is not None, f"{plan.declared.name} cannot run"  # noqa: PT018
         backend = build_latent_backend(declaration, specs, storage, bounds, self._num_sms)
-        folded = fold_rotation(self._weights, specs, self._is_sharing)
-        if self._is_sharing and folded:
-            num_bytes = sum(weight.nbytes for weight in folded.values())
-            self._ledger.record("attention/kv_b", num_bytes, "rotated copies, because others read the weights too")
+        weights, recipe = self._rotated_weights("attention/kv_b"), plan.resolved.recipe
         scratch, dtype = declaration.scratch(specs, bounds), plan.resolved.dtype
-        weights, recipe = self._weights | folded, plan.resolved.recipe
         is_fused = self._is_fused
         return LatentDecoder(spec, weights, backend, rotary, workspace, scratch, is_fused, dtype, recipe), backend
 
@@ -349,7 +345,16 @@ class RunnerBuild:
         self._releases.append(states.release)
         backend = build_compressed_backend(declaration, specs, storage, states, bounds, self._num_sms)
         scratch, dtype, recipe = declaration.scratch(specs, bounds), plan.resolved.dtype, plan.resolved.recipe
-        return CompressedDecoder(spec, self._weights, backend, rotaries, workspace, scratch, dtype, recipe), backend
+        weights = self._rotated_weights("attention/o_a")
+        return CompressedDecoder(spec, weights, backend, rotaries, workspace, scratch, dtype, recipe), backend
+
+    def _rotated_weights(self, owner: str) -> dict[str, torch.Tensor | QuantizedWeight]:
+        """All weights, those around rotated latents folded; who owns the copies where others read them too."""
+        folded = fold_rotation(self._weights, self._plan.attention_specs, self._is_sharing)
+        if self._is_sharing and folded:
+            num_bytes = sum(weight.nbytes for weight in folded.values())
+            self._ledger.record(owner, num_bytes, "rotated copies, because others read the weights too")
+        return self._weights | folded
 
     def _layer_tables(self, biases: SplitBiases, means: Sequence[torch.Tensor | None]) -> dict[str, Any]:
         """What layers have beside their pages, as a backend names it.

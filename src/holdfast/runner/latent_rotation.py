@@ -1,10 +1,13 @@
-"""kv_b of layers that keep latents rotated (TurboQuant, MLA): folded once, so that neither queries nor outputs are rotated in a step.
+"""Weights of layers that keep latents rotated (TurboQuant): folded once; kv_b (MLA), so that neither queries nor outputs are rotated in a step, o_a (DeepSeek-V4), so that outputs are not.
 
 N query heads, X = P + V rows of a head, L latent
 
 A page holds R c in the place of c, where R is the Hadamard rotation of quant/kv_quantize.py and R R = 1. Keys and values are
 W c = (W R) (R c), so kv_b times R reads the pages as they are. kv_b is never quantized, so that the fold comes after loading and
 the cache of quantized weights has kv_b as the checkpoint does: it serves every format of pages.
+
+Where a vector is key and value of all heads at once (DeepSeek-V4), queries are rotated as they are written
+(kernels/latent/write_window.py), and what a head has attended to goes back through o_a, which is never quantized either.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,17 +27,27 @@ def kv_b_name(layer: int) -> str:
     return f"layers.{layer}.kv_b.weight"
 
 
+def o_a_name(layer: int) -> str:
+    """The weight through which outputs of heads with compressed attention go first: rows of some heads' elements."""
+    return f"layers.{layer}.o_a.weight"
+
+
 def fold_rotation(
     weights: Mapping[str, torch.Tensor | QuantizedWeight], specs: Sequence[AttentionSpec], is_shared: bool
 ) -> dict[str, torch.Tensor]:
-    """kv_b of every layer whose latents are kept rotated: folded where it lies, or as copies where others read the weights too."""
+    """kv_b or o_a of every layer whose latents are kept rotated: folded where it lies, or as copies where others read the weights too."""
     folded: dict[str, torch.Tensor] = {}
     for layer, spec in enumerate(specs):
         if not spec.cache.format.rotates_latents:
             continue
-        weight_XL = weights[kv_b_name(layer)]
-        assert isinstance(weight_XL, torch.Tensor), f"{kv_b_name(layer)} is quantized"
-        folded[kv_b_name(layer)] = rotate_rows(weight_XL.clone() if is_shared else weight_XL)
+        name = o_a_name(layer) if spec.is_compressed else kv_b_name(layer)
+        weight_XL = weights[name]
+        assert isinstance(weight_XL, torch.Tensor), f"{name} is quantized"
+        folded[name] = weight_XL.clone() if is_shared else weight_XL
+        if spec.is_compressed:
+            rotate_rows(folded[name].view(-1, spec.cache.head_dim)[:, : spec.cache.latent_dim])
+        else:
+            rotate_rows(folded[name])
     return folded
 
 

@@ -17,7 +17,7 @@ from holdfast.kernels.latent.compress import (
     compress_rows_triton,
 )
 from holdfast.kernels.latent.compress_geometry import pooled_width, state_bytes
-from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_planes import LatentPlanes
 from kernels.compress_cases import (
     CompressStep,
     Part,
@@ -29,7 +29,14 @@ from kernels.compress_cases import (
     pooled_windows,
 )
 from kernels.index_cases import make_index_planes, planes_to
-from kernels.latent_page_cases import POISON_BYTE, make_latent_planes, on_device, rotary_tables, tensors_of
+from kernels.latent_page_cases import (
+    POISON_BYTE,
+    assert_same_latents,
+    make_latent_planes,
+    on_device,
+    rotary_tables,
+    tensors_of,
+)
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
 from red_zones import RedZones
 
@@ -226,24 +233,19 @@ def write(function, compressor: Compressor, name: str, device, dim: int = LATENT
     return planes
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "fp8_ds_v4", pytest.param("bfloat16", marks=pytest.mark.gpu)])
+FOUR_BITS = "turboquant_mla_4bit"
+
+
+@pytest.mark.parametrize(
+    "name", ["float32", "float16", "fp8_ds_v4", FOUR_BITS, pytest.param("bfloat16", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize(("ratio", "is_overlapped"), [(4, True), (3, False)])
 def test_entries_in_their_slots_are_those_of_the_reference(device, name, ratio, is_overlapped) -> None:
     compressor = make_compressor(ratio, is_overlapped, LATENT_DIM + ROPE_DIM)
     mine = write(compress_entries_triton, compressor, name, device)
     theirs = write(compress_entries_reference, compressor, name, torch.device("cpu"))
-    used = (theirs.rows_SX.view(torch.uint8)[:, 0] != POISON_BYTE).nonzero().flatten()
-    my_XD, their_XD = (read_latents(planes, used, torch.float32) for planes in (mine, theirs))
-    if name == "fp8_ds_v4":
-        assert mine.scales_SC is not None
-        assert theirs.scales_SC is not None
-        assert torch.equal(mine.scales_SC[used], theirs.scales_SC[used])
-        # A sum has no order, so that a number that lies half way between two codes may have either.
-        torch.testing.assert_close(my_XD, their_XD, rtol=2**-3, atol=1e-6)
-        assert int((mine.rows_SX[used] != theirs.rows_SX[used]).sum()) <= 0.02 * mine.rows_SX[used].numel()
-    else:
-        eps = torch.finfo(mine.rows_SX.dtype).eps
-        torch.testing.assert_close(my_XD, their_XD, rtol=4 * max(eps, 1e-6), atol=4 * max(eps, 1e-6))
+    _, slots_T = make_step(compressor)
+    assert_same_latents(mine, theirs, slots_T[slots_T >= 0])
 
 
 def test_an_entry_is_normed_and_turned_at_its_first_token(device) -> None:

@@ -16,6 +16,7 @@ from kernels.triton_cases import assert_allocates_nothing
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
 FORMATS = pytest.mark.parametrize("name", ["plain", "fp8_ds_v4"])
+FOUR_BITS = "turboquant_mla_4bit"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 AROUND = [0, 18, PADDING, 19, 20, 21, 39, 40, 41, 90]
 """Below, at and behind a window of 20, a list of 10 entries of 4 tokens, a page."""
@@ -45,6 +46,13 @@ def judge(case: CompressedCase, device, num_sms: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("num_sms", [1, 40], ids=["whole", "split"])
 def test_rows_attend_to_both_scopes(device, widest, name, scope, num_sms) -> None:
     judge(compressed_case(AROUND, sizes_of(name, **scope), widest), device, num_sms)
+
+
+@pytest.mark.parametrize(("head_dim", "num_sms"), [(72, 1), (56, 9)])
+def test_codes_of_four_bits(device, widest, head_dim, num_sms) -> None:
+    """In the rotated space, where queries are and outputs stay."""
+    sizes = replace(sizes_of(FOUR_BITS, top_k=10, num_heads=5), head_dim=head_dim)
+    judge(compressed_case(AROUND, sizes, widest), device, num_sms)
 
 
 @FORMATS

@@ -22,13 +22,14 @@ from holdfast.kernels.latent.entry_rows import (
     finished_vectors,
     load_turn,
     rotate_index_queries,
+    rotated_latents,
     store_vector,
     turn_heads,
     wait,
     write_entries,
     write_index_entries,
 )
-from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes
+from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, bits_of_rope
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.triton_compat import (
     can_run,
@@ -286,7 +287,7 @@ def compress_rows_triton(
     """The same as a Triton kernel, of `compress_entries` without its last step."""
     _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
     step = pooled_TX, positions_T, positions_T, states_T, state_PK3D
-    _launch(step, compressor, None, "rows", (entries_TD, None, entries_TD.stride(0)), None)
+    _launch(step, compressor, None, "rows", Target(entries_TD), None)
 
 
 def compress_entries_triton(
@@ -303,8 +304,9 @@ def compress_entries_triton(
     dim = planes.latent_dim + planes.rope_dim
     assert compressor.dim == dim, f"{compressor.dim=} for planes of {dim} elements"
     assert rotary.cos_LD.shape[1] == planes.rope_dim, f"{rotary.cos_LD.shape=} for {planes.rope_dim=}"
-    rows = planes.rows_SX, planes.scales_SC, planes.rows_SX.stride(0)
-    _launch((pooled_TX, positions_T, slots_T, states_T, state_PK3D), compressor, rotary, planes.kind, rows, None)
+    assert not planes.has_small_rope, "rotated elements in e4m3 have no kernel here"
+    target = Target(planes.rows_SX, planes.scales_SC, bits_of_rope(planes))
+    _launch((pooled_TX, positions_T, slots_T, states_T, state_PK3D), compressor, rotary, planes.kind, target, None)
 
 
 def compress_index_triton(
@@ -322,8 +324,16 @@ def compress_index_triton(
     rows_SD = planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD
     assert compressor.dim == q_TID.shape[2] == rows_SD.shape[1], f"{compressor.dim=}, {q_TID.shape=}, {rows_SD.shape=}"
     assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
-    rows, kind = (rows_SD, planes.scales_S1, rows_SD.stride(0)), "index" if planes.is_quantized else "plain"
-    _launch((pooled_TX, positions_T, slots_T, states_T, state_PK3D), compressor, rotary, kind, rows, q_TID)
+    target, kind = Target(rows_SD, planes.scales_S1), "index" if planes.is_quantized else "plain"
+    _launch((pooled_TX, positions_T, slots_T, states_T, state_PK3D), compressor, rotary, kind, target, q_TID)
+
+
+class Target(NamedTuple):
+    """Where entries go: rows, and what their format has beside them."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None = None
+    rope: torch.Tensor | None = None
 
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -335,10 +345,9 @@ def _launch(
     compressor: Compressor,
     rotary: Rotary | None,
     kind: str,
-    rows: tuple[torch.Tensor, torch.Tensor | None, int],
+    target: Target,
     q_TID: torch.Tensor | None,
 ) -> None:
-    """`rows`: where entries go, their scales, and from a row to the next."""
     pooled_TX, positions_T, slots_T, states_T, state_PK3D = step
     num_rows, dim, pdl = len(pooled_TX), compressor.dim, supports_pdl(pooled_TX)
     _check_layout(pooled_TX, state_PK3D, compressor, compressor.weight_D[None])
@@ -357,13 +366,13 @@ def _launch(
         compressor.positions_RX,
         compressor.weight_D,
         *tables[:2],
-        *rows[:2],
+        *target,
         q_TID,
         compressor.eps,
         num_rows,
         pooled_TX.stride(0),
         tables[2],
-        rows[2],
+        target.rows.stride(0),
         *((0, 0) if q_TID is None else q_TID.stride()[:2]),
         KIND=kind,
         RATIO=compressor.ratio,
@@ -402,6 +411,7 @@ def _compress_kernel(
     p_sine,
     p_rows,
     p_scales,
+    p_rope,
     p_q,
     eps,
     num_rows,
@@ -473,6 +483,7 @@ def _compress_kernel(
                 p_sine,
                 p_rows,
                 p_scales,
+                p_rope,
                 eps,
                 pooled_stride,
                 table_stride,
@@ -522,6 +533,7 @@ def _pool(
     p_sine,
     p_rows,
     p_scales,
+    p_rope,
     eps,
     pooled_stride,
     table_stride,
@@ -592,7 +604,9 @@ def _pool(
                     b_cos, b_sin = load_turn(p_cosine, p_sine, first_token, table_stride, DIM, ROPE_DIM, BLOCK_D)
                     b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
                     b_entry = finished_vectors(b_entry, b_weight, b_cos, b_sin, eps, DIM)
-                    store_vector(p_rows, p_scales, i_slot, row_stride, b_entry, KIND, DIM - ROPE_DIM, DIM)
+                    if KIND == "turboquant":
+                        b_entry = rotated_latents(b_entry, DIM - ROPE_DIM)
+                    store_vector(p_rows, p_scales, p_rope, i_slot, row_stride, b_entry, KIND, DIM - ROPE_DIM, DIM)
             e_m, e_l, e_x, a_m, a_l, a_x = a_m, a_l, a_x, b_none, b_zero, b_zero
     m_store = m_d & is_last
     tl.store(p_state + o_d, e_m, mask=m_store)

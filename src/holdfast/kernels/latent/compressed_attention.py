@@ -23,7 +23,7 @@ from holdfast.kernels.latent.compressed_scopes import (
 )
 from holdfast.kernels.latent.compressed_warpgroups import attend_warpgroups, takes_warpgroups
 from holdfast.kernels.latent.latent_geometry import head_blocks, tile_height
-from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, read_latents
 from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.triton_compat import (
     can_run,
@@ -164,8 +164,10 @@ def _attend_plain(
         q_TND,
         window.rows_SX,
         window.scales_SC,
+        bits_of_rope(window),
         entries.rows_SX,
         entries.scales_SC,
+        bits_of_rope(entries),
         scopes.window_table_NP,
         entries_table_NP,
         selected_TK,
@@ -186,7 +188,7 @@ def _attend_plain(
         WINDOW=scopes.window_size,
         RATIO=scopes.ratio,
         LISTED=scopes.selected_TK is not None,
-        FP8=window.kind != "plain",
+        KIND=window.kind,
         NUM_HEADS=num_heads,
         NUM_BLOCKS=num_blocks,
         GROUP=group,
@@ -208,9 +210,10 @@ def _attend_plain(
 def _load_tile(
     p_rows,
     p_scales,
+    p_turned,
     o_slot,
     m_n,
-    FP8: constexpr,
+    KIND: constexpr,
     HEAD_DIM: constexpr,
     ROPE_DIM: constexpr,
     NUM_SCALES: constexpr,
@@ -220,7 +223,24 @@ def _load_tile(
     """[N, D]: rows of pages that are of one scope, as operands; zeros where there is no place."""
     NOPE_DIM: constexpr = HEAD_DIM - ROPE_DIM
     o_d = tl.arange(0, BLOCK_D)
-    if FP8:
+    if KIND == "turboquant":
+        COLUMNS: constexpr = NOPE_DIM // 4
+        m_coded = m_n[:, None] & (o_d < NOPE_DIM)[None, :]
+        m_turned = m_n[:, None] & ((o_d >= NOPE_DIM) & (o_d < HEAD_DIM))[None, :]
+        o_part = o_d // COLUMNS
+        o_byte = 2 * (o_d % COLUMNS) + o_part // 2
+        b_word = tl.load(p_rows + (o_slot * (NOPE_DIM // 2))[:, None] + o_byte[None, :], mask=m_coded, other=0)
+        # The codebook of quant/latent_quantize.py: t + t^3 as half precision rounds it.
+        b_t = ((b_word.to(tl.int32) >> (4 * (o_part % 2))[None, :] & 15).to(tl.float32) - 7.5) * 0.09375
+        b_t = ((b_t * b_t + 1.0).to(tl.float16).to(tl.float32) * b_t).to(tl.float16).to(tl.float32)
+        b_size = tl.load(p_scales + o_slot, mask=m_n, other=0.0).to(tl.float32)
+        o_turned = (o_slot * ROPE_DIM)[:, None] + (o_d - NOPE_DIM)[None, :]
+        b_turned = tl.load(p_turned + o_turned, mask=m_turned, other=0).to(tl.int32) << 16
+        b_tile = tl.where(m_coded, b_t * b_size[:, None], b_turned.to(tl.float32, bitcast=True))
+        if tl.float16 == DTYPE:
+            b_tile = tl.minimum(tl.maximum(b_tile, -65504.0), 65504.0)
+        b_tile = b_tile.to(DTYPE)
+    elif KIND == "fp8_ds_v4":
         ROW_BYTES: constexpr = NOPE_DIM + 2 * ROPE_DIM
         m_nope = m_n[:, None] & (o_d < NOPE_DIM)[None, :]
         m_rope = m_n[:, None] & ((o_d >= NOPE_DIM) & (o_d < HEAD_DIM))[None, :]
@@ -261,8 +281,10 @@ def _attend_kernel(
     p_q,
     p_window,
     p_window_scales,
+    p_window_rope,
     p_entries,
     p_entries_scales,
+    p_entries_rope,
     p_window_pages,
     p_entries_pages,
     p_selected,
@@ -283,7 +305,7 @@ def _attend_kernel(
     WINDOW: constexpr,
     RATIO: constexpr,
     LISTED: constexpr,
-    FP8: constexpr,
+    KIND: constexpr,
     NUM_HEADS: constexpr,
     NUM_BLOCKS: constexpr,
     GROUP: constexpr,
@@ -340,7 +362,17 @@ def _attend_kernel(
         b_page = tl.load(p_window_row + b_token // WINDOW_PAGE, mask=m_window, other=0).to(tl.int64)
         o_slot = tl.maximum(b_page, 0) * WINDOW_PAGE + b_token % WINDOW_PAGE
         b_k = _load_tile(
-            p_window, p_window_scales, o_slot, m_window, FP8, HEAD_DIM, ROPE_DIM, NUM_SCALES, BLOCK_D, DTYPE
+            p_window,
+            p_window_scales,
+            p_window_rope,
+            o_slot,
+            m_window,
+            KIND,
+            HEAD_DIM,
+            ROPE_DIM,
+            NUM_SCALES,
+            BLOCK_D,
+            DTYPE,
         )
         m_seen = m_window
         if RATIO > 0:
@@ -353,7 +385,17 @@ def _attend_kernel(
             b_page = tl.load(p_entries_row + b_entry // ENTRIES_PAGE, mask=m_entry, other=0).to(tl.int64)
             o_slot = tl.maximum(b_page, 0) * ENTRIES_PAGE + b_entry % ENTRIES_PAGE
             b_e = _load_tile(
-                p_entries, p_entries_scales, o_slot, m_entry, FP8, HEAD_DIM, ROPE_DIM, NUM_SCALES, BLOCK_D, DTYPE
+                p_entries,
+                p_entries_scales,
+                p_entries_rope,
+                o_slot,
+                m_entry,
+                KIND,
+                HEAD_DIM,
+                ROPE_DIM,
+                NUM_SCALES,
+                BLOCK_D,
+                DTYPE,
             )
             b_k = tl.where(m_window[:, None], b_k, b_e)
             m_seen = m_window | m_entry

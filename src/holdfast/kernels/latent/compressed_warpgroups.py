@@ -50,7 +50,7 @@ def takes_warpgroups(q_TND: torch.Tensor, scopes: Scopes) -> bool:
 
 def _takes_planes(planes: LatentPlanes, window: LatentPlanes, dtype: torch.dtype) -> bool:
     return (
-        planes.kind == window.kind
+        planes.kind == window.kind != "turboquant"
         and (planes.latent_dim, planes.rope_dim) == (NOPE_DIM, ROPE_DIM)
         and (planes.kind != "plain" or planes.rows_SX.dtype == dtype)
     )

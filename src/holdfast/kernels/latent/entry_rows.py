@@ -3,7 +3,8 @@
 T rows, I index heads, D elements of a vector, R rotated ones, the last
 
 RMSNorm of all D elements, then rope on neighbours; an entry's at the position of its first token. All of it is in float32 and
-rounded once, to the type that it is kept in.
+rounded once, to the type that it is kept in. TurboQuant keeps the elements before the last R in the rotated space
+(quant/kv_quantize.py), by blocks of the largest power of two that divides them.
 """
 
 import torch
@@ -12,7 +13,7 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, size_bits
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, store_latents
 from holdfast.kernels.latent.write_index import LEAST_KEY, coded_index, quantize_index
-from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours, turned
+from holdfast.kernels.latent.write_latent import LatentNorm, coded_latent, hadamard_sign, rotate_neighbours, turned
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 from holdfast.quant.formats import EXPONENT_ALIGNMENT, EXPONENT_TILE
 from holdfast.quant.latent_quantize import LEAST_TILE
@@ -111,8 +112,27 @@ def finished_vectors(b_x, b_weight, b_cos, b_sin, eps, DIM: constexpr):
 
 
 @jit
-def store_vector(p_rows, p_scales, i_slot, row_stride, b_x, KIND: constexpr, LATENT_DIM: constexpr, DIM: constexpr):
-    """A vector [1, BLOCK_D] into its slot (-1: nowhere), in the format of its planes."""
+def rotated_latents(b_x, LATENT_DIM: constexpr):
+    """[H, BLOCK_D], of which the first LATENT_DIM elements are taken to the rotated space, or back."""
+    SIDE: constexpr = LATENT_DIM & -LATENT_DIM
+    # A Hadamard matrix is the Kronecker product of smaller ones: one for each half of the bits of an element's number.
+    LOW: constexpr = 8 if SIDE >= 32 else (4 if SIDE >= 8 else SIDE)
+    HIGH: constexpr = SIDE // LOW
+    BLOCKS: constexpr = b_x.shape[0] * b_x.shape[1] // SIDE
+    o_low, o_high = tl.arange(0, LOW), tl.arange(0, HIGH)
+    b_low = hadamard_sign(o_low[:, None], o_low[None, :])[None, None, :, :]
+    b_high = hadamard_sign(o_high[:, None], o_high[None, :])[None, :, :, None]
+    b_y = tl.sum(tl.reshape(b_x, (BLOCKS, HIGH, LOW))[:, :, :, None] * b_low, axis=2)
+    b_y = tl.sum(b_y[:, :, None, :] * b_high, axis=1) * (SIDE**-0.5)
+    m_latent = (tl.arange(0, b_x.shape[1]) < LATENT_DIM)[None, :]
+    return tl.where(m_latent, tl.reshape(b_y, b_x.shape), b_x)
+
+
+@jit
+def store_vector(
+    p_rows, p_scales, p_rope, i_slot, row_stride, b_x, KIND: constexpr, LATENT_DIM: constexpr, DIM: constexpr
+):
+    """A vector [1, BLOCK_D] into its slot (-1: nowhere), in the format of its planes; for TurboQuant in the rotated space already."""
     BLOCK_D: constexpr = b_x.shape[1]
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_d = (o_d < DIM) & (i_slot >= 0)
@@ -124,10 +144,23 @@ def store_vector(p_rows, p_scales, i_slot, row_stride, b_x, KIND: constexpr, LAT
         tl.store(p_row + o_d, b_key, mask=m_d)
         o_1 = tl.arange(0, 1)
         tl.store(p_scales + i_slot + o_1, b_scale, mask=(o_1 == 0) & (i_slot >= 0))
+    elif KIND == "turboquant":
+        o_rope = i_slot * (DIM - LATENT_DIM) + (o_d - LATENT_DIM)
+        tl.store(p_rope + o_rope, bfloat16_bits(b_x), mask=m_d & (o_d >= LATENT_DIM))
+        COLUMNS: constexpr = LATENT_DIM // 4
+        o_c = tl.arange(0, BLOCK_D // 4)
+        m_4 = tl.broadcast_to((o_c < COLUMNS)[None, :], (4, BLOCK_D // 4))
+        o_4 = tl.where(m_4, tl.arange(0, 4)[:, None] * COLUMNS + o_c[None, :], 0)
+        b_y = tl.gather(tl.reshape(b_x, (BLOCK_D,)), tl.reshape(o_4, (BLOCK_D,)), 0)
+        b_y = tl.where(m_4, tl.reshape(b_y, (4, BLOCK_D // 4)), 0.0)
+        b_words, b_size = coded_latent(b_y, m_4, LATENT_DIM)
+        p_words = p_rows.to(tl.pointer_type(tl.int16)) + i_slot * COLUMNS + o_c
+        tl.store(p_words, b_words.to(tl.int16), mask=(o_c < COLUMNS) & (i_slot >= 0))
+        tl.store(p_scales + i_slot, b_size, mask=i_slot >= 0)
     else:
         b_bits = bfloat16_bits(b_x)
-        p_rope = (p_row + LATENT_DIM).to(tl.pointer_type(tl.int16)) + (o_d - LATENT_DIM)
-        tl.store(p_rope, b_bits, mask=m_d & (o_d >= LATENT_DIM))
+        p_last = (p_row + LATENT_DIM).to(tl.pointer_type(tl.int16)) + (o_d - LATENT_DIM)
+        tl.store(p_last, b_bits, mask=m_d & (o_d >= LATENT_DIM))
         TILES: constexpr = BLOCK_D // TILE
         NUM_TILES: constexpr = LATENT_DIM // TILE
         b_tile = tl.reshape((b_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True), (TILES, TILE))

@@ -91,6 +91,11 @@ class SparseRows(NamedTuple):
     """int32: tokens that a row sees, its own included; 0: it does not choose (its context is short, or it is padding)."""
 
 
+def bits_of_rope(planes: LatentPlanes) -> torch.Tensor | None:
+    """The plane of rotated elements as kernels write it: the bits of bfloat16; None where there is none."""
+    return None if planes.rope_SR is None else planes.rope_SR.view(torch.int16)
+
+
 def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[L, latent_dim + rope_dim]: what some slots hold, in plain torch; the latents of TurboQuant stay in the rotated space."""
     rows_LX = planes.rows_SX[slots_L]

@@ -239,7 +239,7 @@ def _write_latent_kernel(
             m_4 = tl.broadcast_to((o_c < COLUMNS)[None, :], (4, BLOCK_L // 4))
             b_normed = _normed(p_x, p_norm, o_4, m_4, eps, LATENT_DIM, PDL)
             b_y = _rotated(b_normed, p_x, p_norm, o_4, m_4, eps, LATENT_DIM, BLOCK_L, KRONECKER)
-            b_words, b_latent_scale = _coded(b_y, m_4, LATENT_DIM)
+            b_words, b_latent_scale = coded_latent(b_y, m_4, LATENT_DIM)
             m_c = (o_c < COLUMNS) & (i_slot >= 0)
             p_words = p_rows.to(tl.pointer_type(tl.int16)) + i_slot * COLUMNS + o_c
             tl.store(p_words, b_words.to(tl.int16), mask=m_c)
@@ -294,7 +294,7 @@ def _normed(p_x, p_norm, o_x, m_x, eps, LATENT_DIM: constexpr, PDL: constexpr):
 
 
 @jit
-def _signs(o_i, o_j):
+def hadamard_sign(o_i, o_j):
     """+1 and -1 of a Hadamard matrix: by the parity of the bits that both indices have."""
     b_bits = o_i & o_j
     b_bits = b_bits ^ b_bits >> 8
@@ -313,8 +313,8 @@ def _rotated(b_normed, p_x, p_norm, o_4, m_4, eps, LATENT_DIM: constexpr, BLOCK_
         ROWS: constexpr = BLOCK_L // 16
         o_row, o_column = tl.arange(0, ROWS), tl.arange(0, 16)
         b_x = tl.reshape(b_normed, (ROWS, 16))
-        b_x = tl.dot(b_x, _signs(o_column[:, None], o_column[None, :]), input_precision="ieee")
-        b_x = tl.dot(_signs(o_row[:, None], o_row[None, :]), b_x, input_precision="ieee")
+        b_x = tl.dot(b_x, hadamard_sign(o_column[:, None], o_column[None, :]), input_precision="ieee")
+        b_x = tl.dot(hadamard_sign(o_row[:, None], o_row[None, :]), b_x, input_precision="ieee")
         b_y = tl.reshape(b_x, (4, BLOCK_L // 4))
     else:
         b_y = tl.zeros(o_4.shape, tl.float32)
@@ -326,14 +326,14 @@ def _rotated(b_normed, p_x, p_norm, o_4, m_4, eps, LATENT_DIM: constexpr, BLOCK_
             b_x = b_x * tl.load(p_norm + first + o_i).to(tl.float32)
             o_j = (first + o_i)[None, None, :]
             m_block = o_j // SIDE == o_4[:, :, None] // SIDE
-            b_sign = _signs(o_j % SIDE, o_4[:, :, None] % SIDE)
+            b_sign = hadamard_sign(o_j % SIDE, o_4[:, :, None] % SIDE)
             b_y += tl.sum(tl.where(m_block, b_sign * b_x[None, None, :], 0.0), axis=2)
         b_y = b_y * tl.rsqrt(b_squares / LATENT_DIM + eps)
     return tl.where(m_4, b_y * (SIDE**-0.5), 0.0)
 
 
 @jit
-def _coded(b_y, m_4, LATENT_DIM: constexpr):
+def coded_latent(b_y, m_4, LATENT_DIM: constexpr):
     """Words of four codes, and the scale that keeps the length."""
     b_length = tl.sqrt_rn(tl.sum(tl.sum(b_y * b_y, axis=1, keep_dims=True), axis=0, keep_dims=True))
     b_gain = tl.full((1, 1), GAIN * LATENT_DIM**0.5, tl.float32)

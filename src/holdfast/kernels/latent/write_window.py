@@ -15,11 +15,12 @@ from holdfast.kernels.latent.entry_rows import (
     load_turn,
     normed,
     rotate_last,
+    rotated_latents,
     store_vector,
     turn_heads,
     wait,
 )
-from holdfast.kernels.latent.latent_planes import LatentPlanes, store_latents
+from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, store_latents
 from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
 from holdfast.kernels.triton_compat import (
     can_run,
@@ -30,6 +31,7 @@ from holdfast.kernels.triton_compat import (
     supports_pdl,
     tl,
 )
+from holdfast.quant.kv_quantize import rotate_heads
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -48,14 +50,18 @@ def write_window(
     q_eps: float,
     rotary: Rotary,
     planes: LatentPlanes,
+    is_rotated: bool = False,
 ) -> None:
     """Each row's vector to its slot (-1: nowhere); its query heads are normed and rotated in place.
 
     Rows may lie apart in `kv_TD` and `q_TND`. A row without a state is padding: nothing else of it is looked at. A row with a
     state and no slot is a row like others but for the write.
+
+    `is_rotated`: vectors and heads are wanted in TurboQuant's rotated space, because entries are kept in it; where this window
+    is, they always are.
     """
     write = write_window_triton if can_run(kv_TD) else write_window_reference
-    write(kv_TD, q_TND, positions_T, slots_T, states_T, norm, q_eps, rotary, planes)
+    write(kv_TD, q_TND, positions_T, slots_T, states_T, norm, q_eps, rotary, planes, is_rotated)
 
 
 def rotate_back(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> None:
@@ -76,14 +82,21 @@ def write_window_reference(
     q_eps: float,
     rotary: Rotary,
     planes: LatentPlanes,
+    is_rotated: bool = False,
 ) -> None:
     """The same in plain torch."""
     is_row_T, is_kept_T = states_T >= 0, (states_T >= 0) & (slots_T >= 0)
     safe_T = torch.where(is_row_T, positions_T, 0)
-    turned_TND = rotate_last(normed(q_TND, q_eps), safe_T, rotary).to(q_TND.dtype)
-    q_TND.copy_(torch.where(is_row_T[:, None, None], turned_TND, q_TND))
-    rows_TD = rotate_last(normed(kv_TD, norm.eps) * norm.weight_L.float(), safe_T, rotary)[is_kept_T]
-    store_latents(planes, slots_T[is_kept_T], rows_TD[:, : planes.latent_dim], rows_TD[:, planes.latent_dim :])
+    latent_dim, is_coded = planes.latent_dim, planes.kind == "turboquant"
+    turned_TND = rotate_last(normed(q_TND, q_eps), safe_T, rotary)
+    rows_TD = rotate_last(normed(kv_TD, norm.eps) * norm.weight_L.float(), safe_T, rotary)
+    if is_rotated or is_coded:
+        turned_TND[..., :latent_dim] = rotate_heads(turned_TND[..., :latent_dim])
+    if is_rotated and not is_coded:  # codes are rotated where they are made
+        rows_TD[:, :latent_dim] = rotate_heads(rows_TD[:, :latent_dim])
+    q_TND.copy_(torch.where(is_row_T[:, None, None], turned_TND.to(q_TND.dtype), q_TND))
+    rows_XD = rows_TD[is_kept_T]
+    store_latents(planes, slots_T[is_kept_T], rows_XD[:, :latent_dim], rows_XD[:, latent_dim:])
 
 
 def rotate_back_reference(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> None:
@@ -105,6 +118,7 @@ def write_window_triton(
     q_eps: float,
     rotary: Rotary,
     planes: LatentPlanes,
+    is_rotated: bool = False,
 ) -> None:
     """The same as one Triton kernel: a program for the vector of a row, and others for some of its query heads each."""
     num_rows, num_heads, dim = q_TND.shape
@@ -112,6 +126,7 @@ def write_window_triton(
     assert dim == kv_TD.shape[1] == planes.latent_dim + planes.rope_dim, f"{q_TND.shape=}, {kv_TD.shape=}"
     assert rotary.cos_LD.shape[1] == planes.rope_dim, f"{rotary.cos_LD.shape=} for {planes.rope_dim=}"
     assert kv_TD.stride(1) == 1, f"{kv_TD.stride()=}: the elements of a row must lie side by side"
+    assert not planes.has_small_rope, "rotated elements in e4m3 have no kernel here"
     if num_rows == 0:
         return
     block_d, pdl = next_power_of_two(dim), supports_pdl(kv_TD)
@@ -127,6 +142,7 @@ def write_window_triton(
         rotary.sin_LD,
         planes.rows_SX,
         planes.scales_SC,
+        bits_of_rope(planes),
         norm.eps,
         q_eps,
         kv_TD.stride(0),
@@ -135,6 +151,7 @@ def write_window_triton(
         planes.rows_SX.stride(0),
         rotary.cos_LD.stride(0),
         KIND=planes.kind,
+        ROTATED=is_rotated or planes.kind == "turboquant",
         NUM_HEADS=num_heads,
         LATENT_DIM=planes.latent_dim,
         ROPE_DIM=planes.rope_dim,
@@ -195,6 +212,7 @@ def _write_window_kernel(
     p_sine,
     p_rows,
     p_scales,
+    p_rope,
     eps,
     q_eps,
     kv_stride,
@@ -203,6 +221,7 @@ def _write_window_kernel(
     row_stride,
     table_stride,
     KIND: constexpr,
+    ROTATED: constexpr,
     NUM_HEADS: constexpr,
     LATENT_DIM: constexpr,
     ROPE_DIM: constexpr,
@@ -228,6 +247,8 @@ def _write_window_kernel(
         p_query = p_q + i_row * q_stride + o_head * head_stride + o_d
         b_q = tl.load(p_query, mask=m_q, other=0.0).to(tl.float32)
         b_q = finished_vectors(b_q, 1.0, b_cos, b_sin, q_eps, DIM)
+        if ROTATED:
+            b_q = rotated_latents(b_q, LATENT_DIM)
         tl.store(p_query, b_q.to(p_q.dtype.element_ty), mask=m_q)
     else:
         b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -235,7 +256,9 @@ def _write_window_kernel(
         wait(PDL)
         b_x = tl.load(p_kv + i_row * kv_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_x = finished_vectors(b_x, b_weight, b_cos, b_sin, eps, DIM)
-        store_vector(p_rows, p_scales, i_slot, row_stride, b_x, KIND, LATENT_DIM, DIM)
+        if ROTATED:
+            b_x = rotated_latents(b_x, LATENT_DIM)
+        store_vector(p_rows, p_scales, p_rope, i_slot, row_stride, b_x, KIND, LATENT_DIM, DIM)
 
 
 @jit
