@@ -717,7 +717,7 @@ CASES: dict[str, Callable[[], None]] = {
     "chosen tokens, 20 heads, 4 bits": lambda: sparse_of("turboquant_mla_4bit", 20),
     "chosen tokens, 16 heads, 4 bits and rope of 8": lambda: sparse_of("turboquant_mla_4bit_r8", 16),
     "chosen tokens, 3 heads, 4 bits of 192": lambda: sparse_of("turboquant_mla_4bit_r8", 3, 192, 24),
-    "window and entries, 64 heads": lambda: compressed_of("bfloat16", 64, 128, 0, warpgroups=True),
+    "window and entries, 64 heads": lambda: compressed_of("bfloat16", 64, 128, 0, warpgroups=True, num_rows=20),
     "window and entries, 128 heads, fp8": lambda: compressed_of("fp8_ds_v4", 128, 4, 1024, warpgroups=True),
     "window and entries, 20 heads, fp8, any GPU": lambda: compressed_of("fp8_ds_v4", 20, 4, 512, warpgroups=False),
     "window, 64 heads, any GPU": lambda: compressed_of("bfloat16", 64, 0, 0, warpgroups=False),

@@ -4,8 +4,7 @@ N tokens of a block, D head dim
 
 Places of a row are its entries, then its window (compressed_scopes.py). What a place names is one number: an entry e is e, a
 token t of the window -2 - t, nothing -1. A step is as many places as the warps take at once. Names are read some steps ahead, pages
-a step behind them; then a row is asked into the L2 cache, and read from there a step before it is wanted: rows that lie anywhere
-are more than a microsecond away, and registers hold no more than a step of them.
+a step behind them, and rows before they are wanted: no load waits for another.
 
     plain        copied by cp.async, as they are
     fp8_ds_v4    codes times the power of two of their tile, in half precision: exact, but for what half precision has no numbers for
@@ -21,20 +20,8 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, ker
 # pyright: reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
 
-CODES_AHEAD, PLAIN_AHEAD = kernel_constant(2), kernel_constant(1)
-"""Steps of 32 places, and blocks of 64, that rows are in the L2 cache before they are read."""
-_PREFETCH = """{
-.reg .pred p;
-.reg .b32 t;
-mov.u32 t, %%tid.x;
-and.b32 t, t, %d;
-setp.eq.s32 p, t, 0;
-setp.ne.and.s32 p, $2, -1, p;
-@p cp.async.bulk.prefetch.L2.global [$1], %d;
-mov.u32 $0, 0;
-}"""
-PREFETCH_CODES_ASM, PREFETCH_PLAIN_ASM = kernel_constant(_PREFETCH % (3, 576)), kernel_constant(_PREFETCH % (7, 1024))
-"""A row into the L2 cache, by the first of the 4 or 8 threads that share it."""
+DEPTH = kernel_constant(1)
+"""Steps of codes that are on their way in registers."""
 PANEL = kernel_constant(64)
 """Columns of half precision that lie side by side in shared memory: 128 bytes, and one tile of codes."""
 PANEL_WORDS = kernel_constant(32)
@@ -142,34 +129,21 @@ def gather_plain(
     layout: constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_n = low + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, PANEL, gl.SliceLayout(0, layout))
-    b_names = ()
-    for i in gl.static_range(PLAIN_AHEAD + 2):
-        o_place = o_n + i * TOKENS
-        b_name = find_names(
-            p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
-        )
-        b_names = b_names + (b_name,)
-    b_pages = ()
-    for i in gl.static_range(PLAIN_AHEAD + 1):
-        b_page = load_pages(p_window_row, p_entries_row, b_names[i], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
-        b_pages = b_pages + (b_page,)
+    b_name = find_names(p_listed, o_n, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED)
+    b_next = find_names(
+        p_listed, o_n + TOKENS, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+    )
+    b_page = load_pages(p_window_row, p_entries_row, b_name, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
     for i_loop in range((high - low + TOKENS - 1) // TOKENS):
         i_ring = i_loop % RING
-        p_row = find_rows(p_window, p_entries, b_pages[0], b_names[0], HEAD_DIM, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
-        m_n = b_names[0] != -1
-        if PLAIN_AHEAD > 0:
-            b_last = b_names[PLAIN_AHEAD]
-            p_last = find_rows(
-                p_window, p_entries, b_pages[PLAIN_AHEAD], b_last, HEAD_DIM, RATIO, WINDOW_PAGE, ENTRIES_PAGE
-            )
-            gl.inline_asm_elementwise(PREFETCH_PLAIN_ASM, "=r,l,r", [p_last.to(gl.int64), b_last], gl.int32, False, 1)
-        b_page = load_pages(p_window_row, p_entries_row, b_names[PLAIN_AHEAD + 1], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
-        o_place = o_n + (i_loop + PLAIN_AHEAD + 2) * TOKENS
-        b_name = find_names(
-            p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+        p_row = find_rows(p_window, p_entries, b_page, b_name, HEAD_DIM, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        m_n = b_name != -1
+        b_page = load_pages(p_window_row, p_entries_row, b_next, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        b_name = b_next
+        o_ahead = o_n + (i_loop + 2) * TOKENS
+        b_next = find_names(
+            p_listed, o_ahead, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
         )
-        b_pages = _behind_first(b_pages) + (b_page,)
-        b_names = _behind_first(b_names) + (b_name,)
         hopper.mbarrier.wait(freed.index(i_ring), (i_loop // RING & 1) ^ 1)
         s_block = s_rows.index(i_ring)
         p_n = p_row[:, None] + o_c[None, :]
@@ -191,9 +165,8 @@ def _load_words(p_row, m_n, FIRST: constexpr, WORDS: constexpr, layout: constexp
 
 
 @gluon_jit
-def _tile_scale(b_scales, i_tile: constexpr):
-    """The power of two of a tile, twice in half precision, from the words that hold all exponents of a token."""
-    b_word = b_scales[i_tile // 4]
+def _tile_scale(b_word, i_tile: constexpr):
+    """The power of two of a tile, twice in half precision, from the word that holds its exponent."""
     PLACE: constexpr = i_tile % 4
     b_bits = b_word >> 1 if PLACE == 3 else b_word << (23 - 8 * PLACE)
     b_scale = gl.minimum((b_bits & EXPONENT).to(gl.float32, bitcast=True), MOST_SCALE)
@@ -208,16 +181,6 @@ def _scaled_codes(b_words, b_scale):
         SCALED_8_ASM, "=r,=r,r,r", [b_words, b_scale], (gl.int32, gl.int32), True, 1
     )
     return gl.join(b_lower, b_upper).reshape([b_words.shape[0], 2 * b_words.shape[1]])
-
-
-@gluon_jit
-def _load_row(p_row, p_scale, m_n, layout: constexpr):
-    """What a step takes of its rows: codes by tile, words of exponents, rotated elements."""
-    b_codes = ()
-    for i_tile in gl.static_range(NUM_TILES):
-        b_codes = b_codes + (_load_words(p_row, m_n, i_tile * CODE_WORDS, CODE_WORDS, layout),)
-    b_scales = (gl.load(p_scale, mask=m_n, other=0), gl.load(p_scale + 1, mask=m_n, other=0))
-    return b_codes, b_scales, _load_words(p_row, m_n, NUM_TILES * CODE_WORDS, PANEL_WORDS, layout)
 
 
 @gluon_jit
@@ -258,64 +221,61 @@ def gather_codes(
     words: constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     s_rows = s_rows._reinterpret(gl.int32, [RING, TOKENS, HEAD_DIM // 2], words)
     o_n = low + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    b_names = ()
-    for i in gl.static_range(CODES_AHEAD + 3):
-        o_place = o_n + i * STEP
+    b_codes = ()
+    b_scales = ()
+    b_ropes = ()
+    b_seen = ()
+    for i in gl.static_range(DEPTH):
         b_name = find_names(
-            p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+            p_listed, o_n + i * STEP, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
         )
-        b_names = b_names + (b_name,)
-    b_pages = ()
-    for i in gl.static_range(CODES_AHEAD + 2):
-        b_page = load_pages(p_window_row, p_entries_row, b_names[i], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
-        b_pages = b_pages + (b_page,)
-    m_n = b_names[0] != -1
-    p_row = find_rows(p_window, p_entries, b_pages[0], b_names[0], ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
-    p_scale = find_rows(
-        p_window_scales, p_entries_scales, b_pages[0], b_names[0], SCALE_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE
+        b_page = load_pages(p_window_row, p_entries_row, b_name, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        p_row = find_rows(p_window, p_entries, b_page, b_name, ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+        p_scale = find_rows(
+            p_window_scales, p_entries_scales, b_page, b_name, SCALE_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE
+        )
+        m_n = b_name != -1
+        for i_tile in gl.static_range(NUM_TILES):
+            b_codes = b_codes + (_load_words(p_row, m_n, i_tile * CODE_WORDS, CODE_WORDS, layout),)
+        b_scales = b_scales + (gl.load(p_scale, mask=m_n, other=0), gl.load(p_scale + 1, mask=m_n, other=0))
+        b_ropes = b_ropes + (_load_words(p_row, m_n, NUM_TILES * CODE_WORDS, PANEL_WORDS, layout),)
+        b_seen = b_seen + (gl.where(m_n, 1.0, 0.0),)
+    b_name = find_names(
+        p_listed, o_n + DEPTH * STEP, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
     )
-    b_codes, b_scales, b_rope = _load_row(p_row, p_scale, m_n, layout)
-    for i in gl.static_range(1, CODES_AHEAD + 1):
-        p_row = find_rows(p_window, p_entries, b_pages[i], b_names[i], ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
-        gl.inline_asm_elementwise(PREFETCH_CODES_ASM, "=r,l,r", [p_row.to(gl.int64), b_names[i]], gl.int32, False, 1)
-    b_names = _behind_first(b_names)
-    b_pages = _behind_first(b_pages)
+    b_next = find_names(
+        p_listed, o_n + (DEPTH + 1) * STEP, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+    )
+    b_page = load_pages(p_window_row, p_entries_row, b_name, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
     for i_loop in range((high - low + TOKENS - 1) // TOKENS):
         i_ring = i_loop % RING
         hopper.mbarrier.wait(freed.index(i_ring), (i_loop // RING & 1) ^ 1)
         for i_step in gl.static_range(TOKENS // STEP):
             s_step = s_rows.index(i_ring).slice(i_step * STEP, STEP, dim=0)
-            s_seen.index(i_ring).slice(i_step * STEP, STEP, dim=0).store(gl.where(m_n, 1.0, 0.0))
-            m_n = b_names[0] != -1
-            p_row = find_rows(p_window, p_entries, b_pages[0], b_names[0], ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+            s_seen.index(i_ring).slice(i_step * STEP, STEP, dim=0).store(b_seen[0])
+            m_n = b_name != -1
+            p_row = find_rows(p_window, p_entries, b_page, b_name, ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
             p_scale = find_rows(
-                p_window_scales, p_entries_scales, b_pages[0], b_names[0], SCALE_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE
+                p_window_scales, p_entries_scales, b_page, b_name, SCALE_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE
             )
-            if CODES_AHEAD > 0:
-                b_last = b_names[CODES_AHEAD]
-                p_last = find_rows(
-                    p_window, p_entries, b_pages[CODES_AHEAD], b_last, ROW_WORDS, RATIO, WINDOW_PAGE, ENTRIES_PAGE
-                )
-                gl.inline_asm_elementwise(
-                    PREFETCH_CODES_ASM, "=r,l,r", [p_last.to(gl.int64), b_last], gl.int32, False, 1
-                )
-            b_page = load_pages(p_window_row, p_entries_row, b_names[CODES_AHEAD + 1], RATIO, WINDOW_PAGE, ENTRIES_PAGE)
-            o_place = o_n + i_loop * TOKENS + (i_step + CODES_AHEAD + 3) * STEP
-            b_name = find_names(
-                p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
+            b_page = load_pages(p_window_row, p_entries_row, b_next, RATIO, WINDOW_PAGE, ENTRIES_PAGE)
+            b_name = b_next
+            o_ahead = o_n + i_loop * TOKENS + (i_step + DEPTH + 2) * STEP
+            b_next = find_names(
+                p_listed, o_ahead, high, num_taken, first, num_entries, num_listed, is_listed, RATIO, LISTED
             )
-            b_pages = _behind_first(b_pages) + (b_page,)
-            b_names = _behind_first(b_names) + (b_name,)
-            b_new = ()
             for i_tile in gl.static_range(NUM_TILES):
-                b_numbers = _scaled_codes(b_codes[i_tile], _tile_scale(b_scales, i_tile))
+                b_numbers = _scaled_codes(b_codes[0], _tile_scale(b_scales[i_tile // 4], i_tile))
                 s_step.slice(i_tile * PANEL_WORDS, PANEL_WORDS, dim=1).store(b_numbers)
-                b_new = b_new + (_load_words(p_row, m_n, i_tile * CODE_WORDS, CODE_WORDS, layout),)
-            b_half = gl.inline_asm_elementwise(HALF_ASM, "=r,r", [b_rope], gl.int32, True, 1)
+                b_new = _load_words(p_row, m_n, i_tile * CODE_WORDS, CODE_WORDS, layout)
+                b_codes = _behind_first(b_codes) + (b_new,)
+            b_half = gl.inline_asm_elementwise(HALF_ASM, "=r,r", [b_ropes[0]], gl.int32, True, 1)
             b_half = gl.inline_asm_elementwise(CUT_ASM, "=r,r", [b_half], gl.int32, True, 1)
             s_step.slice(NUM_TILES * PANEL_WORDS, PANEL_WORDS, dim=1).store(b_half)
-            b_codes = b_new
-            b_scales = (gl.load(p_scale, mask=m_n, other=0), gl.load(p_scale + 1, mask=m_n, other=0))
-            b_rope = _load_words(p_row, m_n, NUM_TILES * CODE_WORDS, PANEL_WORDS, layout)
+            b_new = _load_words(p_row, m_n, NUM_TILES * CODE_WORDS, PANEL_WORDS, layout)
+            b_ropes = _behind_first(b_ropes) + (b_new,)
+            b_scales = _behind_first(_behind_first(b_scales))
+            b_scales = b_scales + (gl.load(p_scale, mask=m_n, other=0), gl.load(p_scale + 1, mask=m_n, other=0))
+            b_seen = _behind_first(b_seen) + (gl.where(m_n, 1.0, 0.0),)
         hopper.fence_async_shared()
         hopper.mbarrier.arrive(filled.index(i_ring), count=1)

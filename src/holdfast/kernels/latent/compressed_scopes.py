@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.attention.split_kv import add_sinks, finite_max, merge_head
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.kernels.latent.compressed_geometry import compressed_splits
 from holdfast.kernels.latent.latent_planes import LatentPlanes
-from holdfast.kernels.latent.latent_tiles import merge_row, merge_shape
+from holdfast.kernels.latent.latent_tiles import MERGED_COLUMNS, row_form
 from holdfast.kernels.triton_compat import (
     constexpr,
     jit,
@@ -27,10 +28,12 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+# Triton unpacks nothing into a tuple, but adds tuples.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
 
-MERGED_SPLITS = kernel_constant(32)
-"""That are merged side by side."""
+SPREAD_SPLITS, MERGED_SPLITS, MERGED_HEADS = 32, 4, 4
+"""That a program of a merge takes side by side: splits of one head of few rows, splits and heads of many."""
 SPLIT_UNIT = kernel_constant(BLOCK_TOKENS)
 """Places that splits are multiples of: a block of the kernels that are made for it."""
 
@@ -78,8 +81,11 @@ def merge_scopes(
 ) -> None:
     """Every row from the partials of its splits and the sinks; zeros in padded rows."""
     num_rows, num_heads, head_dim = out_TND.shape
-    pdl, shape = supports_pdl(out_TND), merge_shape(num_rows, num_heads, head_dim)
-    _merge_kernel[(num_rows, -(-num_heads // shape.heads), head_dim // shape.columns)](
+    pdl, is_spread = supports_pdl(out_TND), row_form(num_rows).merges_side_by_side
+    # Few rows have many splits: a program takes some columns of one head. Else several heads, with a few splits side by side.
+    heads = 1 if is_spread else min(MERGED_HEADS, next_power_of_two(num_heads))
+    columns = min(head_dim & -head_dim, MERGED_COLUMNS) if is_spread else head_dim
+    _merge_kernel[(num_rows, -(-num_heads // heads), head_dim // columns)](
         out_TND,
         partial_out_CX,
         partial_lse_CH,
@@ -91,10 +97,11 @@ def merge_scopes(
         RATIO=scopes.ratio,
         LISTED=scopes.selected_TK is not None,
         NUM_HEADS=num_heads,
-        HEADS=shape.heads,
+        HEADS=heads,
         HEAD_DIM=head_dim,
-        SIDE_BY_SIDE=shape.is_side_by_side,
-        BLOCK_D=next_power_of_two(shape.columns),
+        SPREAD=is_spread,
+        BLOCK_S=SPREAD_SPLITS if is_spread else MERGED_SPLITS,
+        BLOCK_D=next_power_of_two(columns),
         PDL=pdl,
         num_warps=4,
         **pdl_launch(pdl),
@@ -142,28 +149,93 @@ def _merge_kernel(
     NUM_HEADS: constexpr,
     HEADS: constexpr,
     HEAD_DIM: constexpr,
-    SIDE_BY_SIDE: constexpr,
+    SPREAD: constexpr,
+    BLOCK_S: constexpr,
     BLOCK_D: constexpr,
     PDL: constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
+    o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    first_column = tl.program_id(2) * BLOCK_D
+    o_d = first_column + tl.arange(0, BLOCK_D)
+    m_out = (o_head < NUM_HEADS)[:, None] & (o_d < HEAD_DIM)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     _, _, num_places = row_places(tl.load(p_positions + i_row), num_listed, WINDOW, RATIO, LISTED)
     size = tl.maximum(split_size(num_places, num_splits), 1)
-    merge_row(
-        p_out,
-        p_partial_out,
-        p_partial_lse,
-        p_sinks,
-        i_row,
-        i_row * num_splits,
-        (num_places + size - 1) // size,  # splits behind the last place have written nothing
-        NUM_HEADS,
-        HEADS,
-        HEAD_DIM,
-        SIDE_BY_SIDE,
-        MERGED_SPLITS,
-        BLOCK_D,
-    )
+    num_used = (num_places + size - 1) // size  # splits behind the last place have written nothing
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if SPREAD:
+        b_out = merge_head(
+            p_partial_out + first_column,
+            p_partial_lse,
+            p_sinks,
+            i_row * num_splits,
+            num_used,
+            tl.program_id(1),
+            NUM_HEADS,
+            HEAD_DIM,
+            BLOCK_S,
+            BLOCK_D,
+        )[None, :]
+    else:
+        b_out = _merge_some(
+            p_partial_out,
+            p_partial_lse,
+            p_sinks,
+            i_row * num_splits,
+            num_used,
+            o_head,
+            m_out,
+            NUM_HEADS,
+            HEAD_DIM,
+            BLOCK_S,
+            o_d,
+        )
+    p_y = p_out + ((i_row * NUM_HEADS + o_head) * HEAD_DIM)[:, None] + o_d[None, :]
+    tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
+
+
+@jit
+def _merge_some(
+    p_partial_out,
+    p_partial_lse,
+    p_sinks,
+    first_partial,
+    num_splits,
+    o_head,
+    m_out,
+    NUM_HEADS: constexpr,
+    HEAD_DIM: constexpr,
+    BLOCK_S: constexpr,
+    o_d,
+):
+    """[heads, D]: `merge_heads` with a few splits on their way at once."""
+    m_head = o_head < NUM_HEADS
+    b_acc = tl.zeros(m_out.shape, dtype=tl.float32)
+    b_m = tl.full(o_head.shape, -float("inf"), dtype=tl.float32)
+    b_l = tl.zeros(o_head.shape, dtype=tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        b_lse = ()
+        b_part = ()
+        b_m_new = b_m
+        for i in tl.static_range(BLOCK_S):
+            is_there = first + i < num_splits
+            o_partial = (first_partial + first + i) * NUM_HEADS + o_head
+            b_one = tl.load(p_partial_lse + o_partial, mask=m_head & is_there, other=-float("inf"))
+            p_part = p_partial_out + (o_partial * HEAD_DIM)[:, None] + o_d[None, :]
+            b_part = b_part + (tl.load(p_part, mask=m_out & is_there, other=0.0).to(tl.float32),)
+            b_lse = b_lse + (b_one,)
+            b_m_new = tl.maximum(b_m_new, b_one)
+        b_m_safe = finite_max(b_m_new)
+        b_alpha = tl.exp2(b_m - b_m_safe)
+        b_acc = b_acc * b_alpha[:, None]
+        b_l = b_l * b_alpha
+        for i in tl.static_range(BLOCK_S):
+            b_p = tl.exp2(b_lse[i] - b_m_safe)
+            b_acc += b_part[i] * b_p[:, None]
+            b_l += b_p
+        b_m = b_m_new
+    b_l = add_sinks(b_l, b_m, p_sinks, o_head, m_head)
+    return b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]

@@ -14,7 +14,7 @@ from holdfast.kernels.attention.split_kv import LOG2_E, PER_NAT
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_gather import gather_codes, gather_plain
 from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes, list_length
-from holdfast.kernels.latent.gathered_tiles import GATHER_REGISTERS, GATHER_WARPS, RING
+from holdfast.kernels.latent.gathered_tiles import GATHER_WARPS, RING
 from holdfast.kernels.latent.latent_geometry import head_blocks
 from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.latent.latent_warpgroups import HEIGHT, LAUNCH_DEPENDENTS, TOKENS, WAIT
@@ -32,7 +32,8 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 NOPE_DIM, ROPE_DIM = 448, 64
-EARLY = kernel_constant(True)
+GATHER_REGISTERS = kernel_constant(104)
+"""Leave 200 to a thread of the warpgroups."""
 HEAD_DIM, NOPE, ROPE = kernel_constant(NOPE_DIM + ROPE_DIM), kernel_constant(NOPE_DIM), kernel_constant(ROPE_DIM)
 
 
@@ -406,8 +407,6 @@ def _attend_kernel(
     if PDL:
         # Lists, queries and rows come from kernels before.
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
-        if EARLY:
-            gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
     # Blocks of heads of a row come one after the other, so that all but the first find its rows in the cache.
     gl.warp_specialize(
         [
@@ -471,5 +470,6 @@ def _attend_kernel(
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
-    if PDL and not EARLY:
+    if PDL:
+        # Not sooner: programs of the next kernel would crowd on the multiprocessors that have none of these.
         gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)

@@ -104,7 +104,6 @@ def _merge_kernel(
         p_out,
         p_partial_out,
         p_partial_lse,
-        None,
         i_row,
         first_partial,
         num_splits,
@@ -122,7 +121,6 @@ def merge_row(
     p_out,
     p_partial_out,
     p_partial_lse,
-    p_sinks,
     i_row,
     first_partial,
     num_splits,
@@ -133,11 +131,9 @@ def merge_row(
     BLOCK_S: constexpr,
     BLOCK_D: constexpr,
 ):
-    """What of a row falls to this program of a grid (rows, blocks of heads, blocks of columns); zeros where it has no splits.
-
-    `p_sinks` is None where heads have no sinks.
-    """
+    """What of a row falls to this program of a grid (rows, blocks of heads, blocks of columns); zeros where it has no splits."""
     o_d = tl.arange(0, BLOCK_D)
+    p_sinks = None
     if SIDE_BY_SIDE:
         i_head = tl.program_id(1)
         first_column = tl.program_id(2) * BLOCK_D

@@ -109,7 +109,6 @@ def _merge_kernel(
         p_out,
         p_partial_out,
         p_partial_lse,
-        None,
         i_row,
         i_row * num_splits,
         num_splits,
