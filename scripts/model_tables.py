@@ -8,7 +8,15 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, SAME
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "models.md"
-MODEL_HEADINGS = ("name", "", "parameters", "bytes in bfloat16", "KV bytes a token", "windows or states of a sequence", "source")
+MODEL_HEADINGS = (
+    "name",
+    "",
+    "parameters",
+    "bytes in bfloat16",
+    "KV bytes a token",
+    "windows or states of a sequence",
+    "source",
+)
 GPU_HEADINGS = ("name", "as its driver calls it", "GB", "bytes", "compute capability", "bytes are")
 TOO_OLD = "too old to run"
 

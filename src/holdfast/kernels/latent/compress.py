@@ -49,7 +49,7 @@ ROWS = 8
 ELEMENTS_PER_PROGRAM = 2048
 """Of index heads."""
 ELEMENTS_PER_WARP = 128
-"""Of an entry."""
+"""Of an entry: more warps add up what lies in others of them, which takes twice as long on an H200."""
 
 
 class Compressor(NamedTuple):
@@ -582,19 +582,17 @@ def _pool(
         i_begin, i_end = tl.maximum(first_token, i_start), tl.minimum(first_token + RATIO - 1, i_position)
         has_state = tl.maximum(first_token - (HEAD - 1) * RATIO, 0) < i_start
         is_made = is_final | (is_last & has_state)
-        for i_block in range(i_begin, i_end + 1, BLOCK_T):
-            # Row by row: channels stay where they are, and nothing is added up across threads.
-            for i in tl.static_range(BLOCK_T):
-                i_token = i_block + i
-                m_t = m_d & (i_token <= i_end)
-                p_row = p_pooled + (i_row - (i_position - i_token)).to(tl.int64) * pooled_stride + o_d
-                p_place = p_bias + (i_token - first_token) * WIDTH + o_d
-                if OVERLAPPED:
-                    m_next = m_t & (is_last | (is_final == 0))
-                    a_m, a_l, a_x = _added(a_m, a_l, a_x, p_row, p_place, m_next, WIDTH)
-                    e_m, e_l, e_x = _added(e_m, e_l, e_x, p_row + DIM, p_place + DIM, m_t & is_made, WIDTH)
-                else:
-                    e_m, e_l, e_x = _added(e_m, e_l, e_x, p_row, p_place, m_t, WIDTH)
+        for i_token in range(i_begin, i_end + 1, BLOCK_T):
+            o_t = i_token + tl.arange(0, BLOCK_T)[:, None]
+            m_t = (o_t <= i_end) & m_d[None, :]
+            p_row = p_pooled + (i_row - (i_position - o_t)).to(tl.int64) * pooled_stride + o_d[None, :]
+            p_place = p_bias + (o_t - first_token) * WIDTH + o_d[None, :]
+            if OVERLAPPED:
+                m_next = m_t & (is_last | (is_final == 0))
+                a_m, a_l, a_x = _added(a_m, a_l, a_x, p_row, p_place, m_next, WIDTH)
+                e_m, e_l, e_x = _added(e_m, e_l, e_x, p_row + DIM, p_place + DIM, m_t & is_made, WIDTH)
+            else:
+                e_m, e_l, e_x = _added(e_m, e_l, e_x, p_row, p_place, m_t, WIDTH)
         if i_end == first_token + RATIO - 1:
             if is_made:
                 i_entry = i_row - (i_position - i_end)
@@ -622,10 +620,10 @@ def _pool(
 
 @jit
 def _added(b_m, b_l, b_acc, p_x, p_bias, m_x, WIDTH: constexpr):
-    """Sums of channels, and a row more: what is pooled, and its gates WIDTH columns further."""
+    """Sums of channels, and rows [T, D] more: of each what is pooled, and its gate WIDTH columns further."""
     b_x = tl.load(p_x, mask=m_x, other=0.0)
     b_gate = tl.load(p_x + WIDTH, mask=m_x, other=float("-inf")) + tl.load(p_bias, mask=m_x, other=0.0)
-    b_top = tl.maximum(b_m, b_gate)
+    b_top = tl.maximum(b_m, tl.max(b_gate, axis=0))
     b_base = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_share, b_weight = tl.exp(b_m - b_base), tl.exp(b_gate - b_base)
-    return b_top, b_l * b_share + b_weight, b_acc * b_share + b_weight * b_x
+    b_share, b_weight = tl.exp(b_m - b_base), tl.exp(b_gate - b_base[None, :])
+    return b_top, b_l * b_share + tl.sum(b_weight, axis=0), b_acc * b_share + tl.sum(b_weight * b_x, axis=0)
