@@ -38,7 +38,9 @@ def lend_pages(scheduler: "Scheduler", prompts: Sequence[Sequence[int]]) -> None
         for group in scheduler.groups:
             num_hidden = group.first_page(num_tokens)
             num_seen = group.pages_for(num_tokens) - num_hidden
-            assert num_seen <= pool.num_free, f"{len(prompts)} contexts of {num_tokens} tokens do not fit {pool.num_pages} pages"
+            assert num_seen <= pool.num_free, (
+                f"{len(prompts)} contexts of {num_tokens} tokens do not fit {pool.num_pages} pages"
+            )
             tables.append([*[HOLE] * num_hidden, *pool.allocate_many(num_seen)])
         chain = prefix.chain(b"")
         prefix.share(chain, prefix.miss())
