@@ -279,7 +279,7 @@ def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
 
 @pytest.mark.parametrize(
     "cases",
-    [("plain", "amax", "block"), pytest.param(("row", "tensor", "power"), marks=pytest.mark.slow)],
+    [("plain", "amax"), pytest.param(("block", "row", "tensor", "power"), marks=pytest.mark.slow)],
     ids=" and ".join,
 )
 def test_compiled_kernels_are_started_over_addresses(tmp_path, cases):
