@@ -176,7 +176,8 @@ def test_pointers_are_read_from_a_line() -> None:
 
 
 def test_every_environment_variable_is_documented_and_no_other() -> None:
-    read = {name for source in SOURCES.values() for name in rules.environment_variables(source)}
+    sources = [source for source in SOURCES.values() if "environ" in source.text or "getenv" in source.text]
+    read = {name for source in sources for name in rules.environment_variables(source)}
     assert sorted(rules.table_keys(DOCUMENTS["docs/env_vars.md"])) == sorted(read)
 
 
