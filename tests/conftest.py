@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from each_value import mark_others_slow
 from quick_interpreter import quicken_interpreter
 from red_zones import RedZones
 
@@ -83,10 +84,12 @@ def pytest_configure() -> None:
     gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu need CUDA."""
+    """Tests marked gpu need CUDA; without it a quick run takes a sample of those marked each_value."""
     if has_cuda():
         return
+    mark_others_slow(items)
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
