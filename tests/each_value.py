@@ -31,9 +31,9 @@ def mark_others_slow(items: Iterable[pytest.Item]) -> None:
     """Of every test that is marked each_value, those cases slow that are not chosen among its quick ones."""
     tests: dict[object, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("each_value"):
-            if item.get_closest_marker("slow") is None and item.get_closest_marker("gpu") is None:
-                tests[item.parent, item.originalname].append(item)
+        marks = {mark.name for mark in item.iter_markers()}
+        if isinstance(item, pytest.Function) and "each_value" in marks and not marks & {"slow", "gpu"}:
+            tests[item.parent, item.originalname].append(item)
     for cases in tests.values():
         # Cases of one test share the objects that they were given.
         chosen = choose([{name: id(value) for name, value in item.callspec.params.items()} for item in cases])
