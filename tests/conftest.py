@@ -86,7 +86,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu need CUDA; without it a quick run takes a sample of those marked each_value."""
+    """Tests marked gpu need CUDA; without it a quick run takes a sample of those marked each_value or each_pair."""
     if has_cuda():
         return
     mark_others_slow(items)

@@ -1,6 +1,6 @@
-"""Which cases of a matrix a quick run takes: so few that each value of each parameter comes, in as many pairs as that gives.
+"""Which cases of a matrix a quick run takes: so few that each value of each parameter comes, or each pair of values.
 
-A test marked each_value has all of its cases in `make test-slow` and where there is CUDA. Which of them `make test` takes
+A test marked each_value or each_pair has all of its cases in `make test-slow` and where there is CUDA. Which of them `make test` takes
 follows from the values alone, so every run takes the same.
 """
 
@@ -10,33 +10,48 @@ from itertools import combinations
 
 import pytest
 
-Case = Mapping[str, Hashable]
-"""A value for each name."""
+STRENGTHS = {"each_value": 1, "each_pair": 2}
+Case = Mapping[Hashable, Hashable]
+"""A value for each parameter."""
 
 
-def choose(cases: Sequence[Case]) -> list[int]:
-    """Places of those that have every value: always the one with most new values, of these that with most new pairs."""
-    values = [frozenset(case.items()) for case in cases]
-    pairs = [frozenset(combinations(sorted(case.items()), 2)) for case in cases]
-    missing, paired, chosen = frozenset[tuple[str, Hashable]]().union(*values), set[object](), list[int]()
+def choose(cases: Sequence[Case], strength: int = 1) -> list[int]:
+    """Places of those that have every value, or every pair of values for a strength of 2, of all cases.
+
+    Always the one with most of what is missing yet; of several such, that with most new pairs.
+    """
+    kinds = [frozenset(combinations(case.items(), min(strength, len(case)))) for case in cases]
+    pairs = [frozenset(combinations(case.items(), 2)) for case in cases]
+    missing, paired, chosen = frozenset[object]().union(*kinds), set[object](), list[int]()
     while missing:
-        place = max(range(len(cases)), key=lambda i: (len(values[i] & missing), len(pairs[i] - paired), -i))
+        place = max(range(len(cases)), key=lambda i: (len(kinds[i] & missing), len(pairs[i] - paired), -i))
         chosen.append(place)
-        missing -= values[place]
+        missing -= kinds[place]
         paired |= pairs[place]
     return sorted(chosen)
 
 
+def case_of(item: pytest.Function) -> Case:
+    """What a test was given. Names that are given together are one parameter; cases share the objects, so ids tell them."""
+    given = {name: id(value) for name, value in item.callspec.params.items()}
+    found: dict[Hashable, Hashable] = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        together = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
+        found[together] = tuple(given.pop(name) for name in together)
+    return found | given
+
+
 def mark_others_slow(items: Iterable[pytest.Item]) -> None:
-    """Of every test that is marked each_value, those cases slow that are not chosen among its quick ones."""
-    tests: dict[object, list[pytest.Function]] = defaultdict(list)
+    """Of every test that is marked each_value or each_pair, those cases slow that are not chosen among its quick ones."""
+    tests: dict[tuple[object, str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if isinstance(item, pytest.Function) and "each_value" in marks and not marks & {"slow", "gpu"}:
-            tests[item.parent, item.originalname].append(item)
-    for cases in tests.values():
-        # Cases of one test share the objects that they were given.
-        chosen = choose([{name: id(value) for name, value in item.callspec.params.items()} for item in cases])
+        if isinstance(item, pytest.Function) and marks & STRENGTHS.keys() and not marks & {"slow", "gpu"}:
+            strength = max(STRENGTHS[name] for name in marks & STRENGTHS.keys())
+            tests[item.parent, item.originalname, strength].append(item)
+    for (_, _, strength), cases in tests.items():
+        chosen = choose([case_of(item) for item in cases], strength)
         for place, item in enumerate(cases):
             if place not in chosen:
                 item.add_marker("slow")

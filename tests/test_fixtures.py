@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from each_value import choose
+from each_value import case_of, choose
 from red_zones import RedZones
 
 
@@ -46,19 +46,23 @@ def values_of(cases: list[dict[str, int]], places: list[int], strength: int) -> 
 
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (4, 3), (3, 3, 2), (2, 2, 2, 5)], ids=str)
-def test_a_sample_of_a_matrix_has_each_value_and_no_pair_twice_that_need_not_be(sizes: tuple[int, ...]) -> None:
+def test_a_sample_of_a_matrix_has_each_value_or_each_pair(sizes: tuple[int, ...]) -> None:
     cases = [dict(zip("abcd", values, strict=False)) for values in product(*map(range, sizes))]
     chosen = choose(cases)
     assert len(chosen) == max(sizes)
     assert values_of(cases, chosen, 1) == values_of(cases, list(range(len(cases))), 1)
     if sizes == (3, 3, 2):
         assert len(values_of(cases, chosen, 2)) == 9, "three pairs in each of three cases"
+    paired = choose(cases, 2)
+    assert values_of(cases, paired, 2) == values_of(cases, list(range(len(cases))), 2)
+    assert len(paired) <= 1.3 * max(sizes) * sorted(sizes)[-2:][0]
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("one", range(3))
+@pytest.mark.parametrize(("one", "two"), [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize("other", [1, 2, pytest.param(3, marks=pytest.mark.gpu)])
-def test_what_a_quick_run_leaves_out_is_slow(device, one: int, other: int, request: pytest.FixtureRequest) -> None:
+def test_what_a_quick_run_leaves_out_is_slow(device, one: int, two: int, other: int, request) -> None:
     own = [item for item in request.session.items if getattr(item, "originalname", "") == request.node.originalname]
     quick = [item for item in own if not any(item.get_closest_marker(name) for name in ("slow", "gpu"))]
     assert len(quick) <= (3 if device.type == "cpu" else 6)
+    assert case_of(request.node).keys() == {("one", "two"), ("other",)}
