@@ -155,6 +155,7 @@ def test_every_preemption_makes_pages_available_at_once(num_events: int, monkeyp
     assert min(gains) >= 1, "no world here has windows of 1 alone"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 13, 64])
 @pytest.mark.parametrize("caches_prefixes", [True, False], ids=["cached", "uncached"])
 def test_tokens_do_not_depend_on_the_chunk_size(chunk: int, caches_prefixes: bool) -> None:

@@ -88,6 +88,7 @@ def test_it_is_the_arithmetic_of_the_format(name: str, side: str, head_dim: int)
     assert error < {8: 0.001, 4: 0.012, 3: 0.04}[bits_of(name, side)]
 
 
+@pytest.mark.each_value
 @every_side
 @every_format
 def test_how_tokens_are_cut_does_not_matter(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,6 +544,7 @@ def test_gradients_reach_the_newest_tokens_alone() -> None:
 # Bytes.
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tail", [0, 64])
 @every_format
 def test_memory_is_the_arithmetic_of_the_format(name: str, tail: int) -> None:
