@@ -142,7 +142,7 @@ def company(dice: random.Random, num_others: int, latest: int) -> tuple[tuple[in
 
 
 EVERY_CHUNK = tuple(range(1, LONGEST_PROMPT + 1))
-SOME_CHUNKS = (1, 2, 7, 15, 16, 17, 24, 33, 40, 41)
+SOME_CHUNKS = (1, 7, 15, 16, 17, 41)
 """On both sides of a page and of the whole prompt, and such that divide neither."""
 
 

@@ -104,7 +104,12 @@ def test_json_is_all_that_is_printed_and_has_the_documented_names(here: Here, mo
     assert "sweep" not in record(here, "Qwen3-8B", "--gpu", "h100")
 
 
-@pytest.mark.parametrize("model", CATALOGUE)
+QUICK = list(CATALOGUE)[::4]
+
+
+@pytest.mark.parametrize(
+    "model", [model if model in QUICK else pytest.param(model, marks=pytest.mark.slow) for model in CATALOGUE]
+)
 def test_every_model_of_the_catalogue_is_planned(here: Here, model: str) -> None:
     ended = here("plan", model, "--gpu", "h200", "--json")
     found = json.loads(ended.out)
