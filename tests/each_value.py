@@ -4,7 +4,7 @@ A test marked each_value or each_pair has all of its cases in `make test-slow` a
 follows from the values alone, so every run takes the same.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 
@@ -18,14 +18,21 @@ Case = Mapping[Hashable, Hashable]
 def choose(cases: Sequence[Case], strength: int = 1) -> list[int]:
     """Places of those that have every value, or every pair of values for a strength of 2, of all cases.
 
-    Always the one with most of what is missing yet; of several such, that with most new pairs.
+    Always the one with most of what is missing yet; of several such, that with most new pairs, then with rarer values.
     """
     kinds = [frozenset(combinations(case.items(), min(strength, len(case)))) for case in cases]
     pairs = [frozenset(combinations(case.items(), 2)) for case in cases]
     missing, paired, chosen = frozenset[object]().union(*kinds), set[object](), list[int]()
+    taken: Counter[object] = Counter()
+
+    def worth(place: int) -> tuple[int, ...]:
+        num_before = sum(taken[value] for value in cases[place].items())
+        return len(kinds[place] & missing), len(pairs[place] - paired), -num_before, -place
+
     while missing:
-        place = max(range(len(cases)), key=lambda i: (len(kinds[i] & missing), len(pairs[i] - paired), -i))
+        place = max(range(len(cases)), key=worth)
         chosen.append(place)
+        taken.update(cases[place].items())
         missing -= kinds[place]
         paired |= pairs[place]
     return sorted(chosen)

@@ -53,6 +53,10 @@ def test_a_sample_of_a_matrix_has_each_value_or_each_pair(sizes: tuple[int, ...]
     assert values_of(cases, chosen, 1) == values_of(cases, list(range(len(cases))), 1)
     if sizes == (3, 3, 2):
         assert len(values_of(cases, chosen, 2)) == 9, "three pairs in each of three cases"
+    firsts = [cases[place]["a"] for place in chosen]
+    assert max(map(firsts.count, firsts)) <= -(-len(chosen) // sizes[0]) + 1, (
+        "no value comes much more often than others"
+    )
     paired = choose(cases, 2)
     assert values_of(cases, paired, 2) == values_of(cases, list(range(len(cases))), 2)
     assert len(paired) <= 1.3 * max(sizes) * sorted(sizes)[-2:][0]

@@ -17,6 +17,7 @@ QWEN = CATALOGUE["Qwen3-8B"]
 STORED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "name",

@@ -158,6 +158,7 @@ def test_the_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
     assert transposed.item() == expected
 
 
+@pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize("elements", [64, PIECE_ELEMENTS])
 def test_the_lowest_row_that_is_not_finite_is_found(scheme, elements, monkeypatch):
