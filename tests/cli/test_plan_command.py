@@ -61,11 +61,13 @@ def test_the_smallest_change_fits_and_less_does_not(here: Here) -> None:
 
 
 ADVISED = [
-    ("Qwen3-32B", "--gpu", "rtx4090", "--quantization", "mxfp4"),
-    ("Qwen3-32B", "--gpu", "rtx4090", "--max-model-len", "32K"),
     ("Qwen3-8B", "--gpu", "h200"),
     ("Qwen3-30B-A3B", "--memory", "17.3GiB", "--kv-cache-dtype", "fp8"),
     ("Llama-3.1-8B", "--gpu", "rtx3060"),
+    *(
+        pytest.param(("Qwen3-32B", "--gpu", "rtx4090", *option), marks=pytest.mark.slow)
+        for option in (("--quantization", "mxfp4"), ("--max-model-len", "32K"))
+    ),
 ]
 
 

@@ -747,7 +747,6 @@ def talker() -> Talker:
     [
         pytest.param(TABLE, 32, id="table", marks=pytest.mark.slow),
         pytest.param(FACTORIAL, 32, id="factorial", marks=pytest.mark.slow),
-        pytest.param(FACTORIAL, 12, id="the beginning of factorial"),
     ],
 )
 def test_the_same_text_with_a_short_tail(talker: Talker, prompt: str, num_new: int) -> None:
@@ -755,7 +754,7 @@ def test_the_same_text_with_a_short_tail(talker: Talker, prompt: str, num_new: i
     assert talker.is_equal(prompt, cache, num_new)
     memory = cache.memory_bytes()
     num_quantized = memory.planes["k_scale"] // (2 * 3 * 30)
-    assert num_quantized >= (32 if num_new == 32 else 16)
+    assert num_quantized >= 32
     assert sum(memory.planes.values()) == num_quantized * 30 * 3 * (64 + 2 + 32 + 2)
 
 

@@ -284,7 +284,7 @@ def tiny_experts(name: str) -> tuple[Any, LoadedModel]:
 @pytest.mark.parametrize("name", EXPERT_MODELS)
 def test_experts_alone_and_whole(name, monkeypatch):
     theirs, ours = tiny_experts(name)
-    (request,) = make_requests((33,))
+    (request,) = make_requests((33,), FEW_STEPS)
     drive = make_drive(ours, choose("torch_paged", monkeypatch), max_num_batched_tokens=128)
     drive.run([request])
     judge(theirs, drive, request)
@@ -294,7 +294,7 @@ def test_experts_alone_and_whole(name, monkeypatch):
 def test_experts_in_company_of_other_lengths_and_in_chunks(name, monkeypatch):
     backend = choose("native_paged", monkeypatch)
     theirs, ours = tiny_experts(name)
-    requests = make_requests((1, 17, 64))
+    requests = make_requests((1, 17, 64), 2 * FEW_STEPS)
     drive = make_drive(ours, backend, max_num_batched_tokens=24, page_tokens=8)
     drive.run(requests)
     for request in requests:
