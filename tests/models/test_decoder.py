@@ -131,6 +131,7 @@ def test_alone_and_whole(case, backend, num_steps):
         judge(theirs, drive, request)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "whole"])
 @pytest.mark.parametrize("case", CASES)
 def test_in_company_of_other_lengths_and_in_chunks(case, backend, is_whole):
