@@ -1,17 +1,18 @@
 """Which cases of a matrix a quick run takes: so few that each value of each parameter comes, or each pair of values.
 
-A test marked each_value or each_pair has all of its cases in `make test-slow` and where there is CUDA. Which of them `make test` takes
-follows from the values alone, so every run takes the same.
+A test marked each_value or each_pair has all of its cases in `make test-slow` and where there is CUDA. Which of them
+`make test` takes follows from the values alone, so every run takes the same.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 
 STRENGTHS = {"each_value": 1, "each_pair": 2}
-Case = Mapping[Hashable, Hashable]
+Case = Mapping[Any, Hashable]
 """A value for each parameter."""
 
 
@@ -41,7 +42,7 @@ def choose(cases: Sequence[Case], strength: int = 1) -> list[int]:
 def case_of(item: pytest.Function) -> Case:
     """What a test was given. Names that are given together are one parameter; cases share the objects, so ids tell them."""
     given = {name: id(value) for name, value in item.callspec.params.items()}
-    found: dict[Hashable, Hashable] = {}
+    found: dict[Any, Hashable] = {}
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0]
         together = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
