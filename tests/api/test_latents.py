@@ -88,7 +88,9 @@ def test_prefixes_are_found_again(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["v32"], indirect=True)
-@pytest.mark.parametrize(("temperature", "index"), [(0.0, "float32"), (1.5, "fp8")], ids=["greedy", "seeded in fp8"])
+@pytest.mark.each_value
+@pytest.mark.parametrize("index", ["float32", "fp8"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5], ids=["greedy", "seeded"])
 def test_completions_of_one_prompt_are_those_of_requests_of_their_own(
     case: Case, temperature: float, index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,20 +282,25 @@ def tiny_experts(name: str) -> tuple[Any, LoadedModel]:
     return theirs, LoadedModel(spec, assembled(parameters(spec), tensors_of(theirs, "separate")))
 
 
+SOME_OR_ALL_STEPS = pytest.mark.parametrize("num_steps", [FEW_STEPS, pytest.param(NUM_STEPS, marks=pytest.mark.slow)])
+
+
+@SOME_OR_ALL_STEPS
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_experts_alone_and_whole(name, monkeypatch):
+def test_experts_alone_and_whole(name, num_steps, monkeypatch):
     theirs, ours = tiny_experts(name)
-    (request,) = make_requests((33,), FEW_STEPS)
+    (request,) = make_requests((33,), num_steps)
     drive = make_drive(ours, choose("torch_paged", monkeypatch), max_num_batched_tokens=128)
     drive.run([request])
     judge(theirs, drive, request)
 
 
+@SOME_OR_ALL_STEPS
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_experts_in_company_of_other_lengths_and_in_chunks(name, monkeypatch):
+def test_experts_in_company_of_other_lengths_and_in_chunks(name, num_steps, monkeypatch):
     backend = choose("native_paged", monkeypatch)
     theirs, ours = tiny_experts(name)
-    requests = make_requests((1, 17, 64), 2 * FEW_STEPS)
+    requests = make_requests((1, 17, 64), num_steps)
     drive = make_drive(ours, backend, max_num_batched_tokens=24, page_tokens=8)
     drive.run(requests)
     for request in requests:

@@ -42,12 +42,9 @@ EXPERTS = ExpertsSpec(num_experts=128, top_k=8, intermediate_size=768)
 
 
 def run_every_size(runner: Runner) -> None:
-    """A prompt of each small number of rows and of those about every cut of sixteen, all of which are wanted; and as many
-    logits at a time as there may be."""
+    """A prompt of each number of rows, all of which are wanted; and as many logits at a time as there may be."""
     limits = runner.limits
     for num_rows in range(1, limits.max_num_batched_tokens + 1):
-        if num_rows > 36 and num_rows % 16 not in (0, 1, 2, 15) and num_rows < limits.max_num_batched_tokens:
-            continue
         known = Known(num_rows, num_rows, num_rows, runner.vocab_size, SamplingParams())
         hidden_TH = runner.hidden_rows(LiveStep((known.schedule(num_rows, in_a_row(runner.groups, 0)),)))
         if num_rows <= PROMPT_ROWS:
