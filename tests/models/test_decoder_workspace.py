@@ -88,6 +88,7 @@ def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(fa
     assert watched.most_bytes == reserved
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged"])
 def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch):
