@@ -236,7 +236,9 @@ def test_experts_in_other_types_than_settings_say(tmp_path):
     for name, said in (("o", "int3"), ("p", ["fp4"])):
         config = FLASH | {"expert_dtype": said}
         folder = write_folder(tmp_path / name, config, stored)
-        with pytest.raises(UnsupportedModelError, match=r"config\.json says expert_dtype = .*; 'fp4' or 'fp8' is under"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"config\.json says expert_dtype = .*; 'fp4' or 'fp8' is under"
+        ):
             open_directory(folder)
         with pytest.raises(ModelFormatError, match=r"config\.json says expert_dtype = "):
             declare_config(config, "m")
