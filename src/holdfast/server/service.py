@@ -1,0 +1,51 @@
+"""Service: what every endpoint is given: the model, the names it goes by, the bounds of a request, and whether it takes any.
+
+One object for a server's life, made before the first connection is taken. Endpoints never reach around it.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from holdfast.api.async_llm import AsyncLLM
+
+State = Literal["ready", "draining", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds that are checked before a request costs anything."""
+
+    max_body_bytes: int = 8 * 2**20
+    max_json_depth: int = 64
+    header_seconds: float = 10.0
+    """From a connection's first byte, or the end of the request before, to the end of the headers."""
+    body_seconds: float = 30.0
+    """Between two pieces of a body."""
+    write_seconds: float = 30.0
+    """That a reader may leave what was written unread."""
+    max_connections: int = 4096
+    drain_seconds: float = 30.0
+    """For requests that run when the server is told to end."""
+    max_messages: int = 4096
+    max_tools: int = 128
+    max_schema_bytes: int = 2**16
+    max_regex_chars: int = 4096
+    max_prompts: int = 256
+    """Prompts of one request to /v1/completions."""
+
+
+@dataclass(slots=True)
+class Service:
+    """A model being served."""
+
+    llm: AsyncLLM
+    names: tuple[str, ...]
+    """That `model` of a request may have; the first is the one answers carry."""
+    limits: ServerLimits = ServerLimits()
+    state: State = "ready"
+    started_at: float = field(default_factory=time.time)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
