@@ -2,8 +2,8 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
 
 from holdfast.request.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -41,22 +41,29 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def taken_only(words: str, *taken: object) -> Any:  # noqa: ANN401 (a type for annotations)
-    """A field that is known, and taken with null or `taken` alone; another value is refused with these words."""
+class TakenOnly:
+    """For a field that is known, and taken with null or `taken` alone; another value is refused with these words."""
 
-    def check(value: object) -> object:
-        if value is None or any(type(value) is type(quiet) and value == quiet for quiet in taken):
+    def __init__(self, words: str, *taken: object) -> None:
+        self._words = words
+        self._taken = taken
+
+    def check(self, value: object) -> object:
+        """The value, where it asks for nothing."""
+        if value is None or any(type(value) is type(quiet) and value == quiet for quiet in self._taken):
             return value
-        raise refuse(words)
+        raise refuse(self._words)
 
-    return Annotated[Any, BeforeValidator(check), WithJsonSchema({"enum": [None, *taken]})]
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:  # noqa: ANN401
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [None, *self._taken], "description": self._words}
 
 
-def unused(kind: Any, **bounds: Any) -> Any:  # noqa: ANN401 (a type for annotations)
-    """A field that is checked and changes nothing here."""
-    return Annotated[kind | None, Field(description="Taken; it changes nothing here.", **bounds)]
-
-
+UNUSED = Field(description="Taken; it changes nothing here.")
 Whole = Annotated[int, BeforeValidator(_whole)]
 TokenId = Annotated[Whole, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[Whole, Field(ge=1, le=MAX_INT)]
@@ -81,7 +88,10 @@ class StructuredFields(Body):
     json_: Annotated[JsonSchema | Text | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)] | None = None
+    choice: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
+        | None
+    ) = None
     grammar: Annotated[str, Field(min_length=1, max_length=2**16)] | None = None
 
 
@@ -90,7 +100,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: unused(bool) = None
+    include_obfuscation: Annotated[bool | None, UNUSED] = None
 
 
 class SamplingFields(Body):
@@ -105,7 +115,9 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[BiasKey, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    logit_bias: (
+        Annotated[dict[BiasKey, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] | None
+    ) = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -123,11 +135,16 @@ class SamplingFields(Body):
     structured_outputs: StructuredFields | None = None
     guided_json: JsonSchema | Text | None = None
     guided_regex: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    guided_choice: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)] | None = None
+    guided_choice: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
+        | None
+    ) = None
     guided_grammar: Annotated[str, Field(min_length=1, max_length=2**16)] | None = None
-    user: unused(Text) = None
-    spaces_between_special_tokens: unused(bool) = None
-    use_beam_search: taken_only("beam search is not here: use n with temperature above 0", False) = None
-    length_penalty: taken_only("beam search is not here: leave it out", 1, 1.0) = None
-    prompt_logprobs: taken_only("ask /v1/completions with echo and logprobs") = None
-    logits_processors: taken_only("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids") = None
+    user: Annotated[Text | None, UNUSED] = None
+    spaces_between_special_tokens: Annotated[bool | None, UNUSED] = None
+    use_beam_search: Annotated[object, TakenOnly("beam search is not here: use n with temperature above 0", False)] = None
+    length_penalty: Annotated[object, TakenOnly("beam search is not here: leave it out", 1, 1.0)] = None
+    prompt_logprobs: Annotated[object, TakenOnly("ask /v1/completions with echo and logprobs")] = None
+    logits_processors: taken_only("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids") = (
+        None
+    )

@@ -1,15 +1,24 @@
 """Fields of a request as SamplingParams: the model's own advice first, then what was asked; and checks that need the model."""
 
-from holdfast.errors import PromptError, RequestError
+from holdfast.errors import RequestError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.server.errors import ApiError
+from holdfast.server.errors import ApiError, from_exception
 from holdfast.server.fields import SamplingFields
 from holdfast.server.service import Service
 
 SMALLEST_TOP_P = 1e-6
 """OpenAI's top_p = 0 keeps the most likely token alone."""
 _SAME_NAMES = (
-    *("n", "temperature", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"),
+    *(
+        "n",
+        "temperature",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_tokens",
+    ),
     *("stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens", "priority"),
     *("include_stop_str_in_output", "truncate_prompt_tokens"),
 )
@@ -49,8 +58,10 @@ def sampling_params(
     return SamplingParams(**given)  # type: ignore[arg-type]
 
 
-def context_error(service: Service, error: PromptError, param: str) -> RequestError | ApiError:
-    """A prompt that is too long as OpenAI's clients know it; other faults of a prompt as they are."""
+def prompt_error(error: RequestError, param: str) -> ApiError:
+    """A fault of a prompt with its field; one that is too long as OpenAI's clients know it."""
+    told = from_exception(error)
+    told.param = told.param or param
     if "the context holds" in error.has:
-        return ApiError(400, str(error), param=param, code="context_length_exceeded")
-    return error
+        told.code = "context_length_exceeded"
+    return told

@@ -23,8 +23,8 @@ from holdfast.server.fields import (
     TokenId,
     Whole,
     refuse,
-    taken_only,
-    unused,
+    UNUSED,
+    TakenOnly,
 )
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -34,7 +34,9 @@ _OTHER_PARTS = ("image_url", "input_image", "input_audio", "input_file", "file",
 
 def _text_alone(kind: object) -> object:
     if isinstance(kind, str) and kind in _OTHER_PARTS:
-        raise refuse(f'only text is read here, and this is a part of type {kind}: send {{"type": "text", "text": "..."}}')
+        raise refuse(
+            f'only text is read here, and this is a part of type {kind}: send {{"type": "text", "text": "..."}}'
+        )
     return kind
 
 
@@ -43,9 +45,9 @@ class TextPart(Body):
 
     type: Annotated[Literal["text", "input_text", "output_text"], BeforeValidator(_text_alone)]
     text: Text
-    cache_control: unused(dict[str, Any]) = None
-    annotations: unused(list[Any]) = None
-    logprobs: unused(list[Any]) = None
+    cache_control: Annotated[dict[str, Any] | None, UNUSED] = None
+    annotations: Annotated[list[Any] | None, UNUSED] = None
+    logprobs: Annotated[list[Any] | None, UNUSED] = None
 
 
 Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -65,7 +67,7 @@ class MessageToolCall(Body):
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: unused(Whole, ge=0, le=MAX_TOOLS) = None
+    index: Annotated[Annotated[Whole, Field(ge=0, le=MAX_TOOLS)] | None, UNUSED] = None
 
 
 class InstructionMessage(Body):
@@ -94,10 +96,10 @@ class AssistantMessage(Body):
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     refusal: Text | None = None
-    annotations: taken_only("annotations are not read: leave them out", []) = None
-    audio: taken_only("only text is read here: leave audio out") = None
-    function_call: taken_only("function_call is the old name: use tool_calls") = None
-    provider_specific_fields: taken_only("this field is a client's own: leave it out", {}, {"refusal": None}) = None
+    annotations: Annotated[object, TakenOnly("annotations are not read: leave them out", [])] = None
+    audio: Annotated[object, TakenOnly("only text is read here: leave audio out")] = None
+    function_call: Annotated[object, TakenOnly("function_call is the old name: use tool_calls")] = None
+    provider_specific_fields: Annotated[object, TakenOnly("this field is a client's own: leave it out", {}, {"refusal": None})] = None
 
 
 class ToolMessage(Body):
@@ -193,26 +195,26 @@ class ChatCompletionRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    echo: taken_only("/v1/completions has echo: leave it out here", False) = None
-    chat_template: taken_only("templates do not come with requests: --chat-template sets one where the server starts") = None
-    documents: taken_only("documents are not read: put them into a message", []) = None
-    add_special_tokens: taken_only("the chat template writes special tokens: leave it out", False) = None
-    best_of: taken_only("use n", 1) = None
-    functions: taken_only("functions is the old name: use tools") = None
-    function_call: taken_only("function_call is the old name: use tool_choice") = None
-    modalities: taken_only("answers are text: leave it out", ["text"]) = None
-    audio: taken_only("answers are text: leave it out") = None
-    prediction: taken_only("predicted outputs are not here: leave it out") = None
-    web_search_options: taken_only("nothing here searches the web: leave it out") = None
-    moderation: taken_only("nothing here moderates: leave it out") = None
-    verbosity: taken_only("no model here has this: ask for it in a message", "medium") = None
-    store: taken_only("nothing is stored here: leave it out", False) = None
-    service_tier: taken_only("there is one tier: use priority", "auto", "default") = None
-    metadata: unused(Metadata) = None
-    prompt_cache_key: unused(Text) = None
-    prompt_cache_options: unused(dict[str, Any]) = None
-    prompt_cache_retention: unused(Literal["in_memory", "in-memory", "24h"]) = None
-    safety_identifier: unused(Text) = None
+    echo: Annotated[object, TakenOnly("/v1/completions has echo: leave it out here", False)] = None
+    chat_template: Annotated[object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")] = None
+    documents: Annotated[object, TakenOnly("documents are not read: put them into a message", [])] = None
+    add_special_tokens: Annotated[object, TakenOnly("the chat template writes special tokens: leave it out", False)] = None
+    best_of: Annotated[object, TakenOnly("use n", 1)] = None
+    functions: Annotated[object, TakenOnly("functions is the old name: use tools")] = None
+    function_call: Annotated[object, TakenOnly("function_call is the old name: use tool_choice")] = None
+    modalities: Annotated[object, TakenOnly("answers are text: leave it out", ["text"])] = None
+    audio: Annotated[object, TakenOnly("answers are text: leave it out")] = None
+    prediction: Annotated[object, TakenOnly("predicted outputs are not here: leave it out")] = None
+    web_search_options: Annotated[object, TakenOnly("nothing here searches the web: leave it out")] = None
+    moderation: Annotated[object, TakenOnly("nothing here moderates: leave it out")] = None
+    verbosity: Annotated[object, TakenOnly("no model here has this: ask for it in a message", "medium")] = None
+    store: Annotated[object, TakenOnly("nothing is stored here: leave it out", False)] = None
+    service_tier: Annotated[object, TakenOnly("there is one tier: use priority", "auto", "default")] = None
+    metadata: Annotated[Metadata | None, UNUSED] = None
+    prompt_cache_key: Annotated[Text | None, UNUSED] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, UNUSED] = None
+    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNUSED] = None
+    safety_identifier: Annotated[Text | None, UNUSED] = None
 
 
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
@@ -232,11 +234,11 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     response_format: ResponseFormat | None = None
-    suffix: taken_only("text is continued, not filled in: leave suffix out", "") = None
-    best_of: taken_only("every completion is given: use n", 1) = None
-    add_special_tokens: taken_only("special tokens are added to a prompt: pass token ids for a bare one", True) = None
-    metadata: unused(Metadata) = None
-    store: taken_only("nothing is stored here: leave it out", False) = None
+    suffix: Annotated[object, TakenOnly("text is continued, not filled in: leave suffix out", "")] = None
+    best_of: Annotated[object, TakenOnly("every completion is given: use n", 1)] = None
+    add_special_tokens: Annotated[object, TakenOnly("special tokens are added to a prompt: pass token ids for a bare one", True)] = None
+    metadata: Annotated[Metadata | None, UNUSED] = None
+    store: Annotated[object, TakenOnly("nothing is stored here: leave it out", False)] = None
 
 
 class TokenizeRequest(Body):
@@ -251,7 +253,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     return_token_strs: bool | None = None
-    chat_template: taken_only("templates do not come with requests: --chat-template sets one where the server starts") = None
+    chat_template: Annotated[object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")] = None
 
 
 class DetokenizeRequest(Body):

@@ -7,7 +7,7 @@ A reader that is slower than the model makes `send` wait; meanwhile its deltas a
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -89,6 +89,11 @@ class Answer:
                         self._finish(delta)
                 yield deltas
 
+    def log_text(self, text: str | None) -> None:
+        """For a log that was asked to hold answers."""
+        if self._record.wants_text:
+            self._record.answer = text
+
     def _finish(self, delta: CompletionDelta) -> None:
         if delta.index == 0:
             self.counted.num_cached_tokens += delta.num_cached_tokens
@@ -106,6 +111,39 @@ async def first_of(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes,
     """The same pieces after the first one, which is empty, came: a refusal is then an answer of its own, not an event."""
     await anext(pieces)
     return pieces
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[_Result, None]],
+) -> AsyncGenerator[tuple[int, _Result], None]:
+    """What several streams give, with the place of each, as it comes; all are closed with this one.
+
+    Beside the first piece, one of each stream is taken before any is given: all of them have begun then.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+    reading: dict[asyncio.Future[_Result], int] = {}
+    try:
+        begun = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        reading = {task: place for place, task in enumerate(begun)}
+        await asyncio.gather(*begun)
+        while reading:
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=reading.__getitem__):
+                place = reading.pop(task)
+                try:
+                    piece = task.result()
+                except StopAsyncIteration:
+                    continue
+                reading[asyncio.ensure_future(anext(streams[place]))] = place
+                yield place, piece
+    finally:
+        await _end(*reading)
+        for stream in streams:
+            await stream.aclose()
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -162,7 +200,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if piece:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
         except OSError:
             self._record.is_cut = True  # the connection is gone
         except Exception as error:
