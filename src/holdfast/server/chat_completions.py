@@ -219,8 +219,9 @@ class _ChoiceStream:
         return written
 
     def _split(self, delta: CompletionDelta, parser: AnswerText) -> list[str]:
+        was_reasoning = parser.is_reasoning
         pieces: Sequence[AnswerDelta] = parser.feed(delta.text) if delta.text else ()
-        if parser.is_reasoning and self._counted.num_reasoning_tokens is not None:
+        if (was_reasoning or parser.is_reasoning) and self._counted.num_reasoning_tokens is not None:
             self._counted.num_reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             pieces = [*pieces, *parser.finish()]

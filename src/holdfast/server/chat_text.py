@@ -1,64 +1,46 @@
-"""AnswerText: the text of an answer split as it streams into reasoning, content and calls of tools."""
+"""AnswerText: the text of one completion as it streams, split into reasoning, content and calls of tools; whole answers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
-
-
-class Parser(Protocol):
-    """Splits a text as it comes."""
-
-    def feed(self, text: str) -> Sequence[AnswerDelta]:
-        """What is certain now."""
-        ...
-
-    def finish(self) -> Sequence[AnswerDelta]:
-        """What was held back."""
-        ...
+from holdfast.text.answer_parser import AnswerParser
+from holdfast.text.reasoning import ReasoningParser
 
 
 class AnswerText:
-    """Reasoning is split off first; what is left may hold calls of tools."""
+    """Reads one completion; only its first call counts where one was asked."""
 
-    def __init__(self, reasoning: Parser | None, tools: Parser | None, *, one_call: bool = False) -> None:
+    def __init__(self, parser: AnswerParser, reasoning: ReasoningParser | None, *, one_call: bool) -> None:
+        self._parser = parser
         self._reasoning = reasoning
-        self._tools = tools
         self._one_call = one_call
-        self.is_reasoning = False
-        """Whether the last piece was reasoning."""
-        self.num_calls = 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether thoughts have begun and not ended."""
+        return self._reasoning is not None and self._reasoning.is_thinking
+
+    @property
+    def num_calls(self) -> int:
+        return self._parser.num_calls
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What looked like a call and was none, or was one and broke."""
+        return self._parser.problems
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """What is certain now."""
-        return self._kept(self._content(self._reasoning.feed(text) if self._reasoning else [ContentDelta(text)]))
+        return self._kept(self._parser.feed(text))
 
     def finish(self) -> list[AnswerDelta]:
         """What was held back, when the text is over."""
-        deltas = self._content(self._reasoning.finish() if self._reasoning else ())
-        if self._tools is not None:
-            deltas += self._tools.finish()
-        return self._kept(deltas)
-
-    def _content(self, deltas: Sequence[AnswerDelta]) -> list[AnswerDelta]:
-        if self._tools is None:
-            return list(deltas)
-        found: list[AnswerDelta] = []
-        for delta in deltas:
-            found += self._tools.feed(delta.text) if isinstance(delta, ContentDelta) else (delta,)
-        return found
+        return self._kept(self._parser.finish())
 
     def _kept(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
-        kept: list[AnswerDelta] = []
-        for delta in deltas:
-            self.is_reasoning = isinstance(delta, ReasoningDelta)
-            if isinstance(delta, ToolCallDelta):
-                if self._one_call and delta.index > 0:
-                    continue
-                self.num_calls = max(self.num_calls, delta.index + 1)
-            kept.append(delta)
-        return kept
+        if not self._one_call:
+            return deltas
+        return [delta for delta in deltas if not isinstance(delta, ToolCallDelta) or delta.index == 0]
 
 
 @dataclass(slots=True)

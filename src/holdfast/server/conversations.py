@@ -2,22 +2,28 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 
 from holdfast.engine.admission import PreparedRequest
-from holdfast.errors import PromptError, TemplateError
-from holdfast.server.chat_text import AnswerText, Parser
+from holdfast.errors import PromptError, RequestError, TemplateError
+from holdfast.server.chat_text import AnswerText
 from holdfast.server.errors import ApiError
 from holdfast.server.fields import SamplingFields
 from holdfast.server.logs import record_of
 from holdfast.server.sampling import prompt_error, sampling_params
-from holdfast.server.schemas import AssistantMessage, Message, NamedToolChoice, TextPart, Tool
+from holdfast.server.schemas import AssistantMessage, Message, NamedToolChoice, TextPart
+from holdfast.server.schemas import Tool as ToolBody
 from holdfast.server.service import Service, service_of
+from holdfast.text.answer_parser import AnswerParser
+from holdfast.text.reasoning import ReasoningParser, choose_reasoning_parser
 from holdfast.text.tokenizer import Tokenizer
+from holdfast.text.tool_calls import ToolFormat, ToolParser, choose_tool_parser
+from holdfast.text.tools import parse_tool_choice, parse_tools
 
-ToolChoice = str | NamedToolChoice | None
+ToolChoiceBody = str | NamedToolChoice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,8 @@ class Chat:
     """A conversation that the engine can take, and how its answer is read."""
 
     prepared: PreparedRequest
-    make_reasoning: Callable[[], Parser] | None
-    make_tools: Callable[[], Parser] | None
+    make_reasoning: Callable[[], ReasoningParser] | None
+    make_tools: Callable[[], ToolParser] | None
     one_call: bool
     tokenizer: Tokenizer | None
 
@@ -42,7 +48,8 @@ class Chat:
     def parser(self) -> AnswerText:
         """For the text of one completion."""
         reasoning = self.make_reasoning() if self.make_reasoning else None
-        return AnswerText(reasoning, self.make_tools() if self.make_tools else None, one_call=self.one_call)
+        parser = AnswerParser(reasoning, self.make_tools() if self.make_tools else None)
+        return AnswerText(parser, reasoning, one_call=self.one_call)
 
     def num_tokens(self, text: str) -> int:
         """About how many tokens a text of the answer was."""
@@ -54,8 +61,8 @@ async def prepare_chat(
     fields: SamplingFields,
     messages: Sequence[Message],
     *,
-    tools: Sequence[Tool],
-    tool_choice: ToolChoice,
+    tools: Sequence[ToolBody],
+    tool_choice: ToolChoiceBody,
     one_call: bool,
     effort: str | None,
     template_options: Mapping[str, object],
@@ -94,13 +101,9 @@ async def prepare_chat(
     record = record_of(request)
     if record.wants_text:
         record.prompt = prepared.prompt
-    return Chat(
-        prepared,
-        reasoning_maker(service, template.source, prepared),
-        setting.maker(),
-        one_call,
-        service.llm.tokenizer,
-    )
+    form = choose_reasoning_parser(template.source, service.reasoning_parser)
+    make_reasoning = None if form is None else partial(form.parser, prepared.prompt)
+    return Chat(prepared, make_reasoning, setting.make_parser(), one_call, service.llm.tokenizer)
 
 
 def cache_salt(request: Request, fields: SamplingFields) -> str | None:
@@ -150,43 +153,40 @@ def _plain_part(part: TextPart) -> dict[str, object]:
 
 
 class ToolSetting:
-    """Tools of one request: whether the model is told of them, how calls are read, and what is forced."""
+    """Tools of one request: what the model is told of them, how calls are read, and what is forced."""
 
-    def __init__(self, service: Service, template: str, tools: Sequence[Tool], choice: ToolChoice) -> None:
-        self._service = service
-        self._template = template
-        self._choice = "auto" if choice is None else choice
-        self._tools = [tool.model_dump(exclude_none=True) for tool in tools]
-        names = [tool.function.name for tool in tools]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ApiError(400, f"two tools are called {twice}; a call could mean either; rename one", param="tools")
-        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-            raise ApiError(
-                400,
-                f"tool_choice names {choice.function.name}; the tools are {', '.join(names[:8]) or 'none'}; name one of them",
-                param="tool_choice",
-            )
-        if self._choice == "required" and not tools:
-            raise ApiError(400, "tool_choice is required; no tools were given; add tools", param="tool_choice")
+    def __init__(self, service: Service, template: str, tools: Sequence[ToolBody], choice: ToolChoiceBody) -> None:
+        asked = choice.model_dump() if isinstance(choice, NamedToolChoice) else choice
+        try:
+            self._tools = parse_tools([tool.model_dump(exclude_none=True) for tool in tools])
+        except RequestError as error:
+            raise prompt_error(error, "tools") from error
+        try:
+            self._choice = parse_tool_choice(asked, self._tools)
+        except RequestError as error:
+            raise prompt_error(error, "tool_choice") from error
+        self._form: ToolFormat | None = None
+        if self._choice.mode != "none":
+            self._form = choose_tool_parser(template, service.tool_parser)
+            if self._form is None:
+                raise ApiError(
+                    400,
+                    "tools were given; the chat template of this model does not take any; leave them out, "
+                    "or start the server with --tool-parser",
+                    param="tools",
+                    code="tools_not_supported",
+                )
 
-    @property
-    def is_on(self) -> bool:
-        return bool(self._tools) and self._choice != "none"
-
-    def shown(self) -> list[dict[str, Any]] | None:
+    def shown(self) -> list[dict[str, object]] | None:
         """What the template is told."""
-        return self._tools if self.is_on else None
+        return None if self._form is None else [tool.listed() for tool in self._tools]
 
-    def maker(self) -> Callable[[], Parser] | None:
-        """How calls are read from an answer."""
-        return None
+    def make_parser(self) -> Callable[[], ToolParser] | None:
+        """How calls are read from an answer; None where there are none."""
+        return None if self._form is None else partial(self._form.parser, self._tools)
 
     def forced_rule(self, one_call: bool) -> dict[str, Any] | None:
         """What an answer is held to so that it calls a tool; None where it may do as it likes."""
-        return None
-
-
-def reasoning_maker(service: Service, template: str, prepared: PreparedRequest) -> Callable[[], Parser] | None:
-    """How reasoning is split off an answer; None where the model has none."""
-    return None
+        if self._form is None or self._choice.mode != "required":
+            return None
+        raise ApiError(400, "tool_choice was asked; calls cannot be forced yet; use auto", param="tool_choice")

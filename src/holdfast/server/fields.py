@@ -142,9 +142,11 @@ class SamplingFields(Body):
     guided_grammar: Annotated[str, Field(min_length=1, max_length=2**16)] | None = None
     user: Annotated[Text | None, UNUSED] = None
     spaces_between_special_tokens: Annotated[bool | None, UNUSED] = None
-    use_beam_search: Annotated[object, TakenOnly("beam search is not here: use n with temperature above 0", False)] = None
-    length_penalty: Annotated[object, TakenOnly("beam search is not here: leave it out", 1, 1.0)] = None
-    prompt_logprobs: Annotated[object, TakenOnly("ask /v1/completions with echo and logprobs")] = None
-    logits_processors: taken_only("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids") = (
+    use_beam_search: Annotated[object, TakenOnly("beam search is not here: use n with temperature above 0", False)] = (
         None
     )
+    length_penalty: Annotated[object, TakenOnly("beam search is not here: leave it out", 1, 1.0)] = None
+    prompt_logprobs: Annotated[object, TakenOnly("ask /v1/completions with echo and logprobs")] = None
+    logits_processors: Annotated[
+        object, TakenOnly("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids")
+    ] = None

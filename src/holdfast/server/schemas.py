@@ -11,23 +11,23 @@ from holdfast.server.fields import (
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TOOLS,
+    UNUSED,
     JsonSchema,
     Metadata,
     Name,
     Positive,
     Reply,
     SamplingFields,
+    TakenOnly,
     TemplateName,
     TemplateValue,
     Text,
     TokenId,
     Whole,
     refuse,
-    UNUSED,
-    TakenOnly,
 )
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/$@-]{1,128}$")]
 MAX_PROMPT_TOKENS = 2**21
 _OTHER_PARTS = ("image_url", "input_image", "input_audio", "input_file", "file", "video_url", "audio_url")
 
@@ -99,7 +99,9 @@ class AssistantMessage(Body):
     annotations: Annotated[object, TakenOnly("annotations are not read: leave them out", [])] = None
     audio: Annotated[object, TakenOnly("only text is read here: leave audio out")] = None
     function_call: Annotated[object, TakenOnly("function_call is the old name: use tool_calls")] = None
-    provider_specific_fields: Annotated[object, TakenOnly("this field is a client's own: leave it out", {}, {"refusal": None})] = None
+    provider_specific_fields: Annotated[
+        object, TakenOnly("this field is a client's own: leave it out", {}, {"refusal": None})
+    ] = None
 
 
 class ToolMessage(Body):
@@ -196,9 +198,13 @@ class ChatCompletionRequest(SamplingFields):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     echo: Annotated[object, TakenOnly("/v1/completions has echo: leave it out here", False)] = None
-    chat_template: Annotated[object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")] = None
+    chat_template: Annotated[
+        object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")
+    ] = None
     documents: Annotated[object, TakenOnly("documents are not read: put them into a message", [])] = None
-    add_special_tokens: Annotated[object, TakenOnly("the chat template writes special tokens: leave it out", False)] = None
+    add_special_tokens: Annotated[object, TakenOnly("the chat template writes special tokens: leave it out", False)] = (
+        None
+    )
     best_of: Annotated[object, TakenOnly("use n", 1)] = None
     functions: Annotated[object, TakenOnly("functions is the old name: use tools")] = None
     function_call: Annotated[object, TakenOnly("function_call is the old name: use tool_choice")] = None
@@ -236,7 +242,9 @@ class CompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     suffix: Annotated[object, TakenOnly("text is continued, not filled in: leave suffix out", "")] = None
     best_of: Annotated[object, TakenOnly("every completion is given: use n", 1)] = None
-    add_special_tokens: Annotated[object, TakenOnly("special tokens are added to a prompt: pass token ids for a bare one", True)] = None
+    add_special_tokens: Annotated[
+        object, TakenOnly("special tokens are added to a prompt: pass token ids for a bare one", True)
+    ] = None
     metadata: Annotated[Metadata | None, UNUSED] = None
     store: Annotated[object, TakenOnly("nothing is stored here: leave it out", False)] = None
 
@@ -253,7 +261,9 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     return_token_strs: bool | None = None
-    chat_template: Annotated[object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")] = None
+    chat_template: Annotated[
+        object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")
+    ] = None
 
 
 class DetokenizeRequest(Body):
