@@ -63,7 +63,9 @@ def make_app(
 
 def endpoint_routers() -> tuple[APIRouter, ...]:
     """Those of every endpoint: a module for each kind adds its own here."""
-    return ()
+    from holdfast.server import chat_completions, completions, models, tokens
+
+    return (models.router, chat_completions.router, completions.router, tokens.router)
 
 
 def _cors(origins: tuple[str, ...]) -> list[Middleware]:

@@ -4,10 +4,12 @@ One object for a server's life, made before the first connection is taken. Endpo
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.api.async_llm import AsyncLLM
+from holdfast.api.options import ADVISED
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -55,10 +57,23 @@ class Service:
     limits: ServerLimits = ServerLimits()
     state: State = "ready"
     started_at: float = field(default_factory=time.time)
+    tool_parser: str = "auto"
+    """How calls of tools are read from answers: a name, none, or by the chat template."""
+    reasoning_parser: str = "auto"
+    """The same for reasoning."""
+    _advised: dict[str, object] | None = None
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def advised(self) -> Mapping[str, object]:
+        """What the makers of the model advise for sampling, for what a request leaves out."""
+        if self._advised is None:
+            params = self.llm.default_sampling_params()
+            self._advised = {name: getattr(params, name) for name in ADVISED}
+        return self._advised
 
 
 def service_of(request: "Request") -> Service:
