@@ -143,6 +143,10 @@ class AsyncLLM:
         """Whether the engine lives, and how long ago it last moved; never waits."""
         return self._live().health()
 
+    def raise_if_dead(self) -> None:
+        """EngineDeadError, with the cause, where the engine has stopped; never waits."""
+        self._live().engine.raise_if_dead()
+
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now."""
         return self._live().engine.stats()

@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.errors import shown
@@ -32,6 +33,10 @@ OPEN_WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics"})
 HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 BEARER = b"bearer "
+EVENTS = b"text/event-stream"
+CUT = ApiError(
+    503, "an answer was being written; the server ended before it was complete; ask again", UNAVAILABLE, code="draining"
+)
 _log = get_logger("holdfast.server")
 
 
@@ -56,13 +61,14 @@ class RecordGuard:
         )
         scope[RECORD] = record
         named = (b"x-request-id", record.request_id.encode())
-        is_over = False
+        is_over = is_stream = False
 
         async def tell(message: Message) -> None:
-            nonlocal is_over
+            nonlocal is_over, is_stream
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), named]
+                is_stream = any(name == b"content-type" and EVENTS in value for name, value in message["headers"])
+                message["headers"] = [*message["headers"], named]
             elif not message.get("more_body", False):
                 is_over = True
             await send(message)
@@ -70,14 +76,19 @@ class RecordGuard:
         try:
             await self._app(scope, receive, tell)
         except asyncio.CancelledError:
-            raise
+            # The server ends, and this answer did not come to its end in time. Whoever reads it is told so.
+            if not is_over:
+                record.error = CUT.code
+                await (end_early(tell, CUT, is_stream) if record.status else answer(tell, CUT))
+        except ClientDisconnect:
+            record.error = "client_gone"
         except Exception as error:
             told = from_exception(error)
             if is_our_fault(error):
                 _log.error("request %s failed: %s", record.request_id, type(error).__name__, exc_info=error)
-            record.error = told.code or told.kind
-            if not record.status:
-                await answer(tell, told)
+            if not is_over:
+                record.error = told.code or told.kind
+                await (end_early(tell, told, is_stream) if record.status else answer(tell, told))
         finally:
             record.is_cut = not is_over
             if self._log is not None:
@@ -193,6 +204,12 @@ class StateGuard:
             await answer(send, error, scope)
             return
         await self._app(scope, receive, send)
+
+
+async def end_early(send: Send, error: ApiError, is_stream: bool) -> None:
+    """End an answer that has begun: a stream of events with one more; another body stays cut."""
+    if is_stream:
+        await send({"type": "http.response.body", "body": error.event()})
 
 
 async def answer(send: Send, error: ApiError, scope: Mapping[str, object] | None = None) -> None:

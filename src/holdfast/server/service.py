@@ -24,7 +24,14 @@ class ServerLimits:
     max_body_bytes: int = 8 * 2**20
     max_json_depth: int = 64
     header_seconds: float = 10.0
-    """From a connection's first byte, or the end of the request before, to the end of the headers."""
+    """From a connection's beginning, or the first byte of a later request, to the end of its headers."""
+    max_header_bytes: int = 2**16
+    max_headers: int = 128
+    max_url_bytes: int = 8192
+    max_pipelined: int = 16
+    """Requests that a connection may send before the first is answered."""
+    keep_alive_seconds: float = 60.0
+    """That a connection may say nothing between two requests."""
     body_seconds: float = 30.0
     """Between two pieces of a body."""
     write_seconds: float = 30.0
