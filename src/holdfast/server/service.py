@@ -5,9 +5,12 @@ One object for a server's life, made before the first connection is taken. Endpo
 
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from holdfast.api.async_llm import AsyncLLM
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 State = Literal["ready", "draining", "dead"]
 
@@ -49,3 +52,8 @@ class Service:
     @property
     def name(self) -> str:
         return self.names[0]
+
+
+def service_of(request: "Request") -> Service:
+    """The service behind an endpoint."""
+    return request.app.state.service
