@@ -9,6 +9,7 @@ from holdfast.request.outputs import FinishReason
 from holdfast.server.errors import ApiError
 from holdfast.server.streams import new_id
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
+from holdfast.text.reasoning import CLOSING
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -33,10 +34,17 @@ class ResponseOutput:
 
     @property
     def text(self) -> str:
-        """All of its messages, for a log."""
-        return "".join(
-            item["content"][0]["text"] for item in self._items if item["type"] == "message" and item["content"]
-        )
+        """All of its messages."""
+        return self._said("message")
+
+    @property
+    def reasoning(self) -> str:
+        """All of its reasoning."""
+        return self._said("reasoning")
+
+    def _said(self, kind: str) -> str:
+        whole = [item["content"][0]["text"] for item in self._items if item["type"] == kind and item is not self._open]
+        return "".join(whole + (self._texts if self._open is not None and self._open["type"] == kind else []))
 
     def response(self) -> dict[str, Any]:
         """The whole of it."""
@@ -101,8 +109,9 @@ class ResponseOutput:
             self._begin_item(kind, {**fields, "content": []})
             self._tell("response.content_part.added", **self._place(), content_index=0, part=self._part("", []))
         self._texts.append(text)
+        # Log-probabilities are told of messages alone; a slow reader gets thoughts and their end in one piece.
+        self._waiting = _after_thoughts(self._waiting, [] if kind == "reasoning" else self._waiting)
         if kind == "reasoning":
-            self._waiting = []  # log-probabilities are told of messages alone
             self._tell("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
             return
         logprobs, self._waiting = self._waiting, []
@@ -141,8 +150,9 @@ class ResponseOutput:
             item["arguments"] = text
             self._tell("response.function_call_arguments.done", **self._place(), arguments=text, name=item["name"])
         else:
-            self._logprobs += self._waiting if item["type"] == "message" else []
-            self._waiting = []
+            if item["type"] == "message":
+                self._logprobs += self._waiting
+                self._waiting = []
             item["content"] = [self._part(text, self._logprobs)]
             told = {**self._place(), "content_index": 0}
             if item["type"] == "message":
@@ -153,3 +163,13 @@ class ResponseOutput:
         item["status"] = status
         self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
         self._open = None
+
+
+def _after_thoughts(entries: list[dict[str, Any]], otherwise: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries behind the token that ends the reasoning; `otherwise` where none does."""
+    text = ""
+    for place, entry in enumerate(entries):
+        text += entry["token"]
+        if CLOSING in text:
+            return entries[place + 1 :]
+    return otherwise
