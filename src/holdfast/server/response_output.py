@@ -11,6 +11,8 @@ from holdfast.server.streams import new_id
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
 from holdfast.text.reasoning import CLOSING
 
+MAX_MARKER_CHARS = 64
+"""Of the token that ends the reasoning and those before it."""
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -28,6 +30,8 @@ class ResponseOutput:
         """Of the open message."""
         self._waiting: list[dict[str, Any]] = []
         """Of tokens whose text is held back."""
+        self._thoughts_end = ""
+        """The last of their tokens, as text."""
         self._events: list[str] = []
         self._number = 0
         self.has_begun = False
@@ -110,13 +114,24 @@ class ResponseOutput:
             self._tell("response.content_part.added", **self._place(), content_index=0, part=self._part("", []))
         self._texts.append(text)
         # Log-probabilities are told of messages alone; a slow reader gets thoughts and their end in one piece.
-        self._waiting = _after_thoughts(self._waiting, [] if kind == "reasoning" else self._waiting)
+        self._drop_thoughts(is_thinking=kind == "reasoning")
         if kind == "reasoning":
             self._tell("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
             return
         logprobs, self._waiting = self._waiting, []
         self._logprobs += logprobs
         self._tell("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
+
+    def _drop_thoughts(self, *, is_thinking: bool) -> None:
+        """Keep what waits behind the token that ends the reasoning; nothing of it while it goes on."""
+        for place, entry in enumerate(self._waiting):
+            self._thoughts_end = (self._thoughts_end + entry["token"])[-MAX_MARKER_CHARS:]
+            if CLOSING in self._thoughts_end:
+                self._waiting = self._waiting[place + 1 :]
+                self._thoughts_end = ""
+                return
+        if is_thinking:
+            self._waiting = []
 
     def _add_call(self, delta: ToolCallDelta) -> None:
         self._waiting = []
@@ -163,13 +178,3 @@ class ResponseOutput:
         item["status"] = status
         self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
         self._open = None
-
-
-def _after_thoughts(entries: list[dict[str, Any]], otherwise: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries behind the token that ends the reasoning; `otherwise` where none does."""
-    text = ""
-    for place, entry in enumerate(entries):
-        text += entry["token"]
-        if CLOSING in text:
-            return entries[place + 1 :]
-    return otherwise
