@@ -226,7 +226,7 @@ class Admission:
         control = None if is_open or self._tokenizer is None else self._tokenizer.control_tokens
         try:
             # What a conversation may hold is checked there, and only there.
-            rendered = template.render_chat(messages, control, **values)  # type: ignore[arg-type]
+            rendered = template.render_chat(messages, control, tools_in_words=True, **values)  # type: ignore[arg-type]
         except HoldfastError:
             raise
         except Exception as error:
