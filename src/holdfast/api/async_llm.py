@@ -1,6 +1,7 @@
 """AsyncLLM: a model for asyncio programs: many callers, one batch; torch is imported when a model is opened."""
 
 import asyncio
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampl
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.engine import Engine, EngineStats
-from holdfast.engine.engine_thread import EngineThread, Health, Mailbox
+from holdfast.engine.engine_thread import EngineThread, Health, Mailbox, MapReader
+from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
 from holdfast.memory.report import MemoryReport
@@ -25,6 +27,11 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.vllm_names import missing_attribute
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
+
+MAP_SECONDS = 0.2
+"""Between two looks at the pages of a model, whoever asks."""
+MAP_WAIT_SECONDS = 0.5
+"""For a newer one than is known."""
 
 
 class AsyncLLM:
@@ -150,6 +157,20 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now."""
         return self._live().engine.stats()
+
+    async def memory_map(self, wait_seconds: float = MAP_WAIT_SECONDS) -> MemoryMap | None:
+        """Who holds which pages: at most MAP_SECONDS old, or older where the step in progress takes longer than one waits."""
+        thread = self._live()
+        known = thread.memory_map()
+        if known is None or time.monotonic() - known.taken_at >= MAP_SECONDS:
+            reader = MapReader()
+            thread.ask_map(reader)
+            await reader.wait(wait_seconds)
+        return thread.memory_map()
+
+    def check_room(self, num_sequences: int = 1) -> None:
+        """QueueFullError where so many more would find no place to wait: before their prompts cost anything; never waits."""
+        self._asked().check_room(num_sequences)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the makers of the model advise; `SamplingParams()` where they say nothing."""
@@ -284,8 +305,8 @@ class AsyncLLM:
                     yield delta
 
     async def _prepared(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
-        """Tokenizing a long prompt takes a while, in which other requests should not wait."""
-        self._asked()
+        """Tokenizing a long prompt takes a while, in which other requests should not wait; one that finds no place is not begun."""
+        self._asked().check_room(1)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._prompt_thread, prepare)
         except asyncio.CancelledError:

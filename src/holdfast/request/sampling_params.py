@@ -20,6 +20,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_SEED = 2**64
+MAX_PRIORITY = 2**31 - 1
 _SOUND = "_is_sound"
 _Params = TypeVar("_Params", bound=type)
 
@@ -102,6 +103,9 @@ class SamplingParams:
     """Keep only this many of the prompt's last tokens; -1 keeps what the context has room for."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt, even where another one began alike."""
+    priority: int = 0
+    """Requests that wait start in this order, the lowest number first, and in order of arrival among equals. Where pages run
+    out, the highest number gives way first. As long as lower numbers keep coming, higher ones wait."""
 
     def __post_init__(self) -> None:
         if self.seed == -1 and not isinstance(self.seed, bool):
@@ -136,6 +140,7 @@ class SamplingParams:
         _number(self, "presence_penalty", -2.0, 2.0)
         _number(self, "frequency_penalty", -2.0, 2.0)
         _integer(self, "min_tokens", 0, 2**31 - 1)
+        _integer(self, "priority", -MAX_PRIORITY, MAX_PRIORITY)
         if self.seed is not None:
             _integer(self, "seed", 0, MAX_SEED - 1)
         if self.max_tokens is not None:

@@ -63,9 +63,9 @@ def make_app(
 
 def endpoint_routers() -> tuple[APIRouter, ...]:
     """Those of every endpoint: a module for each kind adds its own here."""
-    from holdfast.server import chat_completions, completions, models, tokens
+    from holdfast.server import chat_completions, completions, models, responses, tokens
 
-    return (models.router, chat_completions.router, completions.router, tokens.router)
+    return (models.router, chat_completions.router, completions.router, responses.router, tokens.router)
 
 
 def _cors(origins: tuple[str, ...]) -> list[Middleware]:
