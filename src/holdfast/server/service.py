@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.api.async_llm import AsyncLLM
+from holdfast.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -30,6 +31,12 @@ class ServerLimits:
     max_connections: int = 4096
     drain_seconds: float = 30.0
     """For requests that run when the server is told to end."""
+    silence_seconds: float = 2.0
+    """Without a sign of life of the core, after which the server is not healthy."""
+    step_seconds: float = 300.0
+    """That one step may take; one on a CPU with a long prompt takes many."""
+    max_listeners: int = 64
+    """Of /memory/stream."""
     max_messages: int = 4096
     max_tools: int = 128
     max_schema_bytes: int = 2**16
@@ -48,6 +55,11 @@ class Service:
     limits: ServerLimits = ServerLimits()
     state: State = "ready"
     started_at: float = field(default_factory=time.time)
+    metrics: Metrics = field(init=False)
+    num_listeners: int = 0
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.name, self.llm)
 
     @property
     def name(self) -> str:
