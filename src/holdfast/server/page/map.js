@@ -53,6 +53,7 @@ export class MemoryMap {
 
   notice(before) {
     const now = this.facts.totals;
+    if (this.facts.trouble && this.facts.trouble !== before.trouble) this.tell(this.facts.trouble, "bad");
     if (before.state && before.state !== this.facts.state) this.tell(`The server is ${this.facts.state}.`, "bad");
     if (!now || !before.totals) return;
     if (now.requests < before.totals.requests) {
@@ -130,11 +131,13 @@ export class MemoryMap {
       drawHeadline(memory);
       drawBlocks(memory);
       drawOwners(memory);
+      drawAccounts(memory);
     }
     const block = by("blocks").querySelector(".o-kv-pages");
     if (!block) return;
     block.querySelector(".use").style.width = part(kv.in_use / kv.num_pages);
     block.querySelector(".cache").style.width = part(kv.cached / kv.num_pages);
+    block.querySelector(".cache").style.left = part(kv.in_use / kv.num_pages);
   }
 
   drawPages() {
@@ -149,9 +152,10 @@ export class MemoryMap {
     }
     if (this.isResized || this.sized !== cells) {
       this.sized = cells;
-      const side = Math.max(5, Math.min(18, Math.floor(Math.sqrt((room.clientWidth * 190) / cells))));
-      room.style.setProperty("--side", `${side}px`);
-      room.style.setProperty("--gap", side > 8 ? "2px" : "1px");
+      const pitch = Math.max(6, Math.min(20, Math.floor(Math.sqrt((room.clientWidth * 150) / cells))));
+      const gap = pitch > 9 ? 2 : 1;
+      room.style.setProperty("--side", `${pitch - gap}px`);
+      room.style.setProperty("--gap", `${gap}px`);
     }
     this.place(this.wanted(per, cells), Math.min(cells, Math.ceil(kv.cached / per)));
     const words = `${number(kv.in_use)} in use, ${number(kv.cached)} cached, ${number(kv.free)} free`;
@@ -293,13 +297,7 @@ export class MemoryMap {
     const key = facts.join();
     if (this.totals === key) return;
     this.totals = key;
-    by("totals").replaceChildren(
-      ...facts.map(([name, value]) => {
-        const fact = element("div");
-        fact.append(element("dt", "", name), element("dd", "", value));
-        return fact;
-      }),
-    );
+    by("totals").replaceChildren(...facts.map(([name, value]) => factNode(name, value)));
   }
 }
 
@@ -326,7 +324,7 @@ function slug(name) {
 
 function drawHeadline(memory) {
   const share = percent(memory.planned_bytes / memory.budget_bytes);
-  setText("held-words", `${bytes(memory.held_bytes)} held · ${share} of the budget of ${bytes(memory.budget_bytes)} is planned`);
+  setText("held-words", `${share} of the budget is planned, the rest is left alone`);
   by("held-words").title = memory.budget_reason ?? "";
 }
 
@@ -335,18 +333,27 @@ function drawBlocks(memory) {
   const owners = ownersOf(memory).filter(({ size }) => size > 0);
   const [wide, high] = [room.clientWidth || 1, room.clientHeight || 1];
   const places = squarify(owners.map(({ size }) => size), wide, high);
+  const small = [];
   const blocks = owners.map(({ owner, size, reason }, at) => {
     const [x, y, w, h] = places[at];
     const block = element("div", `block ${ownerClass(owner, at)}`);
     Object.assign(block.style, { left: part(x / wide), top: part(y / high), width: part(w / wide), height: part(h / high) });
     block.title = `${owner}: ${bytes(size)}\n${reason}`;
     if (owner === "kv pages") block.append(element("span", "use"), element("span", "cache"));
-    if (w > 64 && h > 34) block.append(element("b", "", owner), element("small", "", bytes(size)));
-    else if (w > 7 * owner.length + 8 && h > 18) block.append(element("b", "", owner));
+    if (w < 7.6 * Math.max(owner.length, 8) + 20 || h < 40) small.push(ownerChip(owner, size, ownerClass(owner, at)));
+    else block.append(element("b", "", owner), element("small", "", bytes(size)));
     return block;
   });
   room.replaceChildren(...blocks);
+  by("small-owners").replaceChildren(...small);
   room.setAttribute("aria-label", `Memory to scale: ${owners.map(({ owner, size }) => `${owner} ${bytes(size)}`).join(", ")}`);
+}
+
+// Where a block is too small for its name.
+function ownerChip(owner, size, kind) {
+  const chip = element("span", "chip");
+  chip.append(element("i", `swatch ${kind}`), element("span", "", `${owner} ${bytes(size)}`));
+  return chip;
 }
 
 // Squarified treemap: rows along the shorter side, each closed when one more block would make its worst block longer.
@@ -387,15 +394,30 @@ function drawOwners(memory) {
   const rows = owners.map((row, at) => ownerRow(row, most, ownerClass(row.owner, at)));
   for (const row of gone) rows.push(ownerRow({ ...row, size: 0 }, most, "gone"));
   by("owners").replaceChildren(...rows);
-  const { measured_bytes: measured, unaccounted_bytes: unaccounted } = memory;
-  const totals = [totalRow("All while serving", bytes(memory.planned_bytes), bytes(memory.held_bytes))];
+}
+
+// Planned, held, measured: three numbers that should agree, and a sentence where they do not.
+function drawAccounts(memory) {
+  const { planned_bytes: planned, held_bytes: held, measured_bytes: measured, unaccounted_bytes: unaccounted } = memory;
+  const facts = [
+    ["planned", bytes(planned), "what every owner may take while serving"],
+    ["held", bytes(held), "what owners have taken"],
+  ];
   if (measured != null) {
-    const off = measured - memory.planned_bytes;
-    const words = off === 0 ? "as planned" : `${bytes(Math.abs(off))} ${off > 0 ? "more" : "less"} than planned`;
-    totals.push(totalRow(`Measured on the device: ${words}`, "", bytes(measured)));
-    if (unaccounted < 0) totals.push(totalRow("Held and not touched yet", "", bytes(-unaccounted)));
-  }
-  by("owners-total").replaceChildren(...totals);
+    const off = measured - planned;
+    const words = `${off < 0 ? "−" : "+"}${bytes(Math.abs(off))}`;
+    facts.push(["measured", bytes(measured), "what the device says this engine took"], ["against the plan", words, ""]);
+    if (unaccounted < 0) facts.at(-1)[2] = `${bytes(-unaccounted)} are held and not touched yet`;
+  } else facts.push(["measured", "–", "nobody measured on this device"]);
+  facts.push(["budget", bytes(memory.budget_bytes), memory.budget_reason ?? ""]);
+  by("accounts").replaceChildren(...facts.map(([name, value, title]) => factNode(name, value, title)));
+}
+
+function factNode(name, value, title = "") {
+  const fact = element("div");
+  fact.title = title;
+  fact.append(element("dt", "", name), element("dd", "", value));
+  return fact;
 }
 
 function ownerRow(row, most, kind) {
@@ -415,15 +437,6 @@ function ownerRow(row, most, kind) {
   let words = row.held_bytes == null ? "a bound" : bytes(row.held_bytes);
   if (kind === "gone") words = "given back";
   tr.append(name, bar, element("td", "", row.planned_bytes ? bytes(row.planned_bytes) : "–"), element("td", "", words));
-  return tr;
-}
-
-function totalRow(name, planned, held) {
-  const tr = element("tr");
-  const th = element("th", "", name);
-  th.scope = "row";
-  th.colSpan = 2;
-  tr.append(th, element("td", "", planned), element("td", "", held));
   return tr;
 }
 
@@ -525,7 +538,7 @@ function drawSpark(svg, rates) {
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let at = 0;
-  while (value >= 1024 && at < units.length - 1) {
+  while (value >= 1000 && at < units.length - 1) {
     value /= 1024;
     at++;
   }
