@@ -32,8 +32,10 @@ from typing import Protocol
 
 from holdfast.cache.groups import longest_sequence, unrewindable
 from holdfast.config import Limits
+from holdfast.engine.memory_map import MAX_WAITING_SHOWN, CoreMap, GroupPages, SequencePages
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, CoreStats, Ending, SequenceOutput
 from holdfast.engine.ngram import NgramProposer
+from holdfast.engine.pulse import CorePulse
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.memory.report import MemoryReport
@@ -43,6 +45,7 @@ from holdfast.request.sequence import (
     ScheduledSequence,
     Sequence,
     SequenceResult,
+    SequenceState,
     StepResult,
 )
 from holdfast.request.step import Step
@@ -114,6 +117,23 @@ class Core(Protocol):
 
     def stats(self) -> CoreStats: ...
 
+    def pulse(self) -> CorePulse | None:
+        """Any thread: how its process is at this moment, seen from outside; None where it is this process."""
+        ...
+
+    def ask_map(self) -> None:
+        """Have a look taken at the pages, between two steps."""
+        ...
+
+    def take_map(self) -> CoreMap | None:
+        """The look that was asked for, once it is here."""
+        ...
+
+    @property
+    def num_queued(self) -> int:
+        """Any thread: sequences that wait, or are on their way there, as far as is known here."""
+        ...
+
     def close(self) -> None:
         """Give all memory back; nothing can run afterwards. May be called twice."""
         ...
@@ -179,6 +199,12 @@ class EngineCore:
         self._num_steps = 0
         self._num_proposed_tokens = 0
         self._num_accepted_tokens = 0
+        self._map: CoreMap | None = None
+
+    @property
+    def num_queued(self) -> int:
+        """Any thread: sequences that wait."""
+        return self.scheduler.num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -266,6 +292,49 @@ class EngineCore:
             kv_usage=scheduler.kv_usage,
             num_proposed_tokens=self._num_proposed_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
+        )
+
+    def pulse(self) -> CorePulse | None:
+        """Whoever drives it knows."""
+        return None
+
+    def ask_map(self) -> None:
+        """Look at the pages now."""
+        self._map = self.map()
+
+    def take_map(self) -> CoreMap | None:
+        """The look that was asked for."""
+        taken, self._map = self._map, None
+        return taken
+
+    def map(self) -> CoreMap:
+        """Who holds which pages."""
+        scheduler, pool, now = self.scheduler, self.scheduler.pool, self._clock()
+        counts = zip(scheduler.groups, pool.num_owned_by_group, pool.num_cached_by_group, strict=True)
+        return CoreMap(
+            num_pages=pool.num_pages,
+            num_free=pool.num_free,
+            groups=tuple(GroupPages(group.name, group.page_tokens, owned, cached) for group, owned, cached in counts),
+            sequences=tuple(
+                self._pages_of(sequence, now)
+                for sequence in (*scheduler.running, *scheduler.first_waiting(MAX_WAITING_SHOWN))
+            ),
+            num_waiting=scheduler.num_waiting,
+            num_steps=self._num_steps,
+        )
+
+    def _pages_of(self, sequence: Sequence, now: float) -> SequencePages:
+        return SequencePages(
+            sequence.sequence_id,
+            sequence.state is SequenceState.RUNNING,
+            sequence.num_prompt_tokens,
+            sequence.num_output_tokens,
+            sequence.num_kept,
+            sequence.num_cached_tokens,
+            sequence.num_preemptions,
+            sequence.params.priority,
+            self.scheduler.pages_held(sequence),
+            now - self._live[sequence.sequence_id].submitted_at,
         )
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from holdfast.config import Limits
 from holdfast.engine.admission import ChatOptions, PreparedRequest, describe
 from holdfast.engine.core import Core, EngineCore, Waiting
 from holdfast.engine.front import Front
+from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.messages import Ending
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
@@ -242,6 +243,17 @@ class Engine:
         """Look after an engine that has nothing to do: a core in another process may have ended."""
         if not self.is_dead:
             self._guarded(self.core.watch)
+
+    def ask_map(self) -> None:
+        """Have a look taken at the pages; it comes with a step, or with `watch` where there is none to run."""
+        self.raise_if_dead()
+        with InterruptShield(), self._fatal():
+            self.core.ask_map()
+
+    def take_map(self) -> MemoryMap | None:
+        """Who holds which pages, once the look that was asked for is here."""
+        taken = self.core.take_map()
+        return None if taken is None else self.front.named_map(taken)
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now, or of the last message of a core in another process."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.engine.admission import Admission, ChatOptions, PreparedRequest, derive_seed, describe
+from holdfast.engine.memory_map import CoreMap, MemoryMap, RequestPages
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, Ending, SequenceOutput
 from holdfast.engine.outputs import Completion
 from holdfast.errors import RequestError, shown
@@ -150,6 +151,25 @@ class Front:
         """End every live request; nothing in here can fail."""
         deltas, _ = self._end(self._by_sequence.values(), ending)
         self._undelivered += deltas
+
+    def named_map(self, seen: CoreMap) -> MemoryMap:
+        """A core's look at its pages with the names of requests; those that have ended here are left out."""
+        now, requests = self._clock(), []
+        for sequence in seen.sequences:
+            completion = self._by_sequence.get(sequence.sequence_id)
+            if completion is not None:
+                requests.append(
+                    RequestPages(
+                        completion.request_id,
+                        completion.index,
+                        sequence.phase,
+                        *sequence[2:],
+                        completion.tokens_per_second(now),
+                    )
+                )
+        return MemoryMap(
+            now, seen.num_pages, seen.num_free, seen.groups, tuple(requests), seen.num_waiting, seen.num_steps
+        )
 
     def names(self) -> list[str]:
         """Those of all live requests."""

@@ -1,0 +1,1 @@
+"""The application: errors in one shape, ids, hosts, keys; every route is closed without a key."""
