@@ -8,8 +8,12 @@ from dataclasses import fields
 import pytest
 
 pytest.importorskip("playwright", reason="needs the package playwright")
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, which is not on this machine: apt-get install chromium")
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium, which is not on this machine: apt-get install chromium"
+)
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright  # noqa: E402
 
@@ -184,7 +188,10 @@ def test_the_map_moves_while_a_request_runs(opened: tuple[Page, World]) -> None:
     expect(page.locator("#pages i.cached")).not_to_have_count(0)
     expect(row).to_contain_text("finished")
     expect(page.locator("#events")).to_contain_text("1 request was preempted")
-    assert page.get_attribute("#pages", "aria-label") == f"KV pages: 0 in use, {world.cached} cached, {1456 - world.cached} free"
+    assert (
+        page.get_attribute("#pages", "aria-label")
+        == f"KV pages: 0 in use, {world.cached} cached, {1456 - world.cached} free"
+    )
 
 
 def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
@@ -196,7 +203,9 @@ def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
     )
     rows = {row["owner"]: row["held_bytes"] for row in world.memory()["rows"]}
     assert areas["kv pages"] / areas["weights"] == pytest.approx(rows["kv pages"] / rows["weights"], rel=0.05)
-    assert areas["weights"] / areas["python and torch"] == pytest.approx(rows["weights"] / rows["python and torch"], rel=0.05)
+    assert areas["weights"] / areas["python and torch"] == pytest.approx(
+        rows["weights"] / rows["python and torch"], rel=0.05
+    )
     expect(page.locator("#accounts")).to_contain_text("1.90 GiB")
     expect(page.locator("#accounts")).to_contain_text("−38.1 MiB")
     page.click("#fold summary")
@@ -315,7 +324,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, served: tuple[
     say(page, "Hello")
     finished(page)
     expect(page.locator("article.assistant .text strong")).to_have_count(1)
-    assert page.evaluate("[sessionStorage.getItem('holdfast.key'), JSON.stringify(localStorage).includes('secret')]") == [
+    assert page.evaluate(
+        "[sessionStorage.getItem('holdfast.key'), JSON.stringify(localStorage).includes('secret')]"
+    ) == [
         "secret",
         False,
     ]
@@ -327,7 +338,9 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, served: tuple[
 
 @pytest.mark.parametrize("width", [400, 1600])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], world: World, width: int, scheme: str) -> None:
+def test_widths_light_and_dark(
+    browser: Browser, served: tuple[World, str], world: World, width: int, scheme: str
+) -> None:
     page, faults = open_page(browser, served[1], width, scheme)
     expect(page.locator("#link")).to_have_attribute("data-state", "live")
     page.click("#settings summary")
@@ -338,7 +351,13 @@ def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], worl
             page.click(f"[data-show={view}]")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.evaluate(OUTSIDE) == []
-    pairs = [(".card h2", ".card"), (".card header p", ".card"), ("#legend", ".card"), (".said", ".said"), (".cost", "body")]
+    pairs = [
+        (".card h2", ".card"),
+        (".card header p", ".card"),
+        ("#legend", ".card"),
+        (".said", ".said"),
+        (".cost", "body"),
+    ]
     for pair, contrast in zip(pairs, page.evaluate(CONTRAST, pairs), strict=True):
         assert contrast >= 4.5, f"{pair}: {contrast:.1f}"
     assert page.evaluate(NAMELESS) == []
