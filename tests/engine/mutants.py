@@ -143,8 +143,8 @@ def preemption_keeps_num_computed(patch):
         sequence.num_computed = num_computed
         return sequence
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant(r"has not the \d+ outputs that it was given")
@@ -156,8 +156,8 @@ def preemption_drops_the_outputs(patch):
         del sequence.token_ids[sequence.num_prompt_tokens :]
         return sequence
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant(r"the scheduler counts \d+ preemptions of \d+")
@@ -166,8 +166,8 @@ def preemptions_are_counted_twice(patch):
         self.num_preemptions += 1
         return real(self)
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant(r"waits: sequence\.tables=\[\[\d")
@@ -179,8 +179,8 @@ def preemption_keeps_the_pages(patch):
         sequence.tables = tables
         return sequence
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant("out of order of arrival")

@@ -1,6 +1,7 @@
 """AsyncLLM: a model for asyncio programs: many callers, one batch; torch is imported when a model is opened."""
 
 import asyncio
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +14,24 @@ from typing import TYPE_CHECKING, NoReturn, Unpack
 from holdfast.api.chat_tokenizer import ChatTokenizer
 from holdfast.api.llm import OnProgress, open_engine
 from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampling_params_from, takes_vllm_names
-from holdfast.config import EngineConfig
+from holdfast.config import EngineConfig, Limits
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.engine import Engine, EngineStats
-from holdfast.engine.engine_thread import EngineThread, Health, Mailbox
+from holdfast.engine.engine_thread import EngineThread, Health, Mailbox, MapReader
+from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.vllm_names import missing_attribute
+from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
+
+MAP_SECONDS = 0.2
+"""Between two looks at the pages of a model, whoever asks."""
+MAP_WAIT_SECONDS = 0.5
+"""For a newer one than is known."""
 
 
 class AsyncLLM:
@@ -102,6 +110,38 @@ class AsyncLLM:
         """The same for a conversation."""
         return self._deltas(self._chat_preparation(messages, params, cache_salt, keywords), request_id)
 
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> PreparedRequest:
+        """Everything that can be wrong with a request, found before it is queued; `answer` takes what comes back."""
+        return await self._prepared(self._prompt_preparation(prompt, params, cache_salt))
+
+    async def prepare_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        **keywords: Unpack[ChatKeywords],
+    ) -> PreparedRequest:
+        """The same for a conversation."""
+        return await self._prepared(self._chat_preparation(messages, params, cache_salt, keywords))
+
+    async def answer(
+        self, prepared: PreparedRequest, request_id: str | None = None
+    ) -> AsyncGenerator[list[CompletionDelta], None]:
+        """What was added since the last time, one delta a completion that has grown: a wake-up a step, not one a delta.
+
+        The first list is empty: the queue has taken the request. A refusal is raised in its place.
+        """
+        with self._request(prepared, request_id) as mailbox:
+            await mailbox.accepted()
+            yield []
+            is_last = False
+            while not is_last:
+                deltas, is_last = await mailbox.take()
+                yield deltas
+
     async def abort(self, request_id: str) -> None:
         """End a request before the next step; its reader gets a last output with finish_reason "abort"."""
         self._live().abort(request_id)
@@ -110,9 +150,27 @@ class AsyncLLM:
         """Whether the engine lives, and how long ago it last moved; never waits."""
         return self._live().health()
 
+    def raise_if_dead(self) -> None:
+        """EngineDeadError, with the cause, where the engine has stopped; never waits."""
+        self._live().engine.raise_if_dead()
+
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now."""
         return self._live().engine.stats()
+
+    async def memory_map(self, wait_seconds: float = MAP_WAIT_SECONDS) -> MemoryMap | None:
+        """Who holds which pages: at most MAP_SECONDS old, or older where the step in progress takes longer than one waits."""
+        thread = self._live()
+        known = thread.memory_map()
+        if known is None or time.monotonic() - known.taken_at >= MAP_SECONDS:
+            reader = MapReader()
+            thread.ask_map(reader)
+            await reader.wait(wait_seconds)
+        return thread.memory_map()
+
+    def check_room(self, num_sequences: int = 1) -> None:
+        """QueueFullError where so many more would find no place to wait: before their prompts cost anything; never waits."""
+        self._asked().check_room(num_sequences)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the makers of the model advise; `SamplingParams()` where they say nothing."""
@@ -121,6 +179,16 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's name of `default_sampling_params`."""
         return self.default_sampling_params()
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, its answer included."""
+        return self._live().engine.core.facts.longest
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's own, where it has one."""
+        return self._live().engine.chat_template
 
     def get_tokenizer(self) -> ChatTokenizer:
         """The tokenizer and the chat template, under the names that programs know from transformers."""
@@ -143,6 +211,16 @@ class AsyncLLM:
         report = self._live().engine.memory
         assert report is not None, "this engine was put together without an account of its memory"
         return report
+
+    @property
+    def core_pid(self) -> int | None:
+        """Of the process that runs the model, where that is one of its own."""
+        return getattr(self._live().engine.core, "pid", None)
+
+    @property
+    def limits(self) -> Limits:
+        """What steps and sequences are bounded by."""
+        return self._live().engine.limits
 
     async def drain(self) -> None:
         """Refuse new requests, answer the others, then shut down."""
@@ -237,8 +315,8 @@ class AsyncLLM:
                     yield delta
 
     async def _prepared(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
-        """Tokenizing a long prompt takes a while, in which other requests should not wait."""
-        self._asked()
+        """Tokenizing a long prompt takes a while, in which other requests should not wait; one that finds no place is not begun."""
+        self._asked().check_room(1)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._prompt_thread, prepare)
         except asyncio.CancelledError:

@@ -190,8 +190,8 @@ class Scheduler:
         assert limits.sampled_rows >= limits.max_num_seqs, f"{limits.max_sampled_rows=} {limits.max_num_seqs=}"
         self.limits = limits
         self.max_queue = max_queue
-        self.pool = PagePool(num_pages)
         self.groups = tuple(groups) or (CacheGroup("whole context", limits.page_tokens),)
+        self.pool = PagePool(num_pages, len(self.groups))
         self.prefix = PrefixCache(self.pool, self.groups, prefix_root, prefix_hash)
         self._caches_prefixes = enable_prefix_caching and can_hit(self.groups)
         self._needs = PageNeeds(limits, num_pages, self.groups)
@@ -229,13 +229,17 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """A copy, oldest first."""
+        """A copy, in order."""
         return self._queues.running
 
     @property
     def waiting(self) -> list[Sequence]:
-        """A copy, oldest first."""
+        """A copy, in order."""
         return self._queues.waiting
+
+    def first_waiting(self, most: int) -> list[Sequence]:
+        """At most so many of those that wait, the next ones."""
+        return self._queues.waiting_up_to(most)
 
     @property
     def kv_usage(self) -> float:
@@ -245,11 +249,21 @@ class Scheduler:
     def pages_by_group(self) -> dict[str, int]:
         """Pages that sequences hold now, by the name of the group; one that several hold counts once."""
         held: dict[str, int] = {}
-        holders = [sequence.tables for sequence in self.running] + [left.tables for left in self._quarantine]
-        for index, group in enumerate(self.groups):
-            pages = dict.fromkeys(page for tables in holders for page in tables[index] if page != HOLE)
-            held[group.name] = held.get(group.name, 0) + len(pages)
+        for group, num_owned in zip(self.groups, self.pool.num_owned_by_group, strict=True):
+            held[group.name] = held.get(group.name, 0) + num_owned
         return held
+
+    def pages_held(self, sequence: Sequence) -> tuple[int, ...]:
+        """Pages of a sequence in each group, those that it shares included; counted without looking at its tables."""
+        num_kept = sequence.num_kept
+        return tuple(
+            len(table) - min(group.first_page(num_kept), len(table))
+            for group, table in zip(self.groups, sequence.tables, strict=True)
+        )
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """RequestError for a sequence that can never run."""
+        self._needs.max_pages(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Appends a new sequence to the queue, or refuses one that can never run or that finds the queue full."""
@@ -430,7 +444,7 @@ class Scheduler:
         """
         missing = self._needs.missing(sequence.tables, num_tokens)
         while sum(missing) > self.pool.num_available:
-            if self._in_flight or self._preempt_youngest() is sequence:
+            if self._in_flight or self._preempt_last() is sequence:
                 return False
         self._extend(sequence, num_tokens, missing)
         return True
@@ -442,10 +456,10 @@ class Scheduler:
             f"{named(sequence)} goes on after max_tokens: {num_tokens=} {track.longest=}"
         )
         num_known, budget = len(sequence.token_ids), self.limits.max_num_batched_tokens
-        for group, table, num_missing in zip(self.groups, sequence.tables, missing, strict=True):
+        for index, (group, table, num_missing) in enumerate(zip(self.groups, sequence.tables, missing, strict=True)):
             after = table[-1] if table and table[-1] != HOLE else None
             num_expected = min(group.pages_for(num_known) - len(table), group.most_pages(num_known, budget))
-            table += self.pool.allocate_many(num_missing, after, num_expected)
+            table += self.pool.allocate_many(num_missing, after, num_expected, index)
         track.capacity = self._needs.capacity(sequence.tables)
         track.end = max(track.end, num_tokens)
         track.is_grown = True
@@ -494,7 +508,7 @@ class Scheduler:
         track.is_told = False
         self._start(sequence, self.prefix.miss())
 
-    def _preempt_youngest(self) -> Sequence:
+    def _preempt_last(self) -> Sequence:
         assert not self._in_flight, f"a sequence is preempted with {self.num_in_flight} steps in flight"
         sequence = self._queues.preempt()
         self._release_pages(sequence)
@@ -507,7 +521,7 @@ class Scheduler:
     def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
         while self.num_waiting and budget > 0 and self._slots.num_free:
-            sequence = self._queues.oldest_waiting
+            sequence = self._queues.first_waiting
             if self._is_still_blocked(sequence):
                 return
             if claims is None:
