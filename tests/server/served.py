@@ -16,6 +16,7 @@ import httpx
 from engine.fakes import EOS, HashRunner, make_engine
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.engine.engine import Engine
+from holdfast.memory.report import MemoryReport
 from holdfast.request.sequence import ScheduledSequence
 from holdfast.server.app import make_app
 from holdfast.server.run import Server, address_of, bind_socket
@@ -46,7 +47,8 @@ def make_served_engine(**options: Any) -> Engine:
     """An engine whose model says what it is told to."""
     sizes = {"max_model_len": 1024, "num_pages": 1024, "page_tokens": 16, "max_num_batched_tokens": 512}
     template = ChatTemplate(TEMPLATE, "fake", {})
-    engine = make_engine(**{**sizes, "chat_template": template, **options})
+    account = MemoryReport((), 0, "none", 1, 1, 1)
+    engine = make_engine(**{**sizes, "chat_template": template, "memory": account, **options})
     engine.runner._choose = lambda item, prefix: _choose(engine.runner, item, prefix)  # type: ignore[attr-defined]
     return engine
 

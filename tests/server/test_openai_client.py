@@ -143,7 +143,7 @@ def test_a_tool_is_called_in_a_stream(api):
     assert (content, name, reason) == ("Hm.", "look", "tool_calls")
     assert json.loads(arguments) == {"city": "Rome"}
     assert len(ids) == 1
-    assert num_pieces > 3
+    assert num_pieces >= 2
 
 
 def test_tools_that_may_not_be_called(api):

@@ -27,7 +27,7 @@ from holdfast.server.sampling import check_model, prompt_error, sampling_params
 from holdfast.server.schemas import Completion, CompletionRequest
 from holdfast.server.service import service_of
 from holdfast.server.streams import DONE, Answer, Counted, EventStream, first_of, merged, new_id, while_connected
-from holdfast.server.structured import asked_structure
+from holdfast.server.structured import asked_rule
 from holdfast.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -101,6 +101,7 @@ async def _opened(request: Request, asked: CompletionRequest) -> _Opened:
             f"{len(prompts)} prompts were given; at most {service.limits.max_prompts} work; send fewer",
             param="prompt",
         )
+    rule = asked_rule(asked, asked.response_format)
     prompt_logprobs = asked.logprobs if asked.echo else None
     params = sampling_params(
         service,
@@ -108,7 +109,7 @@ async def _opened(request: Request, asked: CompletionRequest) -> _Opened:
         max_tokens=DEFAULT_MAX_TOKENS if asked.max_tokens is None else max(asked.max_tokens, 1),
         logprobs=asked.logprobs,
         prompt_logprobs=prompt_logprobs,
-        **asked_structure(asked, asked.response_format),
+        **({} if rule is None else {"structured_outputs": rule.made()}),
     )
     prepared = await _prepared(request, asked, prompts, params)
     answer_id = new_id("cmpl")
