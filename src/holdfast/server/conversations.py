@@ -18,9 +18,12 @@ from holdfast.server.schemas import AssistantMessage, Message, NamedToolChoice, 
 from holdfast.server.schemas import Tool as ToolBody
 from holdfast.server.service import Service, service_of
 from holdfast.text.answer_parser import AnswerParser
-from holdfast.text.reasoning import ReasoningParser, choose_reasoning_parser
+from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.reasoning import ReasoningParser, Thoughts, choose_reasoning_parser
+from holdfast.text.thought_grammar import behind_thoughts
 from holdfast.text.tokenizer import Tokenizer
 from holdfast.text.tool_calls import ToolFormat, ToolParser, choose_tool_parser
+from holdfast.text.tool_grammar import tool_call_grammar
 from holdfast.text.tools import parse_tool_choice, parse_tools
 
 ToolChoiceBody = str | NamedToolChoice | None
@@ -81,11 +84,18 @@ async def prepare_chat(
             400, "a chat was asked; the model has no chat template; use /v1/completions, or start with --chat-template"
         )
     setting = ToolSetting(service, template.source, tools, tool_choice)
-    params = sampling_params(
-        service, fields, max_tokens=max_tokens, logprobs=logprobs, **structure(setting.forced_rule(one_call))
-    )
     continues = bool(flags[1])
     values: dict[str, object] = {**effort_options(effort), **template_options}
+    form = choose_reasoning_parser(template.source, service.reasoning_parser)
+    thoughts = "none" if form is None or continues else form.thoughts(probe_prompt(template, values))
+    held = structure(setting.forced_rule(one_call, thoughts))
+    if held and not setting.is_forced:
+        behind = behind_thoughts(held["structured_outputs"], thoughts)
+        if behind is None:
+            form = None  # a grammar of the caller's own says all of the answer
+        else:
+            held = {"structured_outputs": behind}
+    params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=logprobs, **held)
     try:
         prepared = await service.llm.prepare_chat(
             [plain_message(message, template.source) for message in messages],
@@ -101,9 +111,16 @@ async def prepare_chat(
     record = record_of(request)
     if record.wants_text:
         record.prompt = prepared.prompt
-    form = choose_reasoning_parser(template.source, service.reasoning_parser)
     make_reasoning = None if form is None else partial(form.parser, prepared.prompt)
     return Chat(prepared, make_reasoning, setting.make_parser(), one_call, service.llm.tokenizer)
+
+
+def probe_prompt(template: ChatTemplate, values: Mapping[str, object]) -> str | None:
+    """The end of a prompt with these options, known before the prompt is made: whether it begins thoughts or skips them."""
+    try:
+        return template.render([{"role": "user", "content": "Hi"}], **values)  # type: ignore[arg-type]
+    except RequestError:
+        return None
 
 
 def cache_salt(request: Request, fields: SamplingFields) -> str | None:
@@ -185,8 +202,16 @@ class ToolSetting:
         """How calls are read from an answer; None where there are none."""
         return None if self._form is None else partial(self._form.parser, self._tools)
 
-    def forced_rule(self, one_call: bool) -> dict[str, Any] | None:
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must call."""
+        return self._form is not None and self._choice.mode == "required"
+
+    def forced_rule(self, one_call: bool, thoughts: Thoughts) -> dict[str, Any] | None:
         """What an answer is held to so that it calls a tool; None where it may do as it likes."""
-        if self._form is None or self._choice.mode != "required":
+        if self._form is None or not self.is_forced:
             return None
-        raise ApiError(400, "tool_choice was asked; calls cannot be forced yet; use auto", param="tool_choice")
+        try:
+            return {"grammar": tool_call_grammar(self._form, self._tools, self._choice, not one_call, thoughts)}
+        except RequestError as error:
+            raise prompt_error(error, "tools") from error

@@ -1,0 +1,75 @@
+"""Tools over HTTP: forced calls of a real model, what answers are held to behind thoughts, templates that know no tools."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from holdfast.api.async_llm import AsyncLLM
+from holdfast.api.llm import open_engine
+from holdfast.config import EngineConfig
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.detokenizer import byte_alphabet
+from loading.tiny_models import save_tiny
+from server.served import TEMPLATE, app_client, said, user
+from text.test_tool_grammar import takes
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"unit": {"type": "string", "enum": ["c", "f"]}, "days": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["unit"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A tiny random model, which says nothing of sense unless it must."""
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    save_tiny("llama", folder, max_position_embeddings=2048, eos_token_id=258)
+    backend = Backend(models.BPE(byte_alphabet(), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "<pad>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    config = EngineConfig.from_options(
+        model=folder, device="cpu", max_model_len=1536, max_num_seqs=4, kv_cache_memory="64MB", enforce_eager=True
+    )
+    with app_client(open_engine(config, None)) as client:
+        yield client
+
+
+def asked(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    body = {"messages": user("Hi"), "seed": 3, "max_tokens": 400, **fields}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_model_that_must_call_calls(real, choice):
+    # Nothing ends a random model's thoughts.
+    done = asked(real, tools=TOOLS, tool_choice=choice, logit_bias={str(byte_alphabet_id("<th")): -100})
+    assert done["finish_reason"] == "tool_calls"
+    assert done["message"]["content"] is None
+    for call in done["message"]["tool_calls"]:
+        name, values = call["function"]["name"], json.loads(call["function"]["arguments"])
+        assert name == "look" or choice == "required"
+        assert values == {} if name == "now" else values["unit"] in ("c", "f")
+
+
+def byte_alphabet_id(text: str) -> int:
+    """The token that tells <think> from <tool_call>."""
+    return byte_alphabet()[text[-1]]
