@@ -3,22 +3,15 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from holdfast.api.async_llm import AsyncLLM
-from holdfast.api.llm import open_engine
-from holdfast.config import EngineConfig
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate
-from holdfast.text.detokenizer import byte_alphabet
-from loading.tiny_models import SMALL
-from server.served import TEMPLATE, app_client, said, user
+from server.served import TEMPLATE, app_client, open_tiny_engine, said, user
 from text.test_tool_grammar import takes
 
 SCHEMA = {
@@ -39,20 +32,7 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A tiny random model, which says nothing of sense unless it must."""
-    folder: Path = tmp_path_factory.mktemp("tiny")
-    settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "head_dim": 16}
-    sizes = {"max_position_embeddings": 2048, "eos_token_id": 258, "torch_dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps({**SMALL, **settings, **sizes}))
-    backend = Backend(models.BPE(byte_alphabet(), []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "<pad>", "</s>"])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
-    config = EngineConfig.from_options(
-        model=folder, load_format="dummy", device="cpu", max_model_len=1536, max_num_seqs=4, kv_cache_memory="64MB"
-    )
-    with app_client(open_engine(config, None)) as client:
+    with app_client(open_tiny_engine(tmp_path_factory.mktemp("tiny"))) as client:
         yield client
 
 
@@ -94,13 +74,13 @@ OPENED = TEMPLATE + "{% if think %}<think>\n{% endif %}{% if quiet %}<think></th
 def held(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
     """What answers were held to; the model that says what it is told to is not held to anything."""
     seen: list[SamplingParams] = []
-    prepare_chat = AsyncLLM.prepare_chat
+    prepare = AsyncLLM.prepare
 
-    async def spied(llm: AsyncLLM, messages: Any, params: SamplingParams, **more: Any) -> Any:
+    async def spied(llm: AsyncLLM, prompt: Any, params: SamplingParams, **more: Any) -> Any:
         seen.append(params)
-        return await prepare_chat(llm, messages, replace(params, structured_outputs=None), **more)
+        return await prepare(llm, prompt, replace(params, structured_outputs=None), **more)
 
-    monkeypatch.setattr(AsyncLLM, "prepare_chat", spied)
+    monkeypatch.setattr(AsyncLLM, "prepare", spied)
     return seen
 
 
