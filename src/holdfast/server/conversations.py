@@ -9,6 +9,7 @@ from fastapi import Request
 from holdfast.engine.admission import PreparedRequest, Prompt
 from holdfast.errors import PromptError, QueueFullError, RequestError, TemplateError
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.structured import StructuredOutputs
 from holdfast.server.chat_text import AnswerText
 from holdfast.server.errors import ApiError
 from holdfast.server.fields import SamplingFields
@@ -20,6 +21,7 @@ from holdfast.server.service import Service, service_of
 from holdfast.server.structured import Rule
 from holdfast.text.answer_parser import AnswerParser
 from holdfast.text.reasoning import ReasoningParser, Thoughts, choose_reasoning_parser
+from holdfast.text.thought_grammar import behind_thoughts
 from holdfast.text.tokenizer import Tokenizer
 from holdfast.text.tool_calls import ToolFormat, ToolParser, choose_tool_parser
 from holdfast.text.tool_grammar import tool_call_grammar
@@ -100,9 +102,15 @@ async def prepare_chat(
     form = choose_reasoning_parser(template.source, service.reasoning_parser)
     # Only the prompt says whether the answer begins with thoughts, which are free.
     thoughts = "none" if form is None else form.thoughts(prepared.prompt)
-    held = setting.forced_rule(thoughts, one_call, rule) or rule
-    if held is not None:
-        prepared = await _held(service, prepared, held, make_params, salt, thoughts)
+    forced = setting.forced_rule(thoughts, one_call, rule)
+    if forced is not None:
+        prepared = await _held(service, prepared, forced, forced.made(), make_params, salt)
+    elif rule is not None:
+        made = rule.made()
+        behind = behind_thoughts(made, thoughts)
+        if behind is None:
+            form = None  # a grammar of the caller's own says all of the answer
+        prepared = await _held(service, prepared, rule, behind or made, make_params, salt)
     record = record_of(request)
     if record.wants_text:
         record.prompt = prepared.prompt
@@ -114,12 +122,11 @@ async def _held(
     service: Service,
     prepared: PreparedRequest,
     rule: Rule,
+    made: StructuredOutputs,
     make_params: Callable[..., SamplingParams],
     salt: str | None,
-    thoughts: Thoughts,
 ) -> PreparedRequest:
     """The same request, whose answer is held to a rule."""
-    made = rule.made("none" if rule.param == "tool_choice" else thoughts)
     prompt: Prompt = {"prompt_token_ids": prepared.prompt_token_ids}
     if prepared.prompt is not None:
         prompt["prompt"] = prepared.prompt

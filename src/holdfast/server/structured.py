@@ -1,6 +1,5 @@
 """What an answer is held to: response_format, structured_outputs, guided_* and forced calls of tools, as one rule."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +8,6 @@ from holdfast.request.structured import StructuredOutputs
 from holdfast.server.errors import ApiError, from_exception
 from holdfast.server.fields import SamplingFields
 from holdfast.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
-from holdfast.text.reasoning import Thoughts
-from holdfast.text.tool_grammar import with_thoughts
 
 _GUIDED = {
     "guided_json": "json",
@@ -19,8 +16,6 @@ _GUIDED = {
     "guided_grammar": "grammar",
 }
 """vLLM's older names, and what they are called now."""
-_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON behind thoughts is written: free white space is a place where small models stay for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +26,10 @@ class Rule:
     value: dict[str, Any]
     """One field of StructuredOutputs."""
 
-    def made(self, thoughts: Thoughts = "none") -> StructuredOutputs:
-        """As the engine takes it; an answer that thinks first is held to it behind its thoughts."""
+    def made(self) -> StructuredOutputs:
+        """As the engine takes it."""
         try:
-            made = StructuredOutputs(**self.value)
-            return made if thoughts == "none" else behind_thoughts(made, thoughts)
+            return StructuredOutputs(**self.value)
         except RequestError as error:
             raise self.refused(error) from error
 
@@ -78,18 +72,3 @@ def _format_rule(response_format: ResponseFormat | None) -> dict[str, Any]:
         schema = response_format.json_schema.schema_
         return {"json_object": True} if schema is None else {"json": schema}
     return {}
-
-
-def behind_thoughts(made: StructuredOutputs, thoughts: Thoughts) -> StructuredOutputs:
-    """The same for what follows thoughts. Expressions and grammars are taken as they are: they may speak of thoughts."""
-    if made.choice is not None:
-        answer = f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in made.choice)})"
-        return StructuredOutputs(grammar=with_thoughts(answer, thoughts))
-    if made.json is None and not made.json_object:
-        return made
-    schema: Any = {"type": "object"} if made.json is None else json.loads(made.json)
-    if isinstance(schema, bool):
-        return made
-    schema = {**schema, "x-guidance": _WRITING}
-    rules = f"answer: %json {json.dumps(schema, ensure_ascii=False)}\n"
-    return StructuredOutputs(grammar=f"{with_thoughts('answer', thoughts)}\n{rules}")
