@@ -25,6 +25,7 @@ from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.vllm_names import missing_attribute
+from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.tokenizer import Tokenizer
 
 MAP_SECONDS = 0.2
@@ -109,6 +110,38 @@ class AsyncLLM:
         """The same for a conversation."""
         return self._deltas(self._chat_preparation(messages, params, cache_salt, keywords), request_id)
 
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> PreparedRequest:
+        """Everything that can be wrong with a request, found before it is queued; `answer` takes what comes back."""
+        return await self._prepared(self._prompt_preparation(prompt, params, cache_salt))
+
+    async def prepare_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        **keywords: Unpack[ChatKeywords],
+    ) -> PreparedRequest:
+        """The same for a conversation."""
+        return await self._prepared(self._chat_preparation(messages, params, cache_salt, keywords))
+
+    async def answer(
+        self, prepared: PreparedRequest, request_id: str | None = None
+    ) -> AsyncGenerator[list[CompletionDelta], None]:
+        """What was added since the last time, one delta a completion that has grown: a wake-up a step, not one a delta.
+
+        The first list is empty: the queue has taken the request. A refusal is raised in its place.
+        """
+        with self._request(prepared, request_id) as mailbox:
+            await mailbox.accepted()
+            yield []
+            is_last = False
+            while not is_last:
+                deltas, is_last = await mailbox.take()
+                yield deltas
+
     async def abort(self, request_id: str) -> None:
         """End a request before the next step; its reader gets a last output with finish_reason "abort"."""
         self._live().abort(request_id)
@@ -116,6 +149,10 @@ class AsyncLLM:
     def health(self) -> Health:
         """Whether the engine lives, and how long ago it last moved; never waits."""
         return self._live().health()
+
+    def raise_if_dead(self) -> None:
+        """EngineDeadError, with the cause, where the engine has stopped; never waits."""
+        self._live().engine.raise_if_dead()
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now."""
@@ -147,6 +184,16 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """vLLM's name of `default_sampling_params`."""
         return self.default_sampling_params()
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, its answer included."""
+        return self._live().engine.core.facts.longest
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's own, where it has one."""
+        return self._live().engine.chat_template
 
     def get_tokenizer(self) -> ChatTokenizer:
         """The tokenizer and the chat template, under the names that programs know from transformers."""

@@ -67,6 +67,17 @@ class Mailbox:
         """In the reader's loop: there is something to take."""
         self._arrived.set()
 
+    async def accepted(self) -> None:
+        """Wait until the engine has the request, or raise what it was refused with. Before the first `take`."""
+        while True:
+            await self._arrived.wait()
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+            if self.request_id is not None:
+                return  # what has arrived meanwhile is still to be taken
+            self._arrived.clear()
+
     async def take(self) -> tuple[list[CompletionDelta], bool]:
         """What has arrived since the last time, merged by completion, and whether it was the last of the request."""
         while True:
@@ -304,6 +315,7 @@ class EngineThread:
             self.engine.raise_if_dead()
         else:
             self._mailboxes[command.mailbox.request_id] = command.mailbox
+            self._wake([command.mailbox])
 
     def _withdraw(self, mailbox: Mailbox) -> None:
         name = mailbox.request_id

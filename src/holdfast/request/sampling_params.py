@@ -8,7 +8,8 @@ from functools import wraps
 from typing import TypeVar
 
 from holdfast.errors import KeywordError, RequestError, shown
-from holdfast.request.vllm_names import SAMPLING_NAMES, settle
+from holdfast.request.structured import StructuredOutputs
+from holdfast.request.vllm_names import SAMPLING_NAMES, own_structured, settle
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -35,7 +36,7 @@ def _with_vllm_names(params_class: _Params) -> _Params:
                 f"SamplingParams({shown(values[0])}, ...) was asked", "its fields have names", "write temperature=0.8"
             )
         names = {field.name for field in fields(params_class)}
-        construct(self, **settle(options, names, SAMPLING_NAMES, KeywordError).options)
+        construct(self, **settle(own_structured(options), names, SAMPLING_NAMES, KeywordError).options)
 
     params_class.__init__ = settled_init
     return params_class
@@ -73,6 +74,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Texts that are not generated: the last token of each, with and without a space before it, is ruled out where
     the answer so far ends in the others."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that an answer must have; a dict of its fields is taken too. Only what keeps to it can be chosen, and the answer
+    ends where it is complete, whatever min_tokens and ignore_eos say. A stop string or max_tokens may cut it short."""
     seed: int | None = None
     """Fixes the random choices of this request whatever runs beside it; None takes one from the engine's seed."""
     stop: tuple[str, ...] = ()
@@ -114,6 +118,8 @@ class SamplingParams:
                     "allowed_token_ids=[] was asked", "no token could be chosen", "name some, or leave it out"
                 )
             _set(self, "allowed_token_ids", ids)
+        if self.structured_outputs is not None:
+            _set(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.truncate_prompt_tokens is not None:
             _integer(self, "truncate_prompt_tokens", -1, 2**31 - 1)
             if self.truncate_prompt_tokens == 0:
@@ -168,7 +174,7 @@ class SamplingParams:
             _set(self, name, value)
             return
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        settled = settle({name: value}, own, SAMPLING_NAMES, KeywordError)
+        settled = settle(own_structured({name: value}), own, SAMPLING_NAMES, KeywordError)
         changed = replace(self, **settled.options)
         for key in own:
             _set(self, key, getattr(changed, key))

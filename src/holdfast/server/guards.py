@@ -9,10 +9,12 @@ import re
 import socket
 from collections.abc import Iterable, Mapping
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.errors import shown
 from holdfast.observability.log import get_logger
+from holdfast.server import page
 from holdfast.server.errors import (
     DRAINING_MESSAGE,
     FORBIDDEN,
@@ -25,22 +27,30 @@ from holdfast.server.errors import (
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RECORD, RequestLog, RequestRecord, cleaned_request_id
 from holdfast.server.service import Service
+from holdfast.server.traces import Traces
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/", "/page/app.js", "/page/style.css", "/favicon.ico"})
+PUBLIC_PATHS = frozenset({"/health", "/ready"}) | page.PUBLIC_PATHS
 """Answered without a key: whether the server lives, and the page, whose own calls need one. All else is closed."""
 OPEN_WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics"})
 HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 BEARER = b"bearer "
+TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+EVENTS = b"text/event-stream"
+CUT = ApiError(
+    503, "an answer was being written; the server ended before it was complete; ask again", UNAVAILABLE, code="draining"
+)
 _log = get_logger("holdfast.server")
 
 
 class RecordGuard:
     """Outermost: gives a request its id and record, says the id in the answer, logs a line, and holds every exception."""
 
-    def __init__(self, app: ASGIApp, log: RequestLog | None) -> None:
+    def __init__(self, app: ASGIApp, service: Service, log: RequestLog | None, traces: Traces | None) -> None:
         self._app = app
+        self._metrics = service.metrics
         self._log = log
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,13 +66,14 @@ class RecordGuard:
         )
         scope[RECORD] = record
         named = (b"x-request-id", record.request_id.encode())
-        is_over = False
+        is_over = is_stream = False
 
         async def tell(message: Message) -> None:
-            nonlocal is_over
+            nonlocal is_over, is_stream
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), named]
+                is_stream = any(name == b"content-type" and EVENTS in value for name, value in message["headers"])
+                message["headers"] = [*message["headers"], named]
             elif not message.get("more_body", False):
                 is_over = True
             await send(message)
@@ -70,18 +81,33 @@ class RecordGuard:
         try:
             await self._app(scope, receive, tell)
         except asyncio.CancelledError:
-            raise
+            # The server ends, and this answer did not come to its end in time. Whoever reads it is told so.
+            if not is_over:
+                record.error = CUT.code
+                await (end_early(tell, CUT, is_stream) if record.status else answer(tell, CUT))
+        except ClientDisconnect:
+            record.error = "client_gone"
         except Exception as error:
             told = from_exception(error)
             if is_our_fault(error):
                 _log.error("request %s failed: %s", record.request_id, type(error).__name__, exc_info=error)
-            record.error = told.code or told.kind
-            if not record.status:
-                await answer(tell, told)
+            if not is_over:
+                record.error = told.code or told.kind
+                await (end_early(tell, told, is_stream) if record.status else answer(tell, told))
         finally:
             record.is_cut = not is_over
+            self._metrics.response(record.status)
             if self._log is not None:
                 self._log.write(record)
+            if self._traces is not None:
+                record.route = getattr(scope.get("route"), "path", record.route)
+                record.trace_parent = _trace_parent(scope)
+                self._traces.write(record)
+
+
+def _trace_parent(scope: Scope) -> str | None:
+    given = header(scope, b"traceparent")
+    return given.decode() if given is not None and TRACE_PARENT.fullmatch(given) else None
 
 
 class HostGuard:
@@ -99,6 +125,7 @@ class HostGuard:
         if scope["type"] == "http":
             fault = self._fault(scope)
             if fault is not None:
+                fault.headers["Connection"] = "close"
                 await answer(send, fault, scope)
                 return
         await self._app(scope, receive, send)
@@ -193,6 +220,12 @@ class StateGuard:
             await answer(send, error, scope)
             return
         await self._app(scope, receive, send)
+
+
+async def end_early(send: Send, error: ApiError, is_stream: bool) -> None:
+    """End an answer that has begun: a stream of events with one more; another body stays cut."""
+    if is_stream:
+        await send({"type": "http.response.body", "body": error.event()})
 
 
 async def answer(send: Send, error: ApiError, scope: Mapping[str, object] | None = None) -> None:

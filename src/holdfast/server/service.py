@@ -4,10 +4,12 @@ One object for a server's life, made before the first connection is taken. Endpo
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from holdfast.api.async_llm import AsyncLLM
+from holdfast.api.options import ADVISED
 from holdfast.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -23,7 +25,14 @@ class ServerLimits:
     max_body_bytes: int = 8 * 2**20
     max_json_depth: int = 64
     header_seconds: float = 10.0
-    """From a connection's first byte, or the end of the request before, to the end of the headers."""
+    """From a connection's beginning, or the first byte of a later request, to the end of its headers."""
+    max_header_bytes: int = 2**16
+    max_headers: int = 128
+    max_url_bytes: int = 8192
+    max_pipelined: int = 16
+    """Requests that a connection may send before the first is answered."""
+    keep_alive_seconds: float = 60.0
+    """That a connection may say nothing between two requests."""
     body_seconds: float = 30.0
     """Between two pieces of a body."""
     write_seconds: float = 30.0
@@ -55,8 +64,13 @@ class Service:
     limits: ServerLimits = ServerLimits()
     state: State = "ready"
     started_at: float = field(default_factory=time.time)
+    tool_parser: str = "auto"
+    """How calls of tools are read from answers: a name, none, or by the chat template."""
+    reasoning_parser: str = "auto"
+    """The same for reasoning."""
     metrics: Metrics = field(init=False)
     num_listeners: int = 0
+    _advised: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.name, self.llm)
@@ -64,6 +78,14 @@ class Service:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def advised(self) -> Mapping[str, object]:
+        """What the makers of the model advise for sampling, for what a request leaves out."""
+        if self._advised is None:
+            params = self.llm.default_sampling_params()
+            self._advised = {name: getattr(params, name) for name in ADVISED}
+        return self._advised
 
 
 def service_of(request: "Request") -> Service:
