@@ -90,16 +90,6 @@ def test_a_short_option_asks_for_help_too(here: Here) -> None:
     assert here("run", "-h").out == here("run", "--help").out
 
 
-@pytest.mark.parametrize("typed", [("serve",), ("serve", "Qwen/Qwen3-8B", "--port", "8000"), ("serve", "--help")])
-def test_a_server_is_not_in_this_version(here: Here, typed: tuple[str, ...]) -> None:
-    ended = here(*typed)
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err == (
-        "error: command serve was asked; it is not in this version, which has no HTTP server; "
-        "use LLM or AsyncLLM in a Python program, or holdfast run and holdfast chat\n"
-    )
-
-
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_commands_of_other_engines_say_what_to_type(here: Here, name: str) -> None:
     ended = here(name)
