@@ -35,6 +35,7 @@ from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.grammar import Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 _log = get_logger(__name__)
@@ -131,9 +132,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         generation: GenerationDefaults | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.core = core
-        self.front = Front(core.facts, tokenizer, chat_template, seed, clock)
+        self.front = Front(core.facts, tokenizer, chat_template, seed, clock, vocabulary)
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.has_chat_template = chat_template is not None
@@ -175,6 +177,10 @@ class Engine:
     ) -> PreparedRequest:
         """The same for a conversation."""
         return self.front.prepare_chat(messages, params, cache_salt, template_options, options)
+
+    def check_form(self, params: object) -> None:
+        """The part of `prepare` that may take seconds: whether the form of an answer can be met. Any thread may call this."""
+        self.front.check_form(params)
 
     def add_request(
         self, request_id: str | None, prompt: object, params: SamplingParams, *, cache_salt: str | None = None

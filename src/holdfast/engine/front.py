@@ -20,6 +20,7 @@ from holdfast.errors import RequestError, shown
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.grammar import FormCheck, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 256
@@ -48,8 +49,13 @@ class Front:
         chat_template: ChatTemplate | None,
         seed: int,
         clock: Callable[[], float],
+        vocabulary: Vocabulary | None = None,
     ) -> None:
-        self._admission = Admission(facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template)
+        """`vocabulary`: the tokenizer's for forms of answers, where somebody shares one."""
+        if vocabulary is None and tokenizer is not None:
+            vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
+        forms = None if vocabulary is None else FormCheck(vocabulary)
+        self._admission = Admission(facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms)
         self._tokenizer = tokenizer
         self._seed = seed
         self._clock = clock
@@ -85,6 +91,10 @@ class Front:
     ) -> PreparedRequest:
         """The same for a conversation."""
         return self._admission.prepare_chat(messages, params, cache_salt, template_options, options)
+
+    def check_form(self, params: object) -> None:
+        """The part of `prepare` that may take seconds: whether the form of an answer can be met. Any thread may call this."""
+        self._admission.check_form(params)
 
     def unused_name(self) -> str:
         """A name that no live request has."""

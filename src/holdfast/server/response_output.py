@@ -108,14 +108,16 @@ class ResponseOutput:
 
     def _add_text(self, kind: str, text: str) -> None:
         if self._open is None or self._open["type"] != kind:
+            # Log-probabilities are told of messages alone; a slow reader gets thoughts and their end in one piece.
+            if kind == "message" and self._open is not None and self._open["type"] == "reasoning":
+                self._drop_thoughts(is_thinking=False)
             self._close("completed")
             fields = {"role": "assistant"} if kind == "message" else {"summary": [], "encrypted_content": None}
             self._begin_item(kind, {**fields, "content": []})
             self._tell("response.content_part.added", **self._place(), content_index=0, part=self._part("", []))
         self._texts.append(text)
-        # Log-probabilities are told of messages alone; a slow reader gets thoughts and their end in one piece.
-        self._drop_thoughts(is_thinking=kind == "reasoning")
         if kind == "reasoning":
+            self._drop_thoughts(is_thinking=True)
             self._tell("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
             return
         logprobs, self._waiting = self._waiting, []
