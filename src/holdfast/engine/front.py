@@ -24,6 +24,7 @@ from holdfast.text.grammar import FormCheck, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 256
+MAX_STEP_BITS = 18
 _log = get_logger(__name__)
 
 
@@ -67,6 +68,10 @@ class Front:
         self.num_requests = 0
         self.num_output_tokens = 0
         """Tokens of completions that were alive to get them."""
+        self.steps_by_size = [0] * MAX_STEP_BITS
+        """Steps by their tokens, computed of prompts and chosen: place k counts those of at most 2**k, and of more than half."""
+        self.num_step_tokens = 0
+        self._num_prompt_tokens = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -138,11 +143,16 @@ class Front:
 
         Outputs of completions that are over are surplus, and dropped.
         """
-        now, ended = self._clock(), []
+        now, ended, num_tokens = self._clock(), [], outputs.stats.num_prompt_tokens - self._num_prompt_tokens
+        self._num_prompt_tokens += num_tokens
         for output in outputs.outputs:
+            num_tokens += len(output.token_ids)
             completion = self._by_sequence.get(output.sequence_id)
             if completion is not None:
                 ended += self._advance(completion, output, now)
+        if num_tokens > 0:
+            self.num_step_tokens += num_tokens
+            self.steps_by_size[min((num_tokens - 1).bit_length(), MAX_STEP_BITS - 1)] += 1
         return ended
 
     def deliver(self) -> list[CompletionDelta]:
