@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -312,9 +313,7 @@ class Figures:
         begin = min((reply.start for reply in replies), default=0.0)
         end = max((reply.end for reply in replies), default=0.0)
         with_text = [reply for reply in good if reply.texts]
-        gaps = [
-            later - sooner for reply in with_text for sooner, later in zip(reply.texts, reply.texts[1:], strict=False)
-        ]
+        gaps = [later - sooner for reply in with_text for sooner, later in pairwise(reply.texts)]
         per_token = [
             (reply.texts[-1] - reply.texts[0]) / (output_tokens(reply) - 1)
             for reply in with_text
