@@ -19,6 +19,7 @@ from holdfast.cli.bench_load import (
     Figures,
     Sizes,
     Target,
+    Work,
     measure,
     random_work,
     read_dataset,
@@ -93,7 +94,8 @@ def bench_serve(options: ServeBenchOptions) -> int | None:
             f"--timeout {shown(options.timeout)} was asked", "seconds above 0 work", "write --timeout 600"
         )
     _raise_file_limit(load)
-    model, target, figures = asyncio.run(_run(options, url, load, timeout))
+    data = _read_dataset(options, load)
+    model, target, figures = asyncio.run(_run(options, url, load, timeout, data))
     is_to_stderr = options.json_file == STDOUT
     lines = figure_lines(figures, f"{for_terminal(model)} at {url.address}{PATHS[options.endpoint]}, {load.words}")
     show_beside(lines) if is_to_stderr else show(lines)
@@ -102,12 +104,21 @@ def bench_serve(options: ServeBenchOptions) -> int | None:
     return FAILED if figures.errors else None
 
 
-async def _run(options: ServeBenchOptions, url: Url, load: _Load, timeout: float) -> tuple[str, Target, Figures]:
+def _read_dataset(options: ServeBenchOptions, load: _Load) -> list[Work] | None:
+    """Before a server is asked anything."""
+    if options.dataset is None:
+        return None
+    return read_dataset(options.dataset, options.endpoint, load.num_requests, load.sizes.num_output)
+
+
+async def _run(
+    options: ServeBenchOptions, url: Url, load: _Load, timeout: float, data: list[Work] | None
+) -> tuple[str, Target, Figures]:
     model = options.model or await served_model(url, timeout)
     plain = Target(url, model, options.endpoint, timeout, GREEDY)
-    target, fit = await settle(plain, wants_all=options.dataset is None)
-    if options.dataset is not None:
-        work = read_dataset(options.dataset, options.endpoint, load.num_requests, load.sizes.num_output)
+    target, fit = await settle(plain, wants_all=data is None)
+    if data is not None:
+        work = data
     else:
         if target is plain:
             write_line("note: this server cannot be told to ignore the end of an answer; answers may be shorter")
