@@ -1,6 +1,7 @@
 """make_app: the ASGI application: guards around every endpoint, errors in one shape, the endpoints themselves; no torch."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -13,12 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from holdfast import __version__
 from holdfast.errors import HoldfastError, shown
 from holdfast.observability.log import get_logger
-from holdfast.server import status
+from holdfast.server import chat_completions, completions, models, page, responses, status, tokens
 from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RequestLog, record_of
+from holdfast.server.openapi import document
 from holdfast.server.service import Service
+from holdfast.server.traces import Traces
 
 CLIENT_GONE = 499
 """Logged, and never seen by anybody."""
@@ -33,12 +36,13 @@ def make_app(
     allowed_hosts: Iterable[str] = (),
     allowed_origins: Iterable[str] = (),
     log: RequestLog | None = None,
+    traces: Traces | None = None,
     routers: Iterable[APIRouter] | None = None,
 ) -> FastAPI:
     """The application of a model that is served; without keys everybody may ask."""
     origins = tuple(allowed_origins)
     guards = [
-        Middleware(RecordGuard, log=log),
+        Middleware(RecordGuard, service=service, log=log, traces=traces),
         Middleware(HostGuard, allowed_hosts=tuple(allowed_hosts), allowed_origins=origins),
         *_cors(origins),
         Middleware(KeyGuard, keys=keys if keys is not None else Keys()),
@@ -59,14 +63,21 @@ def make_app(
         app.add_exception_handler(kind, _answer_error)
     for router in endpoint_routers() if routers is None else routers:
         app.include_router(router)
+    app.openapi = partial(document, app)
     return app
 
 
 def endpoint_routers() -> tuple[APIRouter, ...]:
     """Those of every endpoint: a module for each kind adds its own here."""
-    from holdfast.server import chat_completions, completions, models, responses, tokens
-
-    return (models.router, chat_completions.router, completions.router, responses.router, tokens.router, status.router)
+    return (
+        models.router,
+        chat_completions.router,
+        completions.router,
+        responses.router,
+        tokens.router,
+        status.router,
+        page.router,
+    )
 
 
 def _cors(origins: tuple[str, ...]) -> list[Middleware]:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from holdfast.server.schemas import ErrorReply
@@ -40,6 +42,29 @@ def responses(
         {**told.get(429, {}), "headers": {"Retry-After": {"schema": {"type": "integer"}}}} if 429 in told else {}
     )
     return {status: told[status] for status in told if told[status]}
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The document of a whole application: every operation has the errors that guards answer with."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = made.setdefault("components", {}).setdefault("schemas", {})
+        for name, model in (("ErrorReply", ErrorReply),):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= {**schema.pop("$defs", {}), name: schema}
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for operations in made["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # such faults are told as 400
+                for status in _OF_ANY:
+                    operation["responses"].setdefault(str(status), _error(status))
+        app.openapi_schema = made
+    return app.openapi_schema
+
+
+def _error(status: int) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/ErrorReply"}
+    return {"description": ERRORS[status], "content": {"application/json": {"schema": schema}}}
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:

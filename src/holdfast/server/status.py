@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Final
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from holdfast import __version__
 from holdfast.engine.memory_map import MemoryMap, RequestPages
@@ -76,7 +76,7 @@ async def version() -> JSONResponse:
     return JSONResponse({"version": __version__})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Everything that is counted, for Prometheus."""
     service = service_of(request)

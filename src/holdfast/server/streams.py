@@ -78,16 +78,19 @@ class Answer:
 
         ApiError where a completion failed: nothing of the answer can be relied on then.
         """
-        counted, record = self.counted, self._record
-        async with aclosing(self._service.llm.answer(self.prepared, self._id)) as batches:
-            async for deltas in batches:
-                for delta in deltas:
-                    counted.num_output_tokens += len(delta.token_ids)
-                    if record.first_token_seconds is None:
-                        record.first_token_seconds = time.monotonic() - record.started_at
-                    if delta.finish_reason is not None:
-                        self._finish(delta)
-                yield deltas
+        counted, record, prepared = self.counted, self._record, self.prepared
+        with self._service.metrics.request(prepared.params.n) as watch:
+            watch.prompt(len(prepared.prompt_token_ids))
+            async with aclosing(self._service.llm.answer(prepared, self._id)) as batches:
+                async for deltas in batches:
+                    for delta in deltas:
+                        watch.take(delta)
+                        counted.num_output_tokens += len(delta.token_ids)
+                        if record.first_token_seconds is None:
+                            record.first_token_seconds = time.monotonic() - record.started_at
+                        if delta.finish_reason is not None:
+                            self._finish(delta)
+                    yield deltas
 
     def log_text(self, text: str | None) -> None:
         """For a log that was asked to hold answers."""
