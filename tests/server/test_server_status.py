@@ -267,9 +267,9 @@ def test_times_between_tokens_are_told_apart_by_completion():
 def test_a_full_queue_is_told_before_a_prompt_costs_anything():
     async def work(client, service, engine):
         gate = Gate(engine)
-        asked = [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS))) for _ in range(4)]
+        asked = [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS)))]
         await until(lambda: _started(gate))
-        # One runs or is about to; two more wait.
+        asked += [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS))) for _ in range(2)]
         await until(lambda: _full(service))
         prepared = []
         engine.front.prepare = lambda *values: prepared.append(values)

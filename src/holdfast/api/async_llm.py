@@ -158,6 +158,11 @@ class AsyncLLM:
         """Counters since the start, and the state of now."""
         return self._live().engine.stats()
 
+    def step_sizes(self) -> tuple[list[int], int]:
+        """Steps by their tokens, computed of prompts and chosen (place k: at most 2**k, and more than half), and all tokens of them."""
+        front = self._live().engine.front
+        return list(front.steps_by_size), front.num_step_tokens
+
     async def memory_map(self, wait_seconds: float = MAP_WAIT_SECONDS) -> MemoryMap | None:
         """Who holds which pages: at most MAP_SECONDS old, or older where the step in progress takes longer than one waits."""
         thread = self._live()
