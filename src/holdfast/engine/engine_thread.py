@@ -215,8 +215,9 @@ class EngineThread:
     def check_room(self, num_sequences: int) -> None:
         """QueueFullError where so many more would find no place to wait, as far as is known here."""
         core = self.engine.core
-        with self._changed:
-            num_posted = sum(one.prepared.params.n for one in self._commands if isinstance(one, _Submission))
+        # The thread takes commands off without the lock; copying is one step that nothing comes between.
+        posted = self._commands.copy()
+        num_posted = sum(one.prepared.params.n for one in posted if isinstance(one, _Submission))
         try:
             refuse_full(num_sequences, core.num_queued + num_posted, core.facts.max_queue)
         except QueueFullError as error:
