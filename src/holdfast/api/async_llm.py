@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, Unpack
 from holdfast.api.chat_tokenizer import ChatTokenizer
 from holdfast.api.llm import OnProgress, open_engine
 from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampling_params_from, takes_vllm_names
-from holdfast.config import EngineConfig
+from holdfast.config import EngineConfig, Limits
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.engine_thread import EngineThread, Health, Mailbox, MapReader
@@ -211,6 +211,16 @@ class AsyncLLM:
         report = self._live().engine.memory
         assert report is not None, "this engine was put together without an account of its memory"
         return report
+
+    @property
+    def core_pid(self) -> int | None:
+        """Of the process that runs the model, where that is one of its own."""
+        return getattr(self._live().engine.core, "pid", None)
+
+    @property
+    def limits(self) -> Limits:
+        """What steps and sequences are bounded by."""
+        return self._live().engine.limits
 
     async def drain(self) -> None:
         """Refuse new requests, answer the others, then shut down."""

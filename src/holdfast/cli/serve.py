@@ -79,7 +79,13 @@ def serve(options: ServeOptions, engine_options: Given) -> None:
     from holdfast.server.service import Service
 
     llm = AsyncLLM.from_engine(opened.engine)
-    service = Service(llm, names or (opened.name,), limits)
+    service = Service(
+        llm,
+        names or (opened.name,),
+        limits,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
     log = RequestLog("json" if log_format == "json" else "text", wants_text=options.log_requests)
     app = make_app(service, keys, allowed_hosts=hosts, allowed_origins=origins, log=log)
     ready = f"{service.name} is ready at {address_of(listener)} after {time.monotonic() - started:.1f} s"

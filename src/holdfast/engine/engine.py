@@ -35,6 +35,7 @@ from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.grammar import Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 _log = get_logger(__name__)
@@ -62,6 +63,10 @@ class EngineStats:
     """Tokens that were guessed ahead and checked (speculative) ..."""
     num_accepted_tokens: int = 0
     """... and those of them that became part of an answer."""
+    num_step_tokens: int = 0
+    """Tokens of all steps, computed of prompts and chosen ..."""
+    steps_by_size: tuple[int, ...] = ()
+    """... and how many steps had how many of them: place k counts those of at most 2**k, and of more than half of that."""
 
 
 class InterruptShield:
@@ -131,9 +136,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         generation: GenerationDefaults | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.core = core
-        self.front = Front(core.facts, tokenizer, chat_template, seed, clock)
+        self.front = Front(core.facts, tokenizer, chat_template, seed, clock, vocabulary)
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.has_chat_template = chat_template is not None
@@ -175,6 +181,10 @@ class Engine:
     ) -> PreparedRequest:
         """The same for a conversation."""
         return self.front.prepare_chat(messages, params, cache_salt, template_options, options)
+
+    def check_form(self, params: object) -> None:
+        """The part of `prepare` that may take seconds: whether the form of an answer can be met. Any thread may call this."""
+        self.front.check_form(params)
 
     def add_request(
         self, request_id: str | None, prompt: object, params: SamplingParams, *, cache_salt: str | None = None
@@ -272,6 +282,8 @@ class Engine:
             num_steps=core.num_steps,
             num_proposed_tokens=core.num_proposed_tokens,
             num_accepted_tokens=core.num_accepted_tokens,
+            num_step_tokens=self.front.num_step_tokens,
+            steps_by_size=tuple(self.front.steps_by_size),
         )
 
     def reset_prefix_cache(self) -> None:

@@ -17,13 +17,17 @@ from holdfast.engine.engine import Engine
 from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.outputs import DeltaBuffer
 from holdfast.engine.pulse import CorePulse
-from holdfast.errors import EngineDeadError, HoldfastError
+from holdfast.errors import EngineDeadError, HoldfastError, QueueFullError
 from holdfast.forks import HomeProcess
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 
 WATCH_SECONDS = 1.0
 """How often an engine is looked after that has nothing to do: its core may be a process, which may end."""
+NUM_REMEMBERED = 64
+"""Ends of requests, which the pace is taken from."""
+RETRY_SECONDS = (1.0, 60.0)
+"""That somebody who finds the queue full is told to wait, at the least and at the most."""
 _log = get_logger(__name__)
 
 
@@ -145,6 +149,8 @@ class EngineThread:
         self._takes_requests = True
         self._is_idle = True
         self._progressed_at = clock()
+        self._finished_at: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        """Of the last requests."""
         self._map: MemoryMap | None = None
         self._is_map_asked = False
         self._map_readers: list[MapReader] = []
@@ -211,7 +217,11 @@ class EngineThread:
         core = self.engine.core
         with self._changed:
             num_posted = sum(one.prepared.params.n for one in self._commands if isinstance(one, _Submission))
-        refuse_full(num_sequences, core.num_queued + num_posted, core.facts.max_queue)
+        try:
+            refuse_full(num_sequences, core.num_queued + num_posted, core.facts.max_queue)
+        except QueueFullError as error:
+            error.retry_after_seconds = self._retry_after_seconds()
+            raise
 
     def drain(self) -> None:
         """Refuse new requests, finish the others, then end; `join` waits for that."""
@@ -298,6 +308,8 @@ class EngineThread:
         try:
             command.mailbox.request_id = self.engine.submit(command.prepared, command.request_id)
         except HoldfastError as error:
+            if isinstance(error, QueueFullError):
+                error.retry_after_seconds = self._retry_after_seconds()
             command.mailbox.fail(error)
             self._wake([command.mailbox])
             self.engine.raise_if_dead()
@@ -323,6 +335,7 @@ class EngineThread:
         for name, mailbox in filled.items():
             if mailbox.is_complete:
                 del self._mailboxes[name]
+                self._finished_at.append(self._clock())
         self._wake(list(filled.values()))
 
     def _wake(self, mailboxes: list[Mailbox]) -> None:
@@ -336,6 +349,14 @@ class EngineThread:
                 # The loop is closed: its readers went without saying so.
                 for mailbox in waiting:
                     self._withdraw(mailbox)
+
+    def _retry_after_seconds(self) -> float:
+        """When a quarter of those that wait has gone at the pace of the last ones: all who are refused come again together."""
+        finished = list(self._finished_at)
+        if len(finished) < 2:
+            return RETRY_SECONDS[0]
+        seconds_each = max(self._clock() - finished[0], 0.0) / len(finished)
+        return min(max(seconds_each * self.engine.core.num_queued / 4, RETRY_SECONDS[0]), RETRY_SECONDS[1])
 
     def _fail_all(self, cause: Exception) -> None:
         """Nobody waits for an engine that is gone."""

@@ -261,6 +261,10 @@ class Scheduler:
             for group, table in zip(self.groups, sequence.tables, strict=True)
         )
 
+    def check_fits(self, sequence: Sequence) -> None:
+        """RequestError for a sequence that can never run."""
+        self._needs.max_pages(sequence)
+
     def add(self, sequence: Sequence) -> None:
         """Appends a new sequence to the queue, or refuses one that can never run or that finds the queue full."""
         max_pages = self._needs.max_pages(sequence)

@@ -187,6 +187,7 @@ _SAMPLING_REASONS = {
     "rows": "parameters of each row",
     "columns": "log-probabilities of each row",
     "block": "edited rows, a block at a time",
+    "masks": "tokens that structured outputs allow, a bit each",
     "edits": "penalised, biased and banned logits",
     "chunk_largest": "argmax by chunk of the vocabulary",
     "chunk_argmax": "argmax by chunk of the vocabulary",
@@ -202,6 +203,11 @@ _SAMPLING_REASONS = {
 def rows_per_block(vocab_size: int, max_rows: int) -> int:
     """Rows that are worked on together on a CPU."""
     return min(max_rows, max(1, BLOCK_ELEMENTS // vocab_size))
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits with a bit for each token."""
+    return -(-vocab_size // 32)
 
 
 def edited_rows_per_block(vocab_size: int, max_rows: int) -> int:
@@ -224,6 +230,7 @@ def sampling_terms(max_rows: int, vocab_size: int, device_kind: str) -> tuple[Te
             min(rows * vocab_size, EDIT_ENTRIES) * _edit_entry_bytes(),
             "penalised, biased and banned logits",
         ),
+        Term("sampling/masks", rows * mask_words(vocab_size) * _INT32, _SAMPLING_REASONS["masks"]),
         Term(
             "sampling/results",
             vocab_size * _INT32 + max_rows * _result_bytes(),
@@ -255,6 +262,7 @@ def host_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
         TensorSpec("rows", (2 * rows, NUM_FIELDS), "float64"),
         TensorSpec("columns", (rows, NUM_COLUMNS), "float64"),
         TensorSpec("edits", (num_edits, 2), "int32"),
+        TensorSpec("masks", (max_rows, mask_words(vocab_size)), "int32"),
     )
 
 

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from holdfast import __version__
 from holdfast.errors import HoldfastError, shown
 from holdfast.observability.log import get_logger
+from holdfast.server import chat_completions, completions, models, responses, status, tokens
 from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
 from holdfast.server.keys import Keys
@@ -63,9 +64,14 @@ def make_app(
 
 def endpoint_routers() -> tuple[APIRouter, ...]:
     """Those of every endpoint: a module for each kind adds its own here."""
-    from holdfast.server import chat_completions, completions, models, responses, tokens
-
-    return (models.router, chat_completions.router, completions.router, responses.router, tokens.router)
+    return (
+        models.router,
+        chat_completions.router,
+        completions.router,
+        responses.router,
+        tokens.router,
+        status.router,
+    )
 
 
 def _cors(origins: tuple[str, ...]) -> list[Middleware]:

@@ -169,6 +169,8 @@ async def _events(opened: _Opened, asked: ChatCompletionRequest) -> AsyncGenerat
             if choices or not deltas:
                 yield "".join([f"{head}{choice}{tail}" for choice in choices]).encode("ascii")
     if includes_usage:
+        if counted.num_reasoning_tokens is not None:
+            counted.num_reasoning_tokens = sum(opened.chat.num_tokens(stream.reasoning) for stream in streams)
         yield f'{head}],"usage":{json.dumps(counted.usage())}}}\n\n'.encode("ascii")
     yield DONE
 
@@ -196,10 +198,15 @@ class _ChoiceStream:
         self._parser: AnswerText | None = opened.chat.parser() if opened.chat.splits else None
         self._with_reasoning = with_reasoning
         self._logprobs = opened.logprobs
-        self._counted = opened.answer.counted
+        self._reasoning: list[str] = []
         self._waiting: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text is held back."""
         self._has_begun = False
+
+    @property
+    def reasoning(self) -> str:
+        """All of it so far."""
+        return "".join(self._reasoning)
 
     def choices(self, delta: CompletionDelta) -> list[str]:
         """What one delta adds."""
@@ -219,12 +226,10 @@ class _ChoiceStream:
         return written
 
     def _split(self, delta: CompletionDelta, parser: AnswerText) -> list[str]:
-        was_reasoning = parser.is_reasoning
         pieces: Sequence[AnswerDelta] = parser.feed(delta.text) if delta.text else ()
-        if (was_reasoning or parser.is_reasoning) and self._counted.num_reasoning_tokens is not None:
-            self._counted.num_reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             pieces = [*pieces, *parser.finish()]
+        self._reasoning += [piece.text for piece in pieces if isinstance(piece, ReasoningDelta)]
         return [self._choice(text) for piece in pieces if (text := self._piece(piece))]
 
     def _piece(self, piece: AnswerDelta) -> str:

@@ -4,21 +4,14 @@ from dataclasses import dataclass, field
 
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
 from holdfast.text.answer_parser import AnswerParser
-from holdfast.text.reasoning import ReasoningParser
 
 
 class AnswerText:
     """Reads one completion; only its first call counts where one was asked."""
 
-    def __init__(self, parser: AnswerParser, reasoning: ReasoningParser | None, *, one_call: bool) -> None:
+    def __init__(self, parser: AnswerParser, *, one_call: bool) -> None:
         self._parser = parser
-        self._reasoning = reasoning
         self._one_call = one_call
-
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether thoughts have begun and not ended."""
-        return self._reasoning is not None and self._reasoning.is_thinking
 
     @property
     def num_calls(self) -> int:

@@ -49,11 +49,11 @@ class Chat:
         """For the text of one completion."""
         reasoning = self.make_reasoning() if self.make_reasoning else None
         parser = AnswerParser(reasoning, self.make_tools() if self.make_tools else None)
-        return AnswerText(parser, reasoning, one_call=self.one_call)
+        return AnswerText(parser, one_call=self.one_call)
 
     def num_tokens(self, text: str) -> int:
         """About how many tokens a text of the answer was."""
-        return 0 if self.tokenizer is None else len(self.tokenizer.encode(text, add_special_tokens=False))
+        return 0 if self.tokenizer is None or not text else len(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 async def prepare_chat(

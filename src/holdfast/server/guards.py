@@ -110,6 +110,7 @@ class HostGuard:
         if scope["type"] == "http":
             fault = self._fault(scope)
             if fault is not None:
+                fault.headers["Connection"] = "close"
                 await answer(send, fault, scope)
                 return
         await self._app(scope, receive, send)

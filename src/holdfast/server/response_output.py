@@ -9,7 +9,10 @@ from holdfast.request.outputs import FinishReason
 from holdfast.server.errors import ApiError
 from holdfast.server.streams import new_id
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
+from holdfast.text.reasoning import CLOSING
 
+MAX_MARKER_CHARS = 64
+"""Of the token that ends the reasoning and those before it."""
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -27,16 +30,25 @@ class ResponseOutput:
         """Of the open message."""
         self._waiting: list[dict[str, Any]] = []
         """Of tokens whose text is held back."""
+        self._thoughts_end = ""
+        """The last of their tokens, as text."""
         self._events: list[str] = []
         self._number = 0
         self.has_begun = False
 
     @property
     def text(self) -> str:
-        """All of its messages, for a log."""
-        return "".join(
-            item["content"][0]["text"] for item in self._items if item["type"] == "message" and item["content"]
-        )
+        """All of its messages."""
+        return self._said("message")
+
+    @property
+    def reasoning(self) -> str:
+        """All of its reasoning."""
+        return self._said("reasoning")
+
+    def _said(self, kind: str) -> str:
+        whole = [item["content"][0]["text"] for item in self._items if item["type"] == kind and item is not self._open]
+        return "".join(whole + (self._texts if self._open is not None and self._open["type"] == kind else []))
 
     def response(self) -> dict[str, Any]:
         """The whole of it."""
@@ -96,18 +108,32 @@ class ResponseOutput:
 
     def _add_text(self, kind: str, text: str) -> None:
         if self._open is None or self._open["type"] != kind:
+            # Log-probabilities are told of messages alone; a slow reader gets thoughts and their end in one piece.
+            if kind == "message" and self._open is not None and self._open["type"] == "reasoning":
+                self._drop_thoughts(is_thinking=False)
             self._close("completed")
             fields = {"role": "assistant"} if kind == "message" else {"summary": [], "encrypted_content": None}
             self._begin_item(kind, {**fields, "content": []})
             self._tell("response.content_part.added", **self._place(), content_index=0, part=self._part("", []))
         self._texts.append(text)
         if kind == "reasoning":
-            self._waiting = []  # log-probabilities are told of messages alone
+            self._drop_thoughts(is_thinking=True)
             self._tell("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
             return
         logprobs, self._waiting = self._waiting, []
         self._logprobs += logprobs
         self._tell("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
+
+    def _drop_thoughts(self, *, is_thinking: bool) -> None:
+        """Keep what waits behind the token that ends the reasoning; nothing of it while it goes on."""
+        for place, entry in enumerate(self._waiting):
+            self._thoughts_end = (self._thoughts_end + entry["token"])[-MAX_MARKER_CHARS:]
+            if CLOSING in self._thoughts_end:
+                self._waiting = self._waiting[place + 1 :]
+                self._thoughts_end = ""
+                return
+        if is_thinking:
+            self._waiting = []
 
     def _add_call(self, delta: ToolCallDelta) -> None:
         self._waiting = []
@@ -141,8 +167,9 @@ class ResponseOutput:
             item["arguments"] = text
             self._tell("response.function_call_arguments.done", **self._place(), arguments=text, name=item["name"])
         else:
-            self._logprobs += self._waiting if item["type"] == "message" else []
-            self._waiting = []
+            if item["type"] == "message":
+                self._logprobs += self._waiting
+                self._waiting = []
             item["content"] = [self._part(text, self._logprobs)]
             told = {**self._place(), "content_index": 0}
             if item["type"] == "message":

@@ -153,13 +153,11 @@ def _advance(opened: _Opened, delta: CompletionDelta) -> str:
     output, parser, counted = opened.output, opened.parser, opened.answer.counted
     if opened.logprobs is not None and delta.logprobs:
         output.keep_logprobs(opened.logprobs.entries(delta.token_ids, delta.logprobs))
-    was_reasoning = parser.is_reasoning
     if delta.text:
         output.add(parser.feed(delta.text))
-    if was_reasoning or parser.is_reasoning:
-        counted.num_reasoning_tokens = (counted.num_reasoning_tokens or 0) + len(delta.token_ids)
     if delta.finish_reason is not None:
         output.add(parser.finish())
+        counted.num_reasoning_tokens = opened.chat.num_tokens(output.reasoning)
         output.end(delta.finish_reason, _usage(counted))
     return output.take_events()
 

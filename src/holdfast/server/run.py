@@ -34,6 +34,8 @@ SWEEP_SECONDS = 0.25
 """Between two looks at connections and the engine."""
 LAST_WORDS_SECONDS = 0.7
 """For errors to be written when the time to drain is over, or the engine has died."""
+IMPATIENT_SECONDS = 0.2
+"""The same after a second signal."""
 ENGINE_END_SECONDS = 0.7
 """For the step in progress; a core process that is left behind ends by itself when this one does."""
 END_SECONDS = 1.8
@@ -215,8 +217,8 @@ class Server(uvicorn.Server):
         for task in list(self.server_state.tasks):
             task.cancel()
         self._part_idle()
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
-        while self._is_busy() and time.monotonic() < deadline and not self.force_exit:
+        deadline = time.monotonic() + (IMPATIENT_SECONDS if self.force_exit else LAST_WORDS_SECONDS)
+        while self._is_busy() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         for connection in self.guarded:
             connection.real.abort()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.options import ADVISED
+from holdfast.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -39,6 +40,12 @@ class ServerLimits:
     max_connections: int = 4096
     drain_seconds: float = 30.0
     """For requests that run when the server is told to end."""
+    silence_seconds: float = 2.0
+    """Without a sign of life of the core, after which the server is not healthy."""
+    step_seconds: float = 300.0
+    """That one step may take; one on a CPU with a long prompt takes many."""
+    max_listeners: int = 64
+    """Of /memory/stream."""
     max_messages: int = 4096
     max_tools: int = 128
     max_schema_bytes: int = 2**16
@@ -62,6 +69,11 @@ class Service:
     reasoning_parser: str = "auto"
     """The same for reasoning."""
     _advised: dict[str, object] | None = None
+    metrics: Metrics = field(init=False)
+    num_listeners: int = 0
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.name, self.llm)
 
     @property
     def name(self) -> str:

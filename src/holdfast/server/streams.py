@@ -20,7 +20,7 @@ from holdfast.engine.admission import PreparedRequest
 from holdfast.errors import EngineDeadError
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
-from holdfast.server.errors import ApiError, failed_answer, from_exception, is_our_fault
+from holdfast.server.errors import UNAVAILABLE, ApiError, failed_answer, from_exception, is_our_fault
 from holdfast.server.logs import RequestRecord, record_of
 from holdfast.server.service import Service, service_of
 
@@ -107,6 +107,11 @@ class Answer:
         raise failed_answer(f"an answer was asked; it failed: {delta.error}; change the request")
 
 
+def ended_early() -> ApiError:
+    """For an answer that was not whole when the time to drain was over."""
+    return ApiError(503, "an answer was being given; the server ends; ask another one", UNAVAILABLE, code="draining")
+
+
 async def first_of(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     """The same pieces after the first one, which is empty, came: a refusal is then an answer of its own, not an event."""
     await anext(pieces)
@@ -156,6 +161,10 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) 
             return task.result()
         record_of(request).is_cut = True
         raise ClientDisconnect
+    except asyncio.CancelledError:
+        if service_of(request).state == "ready":
+            raise
+        raise ended_early() from None  # the server ends, and the client is told
     finally:
         await _end(task, watcher)
 
@@ -192,6 +201,10 @@ class EventStream(Response):
                 writer.result()
             else:
                 self._record.is_cut = True
+        except asyncio.CancelledError:
+            await _end(writer)
+            await self._write_last(send, ended_early())
+            raise
         finally:
             await _end(writer, watcher)
             await self._pieces.aclose()
@@ -205,12 +218,17 @@ class EventStream(Response):
         except OSError:
             self._record.is_cut = True  # the connection is gone
         except Exception as error:
-            await send({"type": "http.response.body", "body": self._last_words(error).event(), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._write_last(send, self._last_words(error))
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_last(self, send: Send, error: ApiError) -> None:
+        """An error that comes when the answer has begun is its last event."""
+        self._record.error = error.code or error.kind
+        await send({"type": "http.response.body", "body": error.event(), "more_body": False})
 
     def _last_words(self, error: Exception) -> ApiError:
         told = from_exception(error)
         if is_our_fault(error):
             _log.error("request %s failed: %s", self._record.request_id, type(error).__name__, exc_info=error)
-        self._record.error = told.code or told.kind
         return told

@@ -112,9 +112,11 @@ class HeldSpace:
 
 def partial_end(text: str, marker: str) -> int:
     """Characters at the end of the text that may be the beginning of a marker."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
+    first = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
+    while first >= 0:
+        if marker.startswith(text[first:]):
+            return len(text) - first
+        first = text.find(marker[0], first + 1)
     return 0
 
 

@@ -155,6 +155,8 @@ class JsonCall:
         self.is_broken = not self.is_done
 
 
+KEY = re.compile(r"[^<>\s](?:[^<>\n]{0,254}[^<>\s])?")
+"""Names of parameters that a tag can hold."""
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
 _FUNCTION_START, _PARAMETER_START = "<function=", "<parameter="

@@ -6,12 +6,16 @@ only </think> comes. White space beside the markers belongs to them.
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Literal
 
 from holdfast.errors import RequestError, shown
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, HeldSpace, ReasoningDelta, partial_end
 
 AUTO, NONE = "auto", "none"
 OPENING, CLOSING = "<think>", "</think>"
+
+Thoughts = Literal["none", "may", "open"]
+"""At the beginning of an answer: there are none, <think> may open them, or the prompt has opened them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +27,15 @@ class ReasoningFormat:
     """Its answers begin with thoughts, whether or not <think> is written."""
 
     def parser(self, prompt: str | None = None) -> "ReasoningParser":
-        """For one answer to this prompt, whose end says whether thoughts were begun or skipped there."""
+        """For one answer to this prompt."""
+        return ReasoningParser(is_open=self.thoughts(prompt) == "open")
+
+    def thoughts(self, prompt: str | None) -> Thoughts:
+        """What an answer to this prompt begins with: its end says whether thoughts were begun or skipped there."""
         end = "" if prompt is None else prompt[-64:].rstrip()
-        is_open = end.endswith(OPENING) or (self.is_open and not end.endswith(CLOSING))
-        return ReasoningParser(is_open)
+        if end.endswith(CLOSING):
+            return "none"
+        return "open" if self.is_open or end.endswith(OPENING) else "may"
 
 
 QWEN3 = ReasoningFormat("qwen3", is_open=False)

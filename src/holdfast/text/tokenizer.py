@@ -181,6 +181,10 @@ class Tokenizer:
         """The same as bytes, which need not be whole characters."""
         return self._pieces.piece(token_id) or b""
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token adds inside a text; None for ids that no token has."""
+        return self._pieces.piece(token_id)
+
     def text_stream(self, skip_special_tokens: bool) -> TextStream:
         """A text to be built from token ids as they come."""
         return TextStream(self._pieces, skip_special_tokens)

@@ -57,7 +57,10 @@ _OTHER_NAMES = {"qwen": HERMES, "qwen3": HERMES, "qwen25": HERMES, "llama": LLAM
 
 
 def choose_tool_parser(template: str | None, name: str = AUTO) -> ToolFormat | None:
-    """The format with this name, or the one that a chat template teaches; None where there is none."""
+    """The format with this name, or the one that a chat template teaches; None where it is none of these.
+
+    A template that knows no tools is given them in words, which teach the format of Hermes.
+    """
     if name == NONE:
         return None
     if name != AUTO:
@@ -69,8 +72,10 @@ def choose_tool_parser(template: str | None, name: str = AUTO) -> ToolFormat | N
                 f"use one, {AUTO} or {NONE}",
             )
         return form
-    if template is None or re.search(r"\btools\b", template) is None:
+    if template is None:
         return None
+    if re.search(r"\btools\b", template) is None:
+        return HERMES
     if "<function=" in template:
         return QWEN3_CODER
     if HERMES.opening in template:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from holdfast.errors import RequestError, shown
-from holdfast.text.chat_template import PlainData
+from holdfast.text.chat_messages import PlainData
 
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 128
