@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from holdfast import __version__
 from holdfast.errors import HoldfastError, shown
 from holdfast.observability.log import get_logger
-from holdfast.server import chat_completions, completions, models, responses, status, tokens
+from holdfast.server import chat_completions, completions, models, page, responses, status, tokens
 from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
 from holdfast.server.keys import Keys
@@ -71,6 +71,7 @@ def endpoint_routers() -> tuple[APIRouter, ...]:
         responses.router,
         tokens.router,
         status.router,
+        page.router,
     )
 
 

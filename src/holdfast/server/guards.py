@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.errors import shown
 from holdfast.observability.log import get_logger
+from holdfast.server import page
 from holdfast.server.errors import (
     DRAINING_MESSAGE,
     FORBIDDEN,
@@ -27,7 +28,7 @@ from holdfast.server.keys import Keys
 from holdfast.server.logs import RECORD, RequestLog, RequestRecord, cleaned_request_id
 from holdfast.server.service import Service
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/", "/page/app.js", "/page/style.css", "/favicon.ico"})
+PUBLIC_PATHS = frozenset({"/health", "/ready", *page.PUBLIC_PATHS})
 """Answered without a key: whether the server lives, and the page, whose own calls need one. All else is closed."""
 OPEN_WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics"})
 HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?")
