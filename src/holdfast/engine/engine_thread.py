@@ -283,6 +283,8 @@ class EngineThread:
             if num_commands == 0:
                 self.engine.watch()
                 self.engine.raise_if_dead()
+                if self._is_map_asked:
+                    self._take_map()
 
     def _look(self) -> None:
         self.engine.ask_map()
