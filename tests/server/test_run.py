@@ -88,7 +88,7 @@ def test_a_dead_engine_ends_the_server() -> None:
 def test_an_engine_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    monkeypatch.setattr(module, "ENGINE_END_SECONDS", 0.1)
+    monkeypatch.setattr(module, "ENGINE_END_SECONDS", (0.1, 3.0))
     started = time.monotonic()
-    module.end_engine(SimpleNamespace(llm=SimpleNamespace(shutdown=lambda: time.sleep(1))))  # type: ignore[arg-type]
+    module.end_engine(SimpleNamespace(llm=SimpleNamespace(shutdown=lambda: time.sleep(1))), -5.0)  # type: ignore[arg-type]
     assert time.monotonic() - started < 0.8
