@@ -18,7 +18,7 @@ from engine.fakes import assert_at_rest
 from holdfast.server.errors import INTERNAL_WORDS
 from server.served import Served, served
 
-NUM_QUICK, NUM_SLOW = 12, 1500
+NUM_QUICK, NUM_SLOW = 25, 1500
 OPERATIONS = (
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
