@@ -29,12 +29,14 @@ MAX_ERROR_CHARS = 240
 WHITESPACE = r"(\x20|\n[\x20\t]{0,40})"
 """Between two parts of JSON: a space, or a new line with its indent. Without a bound a model may write nothing else."""
 LIMITS = {
+    "max_items_in_row": 2500,
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Beside llguidance's own: 250 ns to 1 KiB a state, no work ahead of need, and errors that repeat nothing of the text."""
+"""Beside llguidance's own fuel for every step: room for an object of 512 optional properties, up to about 20 MB of states,
+no work ahead of need, and errors that repeat nothing of the text."""
 
 
 def llguidance_text(kind: str, text: str) -> str:
