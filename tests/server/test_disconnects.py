@@ -31,7 +31,9 @@ def connect(running: Served, path: str, body: dict) -> socket.socket:
     host, port = running.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=20)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + data)
     return connection
 
