@@ -1,6 +1,8 @@
 """Readers that leave at every token: the cases, and a model that is held between steps so that each of them is exact."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -46,11 +48,7 @@ def neighbours_answer() -> tuple[list[int], str]:
 
 async def started(gate: Gate) -> None:
     """Wait until the next step has begun."""
-    for _ in range(4000):
-        if gate.started.acquire(blocking=False):
-            return
-        await asyncio.sleep(0.0005)
-    raise AssertionError("no step begins")
+    await until(lambda: gate.started.acquire(blocking=False), "no step begins")
 
 
 async def advance(gate: Gate, num_steps: int) -> None:
@@ -60,12 +58,12 @@ async def advance(gate: Gate, num_steps: int) -> None:
         await started(gate)
 
 
-async def until(condition) -> None:
-    for _ in range(4000):
-        if condition():
-            return
+async def until(condition: Callable[[], bool], words: str = "it did not happen") -> None:
+    """Wait for something, with patience: a loaded machine is no fault."""
+    last = time.monotonic() + 15.0
+    while not condition():
+        assert time.monotonic() < last, words
         await asyncio.sleep(0.0005)
-    raise AssertionError("it did not happen")
 
 
 def num_held(engine: Engine, sequence_id: int = 0) -> int:

@@ -50,13 +50,15 @@ async def leave(case: Case, running: Served, gate: Gate) -> int:
     pool, first = engine.scheduler.pool, engine.front._num_sequences
     reader, writer = await post(running, NEIGHBOUR)
     await started(gate)
-    body = {"model": MODEL, "prompt": "p" * 200 if case.kind == "prefill" else "victim", "temperature": 0}
+    # A prompt that begins in its own way, so that all of it is computed.
+    prompt = f"{case} ".ljust(200, "p") if case.kind == "prefill" else "victim"
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0}
     body |= {"max_tokens": 8 if case.kind == "prefill" else 80, "n": 4 if case.kind == "four" else 1}
     _, victim = await post(running, {**body, "stream": case.streams})
-    await until(lambda: health().num_commands >= 1)
+    await until(lambda: health().num_commands >= 1, f"{case}: it did not come")
     await advance(gate, 1 + case.num_steps)
     victim.close()
-    await until(lambda: health().num_commands >= 1)
+    await until(lambda: health().num_commands >= 1, f"{case}: the engine was not told")
     num_later = 0
     while engine.scheduler.num_waiting or pool.num_owned_by_group[0] != num_held(engine, first):
         num_later += 1
