@@ -219,7 +219,7 @@ class EngineCore:
     @property
     def num_queued(self) -> int:
         """Any thread: sequences that wait."""
-        return self.scheduler.num_waiting
+        return self._num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -358,7 +358,7 @@ class EngineCore:
                 self._pages_of(sequence, now)
                 for sequence in (*scheduler.running, *scheduler.first_waiting(MAX_WAITING_SHOWN))
             ),
-            num_waiting=scheduler.num_waiting,
+            num_waiting=self._num_waiting,
             num_steps=self._num_steps,
         )
 
