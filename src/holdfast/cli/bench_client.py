@@ -216,7 +216,7 @@ class Exchange(asyncio.Protocol):
         self._is_done_told = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), f"{transport} does not write"
+        assert isinstance(transport, asyncio.Transport), "a connection is written to and read from"
         self._transport = transport
         transport.write(self._request)
 

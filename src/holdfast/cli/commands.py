@@ -628,8 +628,8 @@ COMMANDS = (
         "counts. Exits with 1 where a request failed.",
         (
             "holdfast bench serve --clients 8",
-            "holdfast bench serve --url http://gpu-box:8000/v1 --rate 4 --requests 200 --json -",
-            "holdfast bench serve --endpoint completions --dataset prompts.jsonl --clients 64",
+            "holdfast bench serve --url http://gpu-box:8000 --rate 4 --requests 200",
+            "holdfast bench serve --dataset prompts.jsonl --clients 64 --json -",
         ),
     ),
     Command(
