@@ -39,7 +39,9 @@ def own_server() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "holdfast", "serve", "--port", str(port), "--kv-cache-memory", "256MiB"])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "serve", "--port", str(port), "--kv-cache-memory", "256MiB"]
+    )
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     try:
         while process.poll() is None and time.monotonic() < end:
