@@ -55,7 +55,7 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
 @pytest.mark.usefixtures("wide")
 def test_all_commands_are_listed(here: Here) -> None:
     shown = here("--help").out
-    names = ("run", "chat", "plan", "cache", "doctor", "completion", "bench", "eval")
+    names = ("run", "chat", "serve", "plan", "cache", "doctor", "completion", "bench", "eval")
     assert re.findall(r"^  ([a-z]+) +\S", shown.partition("Commands:")[2], re.MULTILINE) == list(names)
     assert re.findall(r"^  ([a-z]+) +\S", here("eval").out.partition("Commands:")[2], re.MULTILINE) == ["kv", "weights"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 from starlette.requests import ClientDisconnect, Request
 
-from holdfast.server.bodies import Body, parse, parse_json, read_json
+from holdfast.server.bodies import Body, BodyRoom, parse, parse_json, read_json
 from holdfast.server.errors import ApiError
 from holdfast.server.service import ServerLimits
 
@@ -164,6 +164,7 @@ def request_of(pieces: list[bytes | float], headers: dict[bytes, bytes] | None =
         ([b"{}"], {b"content-length": b"1001"}, 413),
         ([b"{}"], {b"content-length": b"9" * 400}, 413),
         ([b"{}"], {b"content-type": b"text/json"}, 415),
+        ([b"{}"], {b"content-encoding": b"gzip"}, 415),
     ],
 )
 def test_bodies_are_read_with_bounds(
@@ -180,3 +181,17 @@ def test_bodies_are_read_with_bounds(
 def test_a_client_that_goes_while_it_sends() -> None:
     with pytest.raises(ClientDisconnect):
         asyncio.run(read_json(request_of([b"{", 0.01]), LIMITS))
+
+
+def test_bodies_are_bounded_together() -> None:
+    """Large ones beyond the limit are refused, small ones never; what was held is given back."""
+    room = BodyRoom(ServerLimits(max_held_body_bytes=300_000))
+    with room.share() as first:
+        first(250_000)
+        with room.share() as small:
+            small(60_000)
+        with room.share() as second, pytest.raises(ApiError) as caught:
+            second(70_000)
+        assert (caught.value.status, caught.value.code) == (503, "bodies_full")
+        assert room.held_bytes == 250_000
+    assert room.held_bytes == 0

@@ -95,7 +95,7 @@ def _service(opened: OpenedModel, options: ServeOptions, names: tuple[str, ...],
 
     return Service(
         AsyncLLM.from_engine(opened.engine),
-        names or (opened.name,),
+        names or (opened.name.removesuffix(".gguf"),),
         limits,
         tool_parser=options.tool_parser,
         reasoning_parser=options.reasoning_parser,

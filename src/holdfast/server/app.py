@@ -15,6 +15,7 @@ from holdfast import __version__
 from holdfast.errors import HoldfastError, shown
 from holdfast.observability.log import get_logger
 from holdfast.server import chat_completions, completions, models, page, responses, status, tokens
+from holdfast.server.bodies import BodyRoom
 from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
 from holdfast.server.keys import Keys
@@ -59,6 +60,7 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.service = service
+    app.state.body_room = BodyRoom(service.limits)
     for kind in (ApiError, HoldfastError, ClientDisconnect, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     for router in endpoint_routers() if routers is None else routers:
