@@ -1,6 +1,5 @@
 """/v1/completions: prompts continued, as text or token ids, one or many, whole or as they are written."""
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -26,7 +25,17 @@ from holdfast.server.openapi import body_of, responses
 from holdfast.server.sampling import check_model, prompt_error, sampling_params
 from holdfast.server.schemas import Completion, CompletionRequest
 from holdfast.server.service import service_of
-from holdfast.server.streams import DONE, Answer, Counted, EventStream, first_of, merged, new_id, while_connected
+from holdfast.server.streams import (
+    DONE,
+    Answer,
+    Counted,
+    EventStream,
+    first_of,
+    gathered,
+    merged,
+    new_id,
+    while_connected,
+)
 from holdfast.server.structured import Rule, asked_rule
 from holdfast.text.tokenizer import Tokenizer
 
@@ -147,9 +156,8 @@ async def _prepared(
 async def _answered(request: Request, asked: CompletionRequest) -> Response:
     """Whole continuations."""
     opened = await _opened(request, asked)
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_whole(answer)) for answer in opened.answers]
-    choices = [choice for place, task in enumerate(tasks) for choice in _choices(opened, place, task.result())]
+    outputs = await gathered([_whole(answer) for answer in opened.answers])
+    choices = [choice for place, output in enumerate(outputs) for choice in _choices(opened, place, output)]
     value = {
         "id": opened.id,
         "object": "text_completion",

@@ -1,6 +1,6 @@
 """What the OpenAPI document says of an endpoint: its body, its answers, and its errors, from the models themselves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -56,10 +56,18 @@ def document(app: FastAPI) -> dict[str, Any]:
         for operations in made["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # such faults are told as 400
+                _name_models(operation, app.state.service.names)
                 for status in _OF_ANY:
                     operation["responses"].setdefault(str(status), _error(status))
         app.openapi_schema = made
     return app.openapi_schema
+
+
+def _name_models(operation: dict[str, Any], names: Sequence[str]) -> None:
+    """A model is asked for by the names that it is served under, and no others."""
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    if "model" in body.get("properties", {}):
+        body["properties"]["model"] = {"enum": [*names, None], "title": "Model", "description": "Left out: the first."}
 
 
 def _error(status: int) -> dict[str, Any]:

@@ -154,6 +154,15 @@ async def merged(
             await stream.aclose()
 
 
+async def gathered(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """What several works give, done side by side; when one fails, the others end too."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(*tasks)
+
+
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
     """Await some work, unless the client goes first: the work is cancelled then, and with it its request in the engine."""
     task = asyncio.ensure_future(work)
