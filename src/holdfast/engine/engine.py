@@ -288,6 +288,7 @@ class Engine:
 
     def close(self) -> None:
         """Give all memory back, when every request has ended; nothing can run afterwards. May be called twice."""
+        self.front.close()
         self.core.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
