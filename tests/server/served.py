@@ -29,7 +29,7 @@ from holdfast.server.run import Server, address_of, bind_socket
 from holdfast.server.service import Service
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.detokenizer import byte_alphabet
-from loading.tiny_models import save_tiny
+from loading.tiny_models import SMALL
 
 SAY, END = "\x01", "\x02"
 TEMPLATE = """\
@@ -63,14 +63,16 @@ def make_served_engine(**options: Any) -> Engine:
 
 def open_tiny_engine(folder: Path, **options: Any) -> Engine:
     """A tiny random model of bytes, which says nothing of sense unless it must."""
-    save_tiny("llama", folder, max_position_embeddings=2048, eos_token_id=258)
+    settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "head_dim": 16}
+    own = {"max_position_embeddings": 2048, "eos_token_id": 258, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps({**SMALL, **settings, **own}))
     backend = Backend(models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "<pad>", "</s>"])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
-    sizes = {"max_model_len": 1536, "max_num_seqs": 4, "kv_cache_memory": "64MB", "enforce_eager": True}
+    sizes = {"max_model_len": 1536, "max_num_seqs": 4, "kv_cache_memory": "64MB", "load_format": "dummy"}
     return open_engine(EngineConfig.from_options(model=folder, device="cpu", **{**sizes, **options}), None)
 
 
