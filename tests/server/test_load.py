@@ -45,7 +45,7 @@ def test_three_hundred_requests_with_aborts_leave_nothing(server: Loaded) -> Non
     before = server.ledger()
     check_soak(server, 60, 16, 0.1)
     resident = server.resident_bytes()
-    assert 0 < check_soak(server, 300, 16, 0.1) < 100
+    assert 10 < check_soak(server, 300, 16, 0.1) < 60
     server.at_rest()
     assert server.ledger() == before
     grown = {name: value - resident[name] for name, value in server.resident_bytes().items()}
@@ -85,10 +85,10 @@ def test_twenty_thousand_requests_with_aborts(tmp_path_factory: pytest.TempPathF
             num_left += check_soak(server, 500, 32, 0.1)
             server.at_rest()
             looks.append(server.resident_bytes())
-        assert 1000 < num_left < 3000
+        warm = {name: [float(one[name]) for one in looks[10:]] for name in looks[0]}
+        for name, values in warm.items():
+            print(name, "MiB:", [round(value / MIB, 2) for value in values], "bytes per 500 requests:", slope(values))
+        print("clients that left:", num_left)
+        assert 1600 < num_left < 2400
         assert server.ledger() == before
-        for name in looks[0]:
-            warm = [float(one[name]) for one in looks[10:]]
-            found = slope(warm)
-            print(name, "MiB:", [round(value / MIB, 2) for value in warm], "growth per 500 requests:", found)
-            assert found.includes_zero, (name, found, warm)
+        assert all(slope(values).includes_zero for values in warm.values())
