@@ -57,7 +57,7 @@ def test_every_form_survives_the_wire(given):
         ({"json": {"minimum": float("inf")}}, "numbers in JSON are finite"),
         ({"json": {"minimum": 10**200}}, "more than 150 digits"),
         ({"json": '{"minimum": 1' + "0" * 5000 + "}"}, "it is no JSON"),
-        ({"json": {"x": object()}}, "JSON has objects, lists"),
+        ({"json": {"x": {1, 2}}}, "JSON has objects, lists"),
         ({"json": {1: {}}}, "names in JSON are texts"),
         ({"json": {"title": "\ud800"}}, "bytes of valid Unicode"),
         ({"json": {"title": "x" * MAX_SCHEMA_BYTES}}, "at most 65536 work"),
