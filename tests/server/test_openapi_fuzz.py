@@ -16,7 +16,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from engine.fakes import assert_at_rest
 from holdfast.server.errors import INTERNAL_WORDS
-from server.served import Served, served
+from server.served import Served, served, user
 
 NUM_QUICK, NUM_SLOW = 25, 1500
 OPERATIONS = (
@@ -86,6 +86,15 @@ def fuzz(running: Served, method: str, path: str, num_examples: int) -> None:
     statuses.update({f"{method} {path} {status}": number for status, number in num_cases.items()})
     assert running.service.llm.health().is_alive
     print(f"{method} {path}: {num_cases.total()} cases, {dict(sorted(num_cases.items()))}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_streams_are_as_the_document_has_them(small: Served, path: str) -> None:
+    asked = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(path, {"messages": user("a")})
+    operation = schemathesis.openapi.from_url(f"{small.url}/openapi.json")[path]["POST"]
+    case = operation.Case(body={**asked, "stream": True}, media_type="application/json")
+    case.validate_response(case.call(timeout=60), excluded_checks=[positive_data_acceptance])
 
 
 def test_nothing_of_the_document_is_left_out(small: Served) -> None:

@@ -9,6 +9,7 @@ import pytest
 from engine.fakes import Gate, assert_at_rest
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.server.app import make_app
+from holdfast.server.fields import OWN_VARIABLES
 from holdfast.server.service import Service
 from holdfast.server.streams import merged
 from server.served import NAMES, app_client, make_served_engine, said, user
@@ -46,14 +47,12 @@ def test_an_engine_that_dies_ends_streams_with_an_error(path):
         assert again.json()["error"]["code"] == "engine_dead"
 
 
-def test_a_prompt_that_is_refused_ends_the_others():
+def test_more_than_the_queue_holds_is_told_at_once():
     engine = make_served_engine(max_queue=3, max_num_seqs=1)
     with app_client(engine) as client:
         for stream in (False, True):
-            answer = client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 3, "stream": stream})
-            assert answer.status_code in (200, 429)
-            if answer.status_code == 429:
-                assert int(answer.headers["retry-after"]) >= 1
+            answer = client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, "stream": stream})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
         answer = client.post("/v1/completions", json={"prompt": "a", "n": 4})
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
     assert_at_rest(engine)
@@ -125,3 +124,17 @@ def test_merged_streams_begin_and_end_together():
         asyncio.run(read())
     assert {(0, "a"), (1, "b")} <= set(found)
     assert sorted(closed) == ["a", "b"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_template_is_told_no_more_than_it_asks_for(client, path):
+    """What chat_template_kwargs may set are variables of the template, and none that say how it is rendered."""
+    for name in (*sorted(OWN_VARIABLES), "bos_token", "Upper", "a b"):
+        answer = client.post(path, json={"messages": user("x"), "chat_template_kwargs": {name: True}})
+        assert answer.status_code == 400, name
+        assert answer.json()["error"]["param"].startswith("chat_template_kwargs"), name
+    told = {"enable_thinking": False, "reasoning_effort": "low", "budget": 3}
+    assert client.post(path, json={"messages": user(said("x")), "chat_template_kwargs": told}).status_code == 200
+    for value in ([1], {}, {"b": 1}, None, 1.5):
+        answer = client.post(path, json={"messages": user("x"), "chat_template_kwargs": {"a": value}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs.a")

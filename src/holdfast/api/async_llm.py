@@ -194,6 +194,11 @@ class AsyncLLM:
         return self._live().engine.core.facts.longest
 
     @property
+    def max_queue(self) -> int:
+        """Sequences that may wait at once."""
+        return self._live().engine.core.facts.max_queue
+
+    @property
     def chat_template(self) -> ChatTemplate | None:
         """The model's own, where it has one."""
         return self._live().engine.chat_template

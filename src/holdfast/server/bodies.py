@@ -243,7 +243,7 @@ def parse(model_class: type[BodyModel], value: object) -> BodyModel:
 def _told(model_class: type[BaseModel], value: object, error: ValidationError) -> ApiError:
     """One fault of one field: where a field may be several things, the one that came nearest; else all of them."""
     faults = [
-        (_true_path(value, fault["loc"]), fault)
+        (_true_path(value, fault["loc"], is_missing=fault["type"] == "missing"), fault)
         for fault in error.errors(include_url=False, include_input=False, include_context=False)
     ]
     unknown = [path for path, fault in faults if fault["type"] == "extra_forbidden" and len(path) == 1]
@@ -272,13 +272,13 @@ def _words(message: str) -> str:
     return text[:1].lower() + text[1:] if text[1:2].islower() else text
 
 
-def _true_path(value: object, location: Sequence[int | str]) -> tuple[int | str, ...]:
-    """The parts of a location that are in the value, or its last: others name alternatives of a type."""
+def _true_path(value: object, location: Sequence[int | str], *, is_missing: bool) -> tuple[int | str, ...]:
+    """The parts of a location that are in the value, and the last where it is missing: others name alternatives of a type."""
     path: list[int | str] = []
     for index, part in enumerate(location):
         if _is_inside(value, part):
             value = value[part]  # type: ignore[index]
-        elif index < len(location) - 1 or not isinstance(value, dict) or not _is_name(part):
+        elif index < len(location) - 1 or not is_missing:
             continue
         path.append(part)
     return tuple(path)
@@ -288,10 +288,6 @@ def _is_inside(value: object, part: int | str) -> bool:
     if isinstance(value, dict):
         return part in value
     return isinstance(value, list) and isinstance(part, int) and part < len(value)
-
-
-def _is_name(part: int | str) -> bool:
-    return isinstance(part, str) and part.isidentifier()
 
 
 def _at(value: object, path: Sequence[int | str]) -> object:

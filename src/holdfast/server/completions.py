@@ -24,7 +24,7 @@ from holdfast.server.logs import record_of
 from holdfast.server.openapi import body_of, responses
 from holdfast.server.sampling import check_model, prompt_error, sampling_params
 from holdfast.server.schemas import Completion, CompletionRequest
-from holdfast.server.service import service_of
+from holdfast.server.service import Service, service_of
 from holdfast.server.streams import (
     DONE,
     Answer,
@@ -104,12 +104,7 @@ async def _opened(request: Request, asked: CompletionRequest) -> _Opened:
             400, "max_tokens=0 was asked; nothing would be answered; set echo, or ask for 1", param="max_tokens"
         )
     prompts = listed_prompts(asked.prompt)
-    if len(prompts) > service.limits.max_prompts:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts were given; at most {service.limits.max_prompts} work; send fewer",
-            param="prompt",
-        )
+    _check_count(service, len(prompts), asked.n or 1)
     rule = asked_rule(asked, asked.response_format)
     prompt_logprobs = asked.logprobs if asked.echo else None
     params = sampling_params(
@@ -131,6 +126,19 @@ async def _opened(request: Request, asked: CompletionRequest) -> _Opened:
     return _Opened(
         answer_id, created, model, answers, counted, bool(asked.echo), drops, asked.logprobs, service.llm.tokenizer
     )
+
+
+def _check_count(service: Service, num_prompts: int, n: int) -> None:
+    """More than could ever be queued at once is no matter of trying again."""
+    if num_prompts > service.limits.max_prompts:
+        raise ApiError(
+            400,
+            f"{num_prompts} prompts were given; at most {service.limits.max_prompts} work; send fewer",
+            param="prompt",
+        )
+    if num_prompts * n > service.llm.max_queue:
+        words = f"{num_prompts} prompts with n={n} were asked; the queue holds {service.llm.max_queue}; ask for fewer"
+        raise ApiError(400, words, param="prompt" if num_prompts > 1 else "n")
 
 
 async def _prepared(

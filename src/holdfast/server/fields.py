@@ -75,17 +75,20 @@ CLOSED: dict[str, Any] = {"additionalProperties": False}
 """Of objects whose names follow a pattern."""
 OWN_VARIABLES = frozenset(
     (
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "control",
-        "self",
+        *(
+            "messages",
+            "conversation",
+            "tools",
+            "documents",
+            "chat_template",
+            "add_generation_prompt",
+            "control",
+            "self",
+        ),
+        *("continue_final_message", "tools_in_words", "tokenize", "allow_special_tokens"),
     )
 )
-"""Of a template, which chat_template_kwargs cannot set; nor can they say how a special token is written."""
+"""Of templates and of who renders them: chat_template_kwargs cannot set these; nor can they say how a special token is written."""
 
 
 def _not_own(name: str) -> str:

@@ -22,6 +22,12 @@ ERRORS: Mapping[int, str] = {
     500: "The server met a fault of its own.",
     503: "The engine has stopped, or the server is ending.",
 }
+EVENT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or [DONE]."}},
+    "required": ["data"],
+}
+"""One event of a stream."""
 _OF_ANY = (400, 401, 403, 421, 500, 503)
 """Which of them every endpoint may answer with; those of a body, and of the queue, come on top."""
 _OF_BODIES = (404, 408, 413, 415)
@@ -34,7 +40,7 @@ def responses(
     statuses = sorted({*_OF_ANY, *more, *(_OF_BODIES if has_body else ())})
     told: dict[int | str, dict[str, Any]] = {200: {"model": answer, "description": "The answer."}}
     if streams:
-        told[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        told[200]["content"] = {"text/event-stream": {"schema": EVENT}}
         told[200]["description"] = "The answer; with stream, events whose data is a chunk of it, and [DONE]."
     for status in statuses:
         told[status] = {"model": ErrorReply, "description": ERRORS[status]}
