@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -125,6 +126,7 @@ def test_what_does_not_finish_in_time_gets_an_error() -> None:
             connection.close()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once() -> None:
     with started(drain_seconds=60.0) as process:
         running = streams(process, 2, 240)
@@ -140,7 +142,7 @@ def test_a_second_signal_ends_at_once() -> None:
             connection.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
 def test_death_of_the_core(number: signal.Signals) -> None:
     """Clients get an error event in 2 s, the process ends by itself with one line, and the port is free."""
     with started() as process:
@@ -165,6 +167,7 @@ def test_death_of_the_core(number: signal.Signals) -> None:
         again.process.communicate()
 
 
+@pytest.mark.slow
 def test_death_of_an_idle_core_is_noticed() -> None:
     with started() as process:
         os.kill(process.core, signal.SIGKILL)
@@ -181,6 +184,30 @@ def test_death_of_the_server() -> None:
             assert b"[DONE]" not in read_to_end(connection)
             connection.close()
         assert is_gone(process.core, 5)
+
+
+def test_a_stopped_core_is_red_and_may_come_back() -> None:
+    """Red within 2 s of silence, green again when it goes on; nothing of an answer is lost."""
+    with started() as process:
+        assert status_of(talk(process.port, get("/health"))) == 200
+        running = streams(process, 1, 60)[0]
+        os.kill(process.core, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        try:
+            wait_until(lambda: status_of(talk(process.port, get("/health"))) == 503, 3)
+            assert time.monotonic() - stopped_at < 2.8
+            assert status_of(talk(process.port, get("/v1/models"))) == 200
+        finally:
+            os.kill(process.core, signal.SIGCONT)
+        wait_until(lambda: status_of(talk(process.port, get("/health"))) == 200, 3)
+        assert b"[DONE]" in read_to_end(running_end(process, running))
+        running.close()
+
+
+def running_end(process: Process, connection: socket.socket) -> socket.socket:
+    """A kept-alive connection that is closed when its answer is over, since the server is told to end."""
+    process.process.send_signal(signal.SIGTERM)
+    return connection
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float) -> None:

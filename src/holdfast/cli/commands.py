@@ -472,7 +472,7 @@ COMMANDS = (
         (
             "holdfast serve",
             "holdfast serve path/to/model --port 8080 --served-model-name my-model",
-            "HOLDFAST_API_KEY=$(openssl rand -hex 32) holdfast serve owner/name --host 0.0.0.0 --config serve.toml",
+            "holdfast serve --host 0.0.0.0 --api-key-file keys.txt --config serve.toml",
         ),
         ENGINE_SETTINGS,
     ),

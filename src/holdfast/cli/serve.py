@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from holdfast.cli.opened_model import open_visibly, refuse_bare_ids, report_file
+from holdfast.cli.opened_model import OpenedModel, model_name, open_visibly, refuse_bare_ids, report_file
 from holdfast.cli.options import Given, read_count, read_number
 from holdfast.cli.terminal import write_line
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError, RequestError, shown
 
 if TYPE_CHECKING:
     from holdfast.server.keys import Keys
-    from holdfast.server.service import ServerLimits
+    from holdfast.server.service import ServerLimits, Service
 
-NEEDED = ("fastapi", "uvicorn", "httptools", "pydantic")
+NEEDED = ("fastapi", "uvicorn", "httptools", "pydantic", "prometheus_client")
 """Libraries of the server, which the engine does without."""
 MAX_NAME_CHARS = 256
 MAX_DRAIN_SECONDS = 3600.0
@@ -51,8 +51,11 @@ class ServeOptions:
 def serve(options: ServeOptions, engine_options: Given) -> None:
     """Serve a model until a signal ends it. Whatever can be wrong is told before a weight is read."""
     refuse_missing_libraries()
+    from holdfast.server.app import make_app
     from holdfast.server.keys import collect_keys
+    from holdfast.server.logs import RequestLog
     from holdfast.server.run import WaitingDoor, address_of, bind_socket, raise_file_limit, run_server
+    from holdfast.server.traces import open_traces
 
     config = EngineConfig.from_options(model=options.model, **{"core_process": True, **engine_options})
     refuse_bare_ids(config)
@@ -64,32 +67,39 @@ def serve(options: ServeOptions, engine_options: Given) -> None:
     origins = read_origins(options.allow_origin or ())
     hosts = (*(options.allowed_host or ()), options.host)
     log_format = read_choice("--log-format", options.log_format, ("text", "json"))
-    listener = bind_socket(options.host, port)
-    started = time.monotonic()
-    told = raise_file_limit(limits.max_connections)
-    if told is not None:
-        write_line(f"note: {told}")
-    if options.api_key:
-        write_line("note: other users of this machine see --api-key; HOLDFAST_API_KEY and --api-key-file hide it")
-    with WaitingDoor(listener):
-        opened = open_visibly(config, report)
+    check_parsers(options)
+    traces = open_traces((names or (model_name(config),))[0])
+    with bind_socket(options.host, port) as listener:
+        started = time.monotonic()
+        told = raise_file_limit(limits.max_connections)
+        if told is not None:
+            write_line(f"note: {told}")
+        if options.api_key:
+            write_line("note: other users of this machine see --api-key; HOLDFAST_API_KEY and --api-key-file hide it")
+        with WaitingDoor(listener):
+            opened = open_visibly(config, report)
+        service = _service(opened, options, names, limits)
+        log = RequestLog("json" if log_format == "json" else "text", wants_text=options.log_requests)
+        app = make_app(service, keys, allowed_hosts=hosts, allowed_origins=origins, log=log, traces=traces)
+        ready = f"{service.name} is ready at {address_of(listener)} after {time.monotonic() - started:.1f} s"
+        try:
+            run_server(app, service, listener, lambda: write_line(f"{ready} ({_who(keys)})"), owns_process=True)
+        finally:
+            if traces is not None:
+                traces.close()
+
+
+def _service(opened: OpenedModel, options: ServeOptions, names: tuple[str, ...], limits: "ServerLimits") -> "Service":
     from holdfast.api.async_llm import AsyncLLM
-    from holdfast.server.app import make_app
-    from holdfast.server.logs import RequestLog
     from holdfast.server.service import Service
 
-    llm = AsyncLLM.from_engine(opened.engine)
-    service = Service(
-        llm,
-        names or (opened.name,),
+    return Service(
+        AsyncLLM.from_engine(opened.engine),
+        names or (opened.name.removesuffix(".gguf"),),
         limits,
         tool_parser=options.tool_parser,
         reasoning_parser=options.reasoning_parser,
     )
-    log = RequestLog("json" if log_format == "json" else "text", wants_text=options.log_requests)
-    app = make_app(service, keys, allowed_hosts=hosts, allowed_origins=origins, log=log)
-    ready = f"{service.name} is ready at {address_of(listener)} after {time.monotonic() - started:.1f} s"
-    run_server(app, service, listener, lambda: write_line(f"{ready} ({_who(keys)})"), owns_process=True)
 
 
 def _who(keys: "Keys") -> str:
@@ -125,6 +135,21 @@ def is_loopback(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+def check_parsers(options: ServeOptions) -> None:
+    """A name that no format has is told before a model is opened."""
+    from holdfast.text.reasoning import choose_reasoning_parser
+    from holdfast.text.tool_calls import choose_tool_parser
+
+    for option, choose, name in (
+        ("--tool-parser", choose_tool_parser, options.tool_parser),
+        ("--reasoning-parser", choose_reasoning_parser, options.reasoning_parser),
+    ):
+        try:
+            choose(None, name)
+        except RequestError as error:
+            raise ConfigError(f"{option} {shown(name)} was asked", error.has, error.do) from error
 
 
 def read_port(text: str) -> int:

@@ -14,11 +14,13 @@ from holdfast import __version__
 from holdfast.errors import HoldfastError, shown
 from holdfast.observability.log import get_logger
 from holdfast.server import chat_completions, completions, models, page, responses, status, tokens
+from holdfast.server.bodies import BodyRoom
 from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RequestLog, record_of
 from holdfast.server.service import Service
+from holdfast.server.traces import Traces
 
 CLIENT_GONE = 499
 """Logged, and never seen by anybody."""
@@ -33,12 +35,13 @@ def make_app(
     allowed_hosts: Iterable[str] = (),
     allowed_origins: Iterable[str] = (),
     log: RequestLog | None = None,
+    traces: Traces | None = None,
     routers: Iterable[APIRouter] | None = None,
 ) -> FastAPI:
     """The application of a model that is served; without keys everybody may ask."""
     origins = tuple(allowed_origins)
     guards = [
-        Middleware(RecordGuard, log=log),
+        Middleware(RecordGuard, service=service, log=log, traces=traces),
         Middleware(HostGuard, allowed_hosts=tuple(allowed_hosts), allowed_origins=origins),
         *_cors(origins),
         Middleware(KeyGuard, keys=keys if keys is not None else Keys()),
@@ -55,6 +58,7 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.service = service
+    app.state.body_room = BodyRoom(service.limits)
     for kind in (ApiError, HoldfastError, ClientDisconnect, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     for router in endpoint_routers() if routers is None else routers:

@@ -10,7 +10,8 @@ import re
 import time
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import NoReturn, TypeVar
 
@@ -18,10 +19,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from holdfast.errors import shown
-from holdfast.server.errors import ApiError
+from holdfast.server.errors import UNAVAILABLE, ApiError
 from holdfast.server.service import ServerLimits
 
 MAX_INTEGER = 2**63
+SMALL_BODY_BYTES = 2**16
 PATIENCE = 10
 """A whole body may take as many times the limit on one pause."""
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89abcdefABCDEF]")
@@ -45,10 +47,43 @@ async def read_json(request: Request, limits: ServerLimits) -> dict[str, object]
         told = f"has Content-Type {shown(media_type)}" if media_type else "has no Content-Type"
         # Also why a form on a stranger's page cannot ask for anything: browsers ask first before they send JSON.
         raise ApiError(415, f"a JSON body was expected; this one {told}; send Content-Type: application/json")
-    return parse_json(await read_body(request, limits), limits)
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "a JSON body was expected; this one is compressed; send it as it is")
+    app = request.scope.get("app")
+    room = BodyRoom(limits) if app is None else app.state.body_room
+    with room.share() as share:
+        return parse_json(await read_body(request, limits, share), limits)
 
 
-async def read_body(request: Request, limits: ServerLimits) -> bytes:
+class BodyRoom:
+    """Bytes of all bodies that are being read, bounded together: thousands of connections may each send one slowly."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limit_bytes = limits.max_held_body_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Take bytes of one body; they are given back at its end, when it is a value."""
+        own_bytes = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal own_bytes
+            own_bytes += num_bytes
+            self.held_bytes += num_bytes
+            if own_bytes > SMALL_BODY_BYTES and self.held_bytes > self._limit_bytes:
+                words = "a large body was sent; the server is reading as many as it can hold; send it again in a while"
+                raise ApiError(
+                    503, words, UNAVAILABLE, code="bodies_full", headers={"Retry-After": "5", "Connection": "close"}
+                )
+
+        try:
+            yield take
+        finally:
+            self.held_bytes -= own_bytes
+
+
+async def read_body(request: Request, limits: ServerLimits, take: Callable[[int], None]) -> bytes:
     """All bytes of a body; a larger one is refused before it is held, a slow one after a while."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > limits.max_body_bytes):
@@ -74,6 +109,7 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
             if num_bytes > limits.max_body_bytes:
                 pieces.clear()
                 _refuse_size(limits, "more")
+            take(len(piece))
             pieces.append(piece)
         if not message.get("more_body", False):
             return b"".join(pieces)

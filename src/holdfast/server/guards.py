@@ -27,13 +27,15 @@ from holdfast.server.errors import (
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RECORD, RequestLog, RequestRecord, cleaned_request_id
 from holdfast.server.service import Service
+from holdfast.server.traces import Traces
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", *page.PUBLIC_PATHS})
+PUBLIC_PATHS = frozenset({"/health", "/ready"}) | page.PUBLIC_PATHS
 """Answered without a key: whether the server lives, and the page, whose own calls need one. All else is closed."""
 OPEN_WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics"})
 HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 BEARER = b"bearer "
+TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 EVENTS = b"text/event-stream"
 CUT = ApiError(
     503, "an answer was being written; the server ended before it was complete; ask again", UNAVAILABLE, code="draining"
@@ -44,9 +46,11 @@ _log = get_logger("holdfast.server")
 class RecordGuard:
     """Outermost: gives a request its id and record, says the id in the answer, logs a line, and holds every exception."""
 
-    def __init__(self, app: ASGIApp, log: RequestLog | None) -> None:
+    def __init__(self, app: ASGIApp, service: Service, log: RequestLog | None, traces: Traces | None) -> None:
         self._app = app
+        self._metrics = service.metrics
         self._log = log
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,8 +96,18 @@ class RecordGuard:
                 await (end_early(tell, told, is_stream) if record.status else answer(tell, told))
         finally:
             record.is_cut = not is_over
+            self._metrics.response(record.status)
             if self._log is not None:
                 self._log.write(record)
+            if self._traces is not None:
+                record.route = getattr(scope.get("route"), "path", record.route)
+                record.trace_parent = _trace_parent(scope)
+                self._traces.write(record)
+
+
+def _trace_parent(scope: Scope) -> str | None:
+    given = header(scope, b"traceparent")
+    return given.decode() if given is not None and TRACE_PARENT.fullmatch(given) else None
 
 
 class HostGuard:

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.errors import ConfigError, shown
@@ -61,15 +61,12 @@ class Keys:
         return self._salts[index] if len(self) > 1 else None
 
 
-def collect_keys(
-    given: Iterable[str] = (), file: str | None = None, environment: Mapping[str, str] | None = None
-) -> Keys:
+def collect_keys(given: Iterable[str] = (), file: str | None = None) -> Keys:
     """Keys of options, of a file and of the environment, together."""
-    environment = os.environ if environment is None else environment
     keys = list(given)
-    if one := environment.get(ONE_KEY_VARIABLE, "").strip():
+    if one := os.environ.get(ONE_KEY_VARIABLE, "").strip():
         keys.append(one)
-    keys += [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+    keys += [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
     if file is not None:
         keys += read_key_file(file)
     return Keys(keys)

@@ -33,6 +33,10 @@ class RequestRecord:
     method: str
     path: str
     client: str | None
+    route: str = "unknown"
+    """The endpoint's own path, of which there are few."""
+    trace_parent: str | None = None
+    """The client's span, as W3C writes it."""
     started_at: float = field(default_factory=time.monotonic)
     status: int = 0
     """Of the answer; 0 where none was begun."""

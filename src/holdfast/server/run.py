@@ -36,8 +36,9 @@ LAST_WORDS_SECONDS = 0.7
 """For errors to be written when the time to drain is over, or the engine has died."""
 IMPATIENT_SECONDS = 0.2
 """The same after a second signal."""
-ENGINE_END_SECONDS = 0.7
-"""For the step in progress; a core process that is left behind ends by itself when this one does."""
+ENGINE_END_SECONDS = (0.7, 3.0)
+"""For the step in progress and the end of its process, where time is short and where it is not. A core process that is
+left behind ends by itself when this one does."""
 END_SECONDS = 1.8
 """From the end of the time to drain to that of the process, whatever its threads are busy with."""
 DOOR_SECONDS = 0.2
@@ -144,6 +145,8 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._owns_process = owns_process
         self.death: EngineDeadError | None = None
+        self.end_by = float("inf")
+        """By the clock, when all should be over."""
         self._is_told = asyncio.Event()
         """Set when the server is to end."""
 
@@ -160,6 +163,7 @@ class Server(uvicorn.Server):
         """A signal: the first one drains, the second one ends."""
         if self.should_exit:
             self.force_exit = True
+            self.end_by = time.monotonic()
         self.should_exit = True
         self._is_told.set()
 
@@ -207,6 +211,7 @@ class Server(uvicorn.Server):
             self.service.state = "draining"
         started = time.monotonic()
         patience = LAST_WORDS_SECONDS if self.death is not None else self.limits.drain_seconds
+        self.end_by = started + patience + LAST_WORDS_SECONDS + ENGINE_END_SECONDS[0]
         if self._owns_process:
             _leave_after(patience + END_SECONDS, 0 if self.death is None else 1)
         await self._drain(started + patience)
@@ -283,18 +288,19 @@ def run_server(
     try:
         asyncio.run(server.serve([listener]))
     finally:
-        end_engine(service)
+        end_engine(service, server.end_by - time.monotonic())
     if server.death is not None:
         raise server.death
 
 
-def end_engine(service: Service) -> None:
+def end_engine(service: Service, seconds: float) -> None:
     """Let go of the model; a step that lasts is not waited for."""
     ending = threading.Thread(target=service.llm.shutdown, name="holdfast-end", daemon=True)
     ending.start()
-    ending.join(ENGINE_END_SECONDS)
+    least, most = ENGINE_END_SECONDS
+    ending.join(min(max(seconds, least), most))
     if ending.is_alive():
-        _log.warning("the model is in the middle of a step, which is not waited for")
+        _log.info("the model has not ended yet, and is not waited for")
 
 
 def _leave_after(seconds: float, code: int) -> None:

@@ -23,6 +23,8 @@ class ServerLimits:
     """Bounds that are checked before a request costs anything."""
 
     max_body_bytes: int = 8 * 2**20
+    max_held_body_bytes: int = 2**28
+    """Of all bodies together that are being read; small ones always find room."""
     max_json_depth: int = 64
     header_seconds: float = 10.0
     """From a connection's beginning, or the first byte of a later request, to the end of its headers."""
