@@ -9,7 +9,12 @@ from cli.cli_models import Here
 from holdfast.cli.commands import COMMANDS, ELSEWHERE, GROUPS
 
 PAGES = [command.path for command in COMMANDS]
-FEW_PANELS = {("cache",): [], ("doctor",): ["Output"], ("completion",): ["Arguments"]}
+FEW_PANELS = {
+    ("cache",): [],
+    ("doctor",): ["Output"],
+    ("completion",): ["Arguments"],
+    ("bench", "serve"): ["Benchmark", "Output"],
+}
 
 
 @pytest.fixture

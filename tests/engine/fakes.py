@@ -273,6 +273,10 @@ class Gate:
     def open(self, num_steps: int = 10**4) -> None:
         self.allowed.release(num_steps)
 
+    def close(self) -> None:
+        """Hold it again, where no step runs."""
+        self.allowed, self.started = threading.Semaphore(0), threading.Semaphore(0)
+
 
 def own_pulse() -> Pulse:
     """One that no other process sees."""

@@ -22,6 +22,7 @@ COMMON_CASES = (
     "latents, 128 heads in warpgroups",
     "top-k of 160K",
     "streams of V4-Flash, 1 row",
+    "masks of 152K tokens",
 )
 OTHER_CASES = (
     "one row",
@@ -65,6 +66,7 @@ OTHER_CASES = (
     "one row by blocks of odd sizes",
     "one row by blocks in float32",
     "layer norm",
+    "masks of 100 tokens",
     "kv_b of V2-Lite, 1 row",
     "kv_b of GLM, 64 rows",
     "kv_b of GLM, 900 rows",

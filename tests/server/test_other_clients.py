@@ -31,10 +31,10 @@ def test_litellm(server: Served, monkeypatch: pytest.MonkeyPatch):
         litellm.completion(messages=user("x"), **{**asked, "model": "openai/other"})
 
 
-def test_llm_command(server: Served, tmp_path: Path):
+@pytest.mark.parametrize("words", ["stream", pytest.param("whole", marks=pytest.mark.slow)])
+def test_llm_command(server: Served, tmp_path: Path, words: str):
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: here\n  model_name: {MODEL}\n  api_base: {server.url}/v1\n  api_key_name: none\n"
-        f"- model_id: here-completion\n  model_name: {MODEL}\n  api_base: {server.url}/v1\n  completion: true\n"
     )
     environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "LLM_LOAD_PLUGINS": "", "OPENAI_API_KEY": "none"}
 
@@ -44,5 +44,7 @@ def test_llm_command(server: Served, tmp_path: Path):
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout.rstrip("\n")
 
-    assert ask("-m", "here", "-o", "temperature", "0", "-s", "Be kind", said("Hello")) == "Hello"
-    assert ask("-m", "here", "--no-stream", "-o", "max_tokens", "3", said("Hello")) == "Hel"
+    if words == "stream":
+        assert ask("-m", "here", "-o", "temperature", "0", "-s", "Be kind", said("Hello")) == "Hello"
+    else:
+        assert ask("-m", "here", "--no-stream", "-o", "max_tokens", "3", said("Hello")) == "Hel"

@@ -23,6 +23,7 @@ from holdfast.errors import QueueFullError
 from holdfast.memory.report import MemoryReport, MemoryRow
 from holdfast.server.app import make_app
 from holdfast.server.service import ServerLimits, Service
+from server.served import MODEL, served
 
 TESTS = Path(__file__).parent.parent
 FAKE = (sys.executable, "-P", "-m", "engine.fake_core")
@@ -267,9 +268,9 @@ def test_times_between_tokens_are_told_apart_by_completion():
 def test_a_full_queue_is_told_before_a_prompt_costs_anything():
     async def work(client, service, engine):
         gate = Gate(engine)
-        asked = [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS))) for _ in range(4)]
+        asked = [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS)))]
         await until(lambda: _started(gate))
-        # One runs or is about to; two more wait.
+        asked += [asyncio.ensure_future(anext(service.llm.stream("abc", PARAMS))) for _ in range(2)]
         await until(lambda: _full(service))
         prepared = []
         engine.front.prepare = lambda *values: prepared.append(values)
@@ -344,3 +345,28 @@ def test_a_killed_core_is_noticed_where_nobody_asks(monkeypatch):
             assert (await client.get("/memory")).json()["trouble"] == "the engine has stopped"
 
         serve(work, engine=engine)
+
+
+def test_a_full_queue_is_told_with_a_time_to_come_again():
+    with served(max_queue=1, max_num_seqs=1) as running:
+        gate = Gate(running.engine)
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
+
+        async def main() -> None:
+            async with httpx.AsyncClient(base_url=running.url, timeout=30) as client:
+                asked = [asyncio.ensure_future(client.post("/v1/completions", json=body))]
+                await until(lambda: _started(gate))
+                asked.append(asyncio.ensure_future(client.post("/v1/completions", json=body)))
+                await until(lambda: _full(running.service))
+                for stream in (False, True):
+                    refused = await client.post("/v1/completions", json={**body, "stream": stream})
+                    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+                    assert 1 <= int(refused.headers["retry-after"]) <= 60
+                gate.open()
+                assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+                found = samples((await client.get("/metrics")).text)
+                assert found["holdfast:http_responses_total status=4xx"] == 2
+                assert found["vllm:request_success_total finished_reason=length"] == 2
+                assert found["vllm:request_success_total finished_reason=error"] == 0
+
+        asyncio.run(main())

@@ -84,6 +84,9 @@ GOLDEN_HERMES = {
     "call in what was none": (f"<tool_call><tool_call>{LOOK}</tool_call>", ["<tool_call>", ROME]),
     "half a marker": ("a <tool_cal", ["a <tool_cal"]),
     "half a call": ('a <tool_call>{"name": "loo', ['a <tool_call>{"name": "loo']),
+    "half a marker behind a call": (f"<tool_call>{LOOK}</tool_call>\n<tool_ca", [ROME]),
+    "half a call behind a call": (f'<tool_call>{LOOK}</tool_call>\n<tool_call>{{"na', [ROME]),
+    "half a marker behind text": (f"<tool_call>{LOOK}</tool_call>\nSo <tool_ca", [ROME, "So <tool_ca"]),
     "space kept": ("a\n\n<tool_call>no", ["a\n\n<tool_call>no"]),
 }
 GOLDEN_LLAMA = {

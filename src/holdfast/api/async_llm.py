@@ -3,9 +3,10 @@
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from types import TracebackType
@@ -32,6 +33,8 @@ MAP_SECONDS = 0.2
 """Between two looks at the pages of a model, whoever asks."""
 MAP_WAIT_SECONDS = 0.5
 """For a newer one than is known."""
+FORM_THREADS = 4
+"""That forms of answers are tried out in: one that takes long does not keep the others waiting."""
 
 
 class AsyncLLM:
@@ -158,6 +161,11 @@ class AsyncLLM:
         """Counters since the start, and the state of now."""
         return self._live().engine.stats()
 
+    def step_sizes(self) -> tuple[list[int], int]:
+        """Steps by their tokens, computed of prompts and chosen (place k: at most 2**k, and more than half), and all tokens of them."""
+        front = self._live().engine.front
+        return list(front.steps_by_size), front.num_step_tokens
+
     async def memory_map(self, wait_seconds: float = MAP_WAIT_SECONDS) -> MemoryMap | None:
         """Who holds which pages: at most MAP_SECONDS old, or older where the step in progress takes longer than one waits."""
         thread = self._live()
@@ -256,8 +264,11 @@ class AsyncLLM:
         prompt_thread = ThreadPoolExecutor(1, "holdfast-prompts")
         self._thread: EngineThread | None = thread
         self._prompt_thread = prompt_thread
+        # Compiling a hostile form may take seconds, in which prompts should not wait.
+        form_threads = ThreadPoolExecutor(FORM_THREADS, "holdfast-forms")
+        self._form_threads = form_threads
         # Also runs when nobody holds the AsyncLLM any more, and before the interpreter ends.
-        self._finalizer = weakref.finalize(self, _shut_down, thread, prompt_thread)
+        self._finalizer = weakref.finalize(self, _shut_down, thread, (prompt_thread, form_threads))
 
     def _live(self) -> EngineThread:
         if self._thread is None:
@@ -272,8 +283,9 @@ class AsyncLLM:
 
     def _prompt_preparation(
         self, prompt: object, params: SamplingParams | None, cache_salt: str | None
-    ) -> Callable[[], PreparedRequest]:
-        return partial(self._asked().engine.prepare, prompt, self._params(params), cache_salt=cache_salt)
+    ) -> "_Preparation":
+        engine, asked = self._asked().engine, self._params(params)
+        return _Preparation.of(engine, asked, partial(engine.prepare, prompt, asked, cache_salt=cache_salt))
 
     def _chat_preparation(
         self,
@@ -281,19 +293,19 @@ class AsyncLLM:
         params: SamplingParams | None,
         cache_salt: str | None,
         keywords: Mapping[str, object],
-    ) -> Callable[[], PreparedRequest]:
-        prepare_chat = self._asked().engine.prepare_chat
+    ) -> "_Preparation":
+        engine, asked = self._asked().engine, self._params(params)
         values, options = chat_values(keywords)
         own = {"cache_salt": cache_salt, "template_options": values, "options": options}
-        return partial(prepare_chat, messages, self._params(params), **own)  # type: ignore[arg-type]
+        return _Preparation.of(engine, asked, partial(engine.prepare_chat, messages, asked, **own))  # type: ignore[arg-type]
 
     def _params(self, params: SamplingParams | None) -> SamplingParams:
         return self.default_sampling_params() if params is None else params
 
     async def _outputs(
-        self, prepare: Callable[[], PreparedRequest], request_id: str | None
+        self, preparation: "_Preparation", request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        prepared = await self._prepared(prepare)
+        prepared = await self._prepared(preparation)
         assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
         with self._request(prepared, request_id) as mailbox:
             is_last = False
@@ -304,9 +316,9 @@ class AsyncLLM:
                 yield assembler.output()
 
     async def _deltas(
-        self, prepare: Callable[[], PreparedRequest], request_id: str | None
+        self, preparation: "_Preparation", request_id: str | None
     ) -> AsyncGenerator[CompletionDelta, None]:
-        prepared = await self._prepared(prepare)
+        prepared = await self._prepared(preparation)
         with self._request(prepared, request_id) as mailbox:
             is_last = False
             while not is_last:
@@ -314,11 +326,14 @@ class AsyncLLM:
                 for delta in deltas:
                     yield delta
 
-    async def _prepared(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
+    async def _prepared(self, preparation: "_Preparation") -> PreparedRequest:
         """Tokenizing a long prompt takes a while, in which other requests should not wait; one that finds no place is not begun."""
         self._asked().check_room(1)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._prompt_thread, prepare)
+            loop = asyncio.get_running_loop()
+            if preparation.check_form is not None:
+                await loop.run_in_executor(self._form_threads, preparation.check_form)
+            return await loop.run_in_executor(self._prompt_thread, preparation.prepare)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -336,10 +351,25 @@ class AsyncLLM:
             thread.withdraw(mailbox)
 
 
-def _shut_down(thread: EngineThread, prompt_thread: ThreadPoolExecutor) -> None:
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """What is done before a request is queued."""
+
+    check_form: Callable[[], None] | None
+    """Where its answer has a form; what this finds out is remembered for what follows."""
+    prepare: Callable[[], PreparedRequest]
+
+    @classmethod
+    def of(cls, engine: Engine, params: SamplingParams, prepare: Callable[[], PreparedRequest]) -> "_Preparation":
+        has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        return cls(partial(engine.check_form, params) if has_form else None, prepare)
+
+
+def _shut_down(thread: EngineThread, preparing: Iterable[ThreadPoolExecutor]) -> None:
     if thread.home.is_elsewhere:  # the parent goes on; here a lock may be held for ever
         return
-    prompt_thread.shutdown(wait=False, cancel_futures=True)
+    for threads in preparing:
+        threads.shutdown(wait=False, cancel_futures=True)
     thread.stop()
     thread.join()
     thread.engine.close()

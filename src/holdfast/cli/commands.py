@@ -270,6 +270,12 @@ def _run_throughput(own: Given, engine: Given, sampling: Given) -> None:
     bench_throughput(ThroughputOptions(**own), engine)
 
 
+def _run_bench_serve(own: Given, engine: Given, sampling: Given) -> int | None:
+    from holdfast.cli.bench_serve import ServeBenchOptions, bench_serve
+
+    return bench_serve(ServeBenchOptions(**own))
+
+
 def _run_eval_kv(own: Given, engine: Given, sampling: Given) -> None:
     _refuse_wrong_path(own, engine, sampling)
     from holdfast.cli.eval import EvalOptions, eval_kv
@@ -358,7 +364,7 @@ BENCH_OPTIONS = (
 
 GROUPS = {
     (): ABOUT,
-    ("bench",): "Measure speed on this machine, alone or side by side with transformers.",
+    ("bench",): "Measure speed: of engines on this machine, or of a server anywhere.",
     ("eval",): "Measure what a setting costs in quality.",
 }
 """What commands that begin alike have in common."""
@@ -585,6 +591,46 @@ COMMANDS = (
             "holdfast bench throughput path/to/model --input-len 512 --json -",
         ),
         engine=ENGINE_SETTINGS,
+    ),
+    Command(
+        ("bench", "serve"),
+        "Put load on a server with OpenAI's API, ours or another: times to tokens, throughput, errors.",
+        (
+            _measured("url", "Where it listens, with or without /v1.", "URL", "http://127.0.0.1:8000"),
+            _measured("model", "Its name there. Left out: the first that the server lists.", "NAME", None),
+            _measured("endpoint", "chat (/v1/chat/completions) or completions (/v1/completions).", "NAME", "chat"),
+            _measured(
+                "clients", "Closed loop: so many at once, each with its next request after an answer.", "N", None
+            ),
+            _measured(
+                "rate", "Open loop: new requests per second, at random times, whatever becomes of others.", "N", None
+            ),
+            _measured(
+                "requests", "How many in all. Left out: 4 for each client and at least 64, or the dataset's.", "N", None
+            ),
+            _measured("input_len", "Lengths of prompts.", "LOW-HIGH", "128"),
+            _measured("output_len", "Lengths of answers.", "LOW-HIGH", "64"),
+            _measured(
+                "dataset",
+                "JSON lines with prompt or messages, and max_tokens, in place of random prompts.",
+                "FILE",
+                None,
+            ),
+            _measured("api_key", "Sent as Authorization: Bearer KEY. Better: HOLDFAST_API_KEY.", "KEY", None),
+            _measured("timeout", "For one request, from its first byte to its last.", "SECONDS", "600"),
+            _measured("seed", "Where random choices start.", "N", "0"),
+            JSON_FILE,
+        ),
+        _run_bench_serve,
+        "Without --clients and --rate there are 8 clients. All answers are streamed, each over a connection of its own, "
+        "which counts in the time to its first token. Tokens are counted by the server where it tells usage, else by "
+        "events, and that is told. Lengths are in tokens of the server: two short requests before the run tell how it "
+        "counts. Exits with 1 where a request failed.",
+        (
+            "holdfast bench serve --clients 8",
+            "holdfast bench serve --url http://gpu-box:8000 --rate 4 --requests 200",
+            "holdfast bench serve --dataset prompts.jsonl --clients 64 --json -",
+        ),
     ),
     Command(
         ("eval", "kv"),

@@ -197,7 +197,8 @@ class EngineCore:
         self.run_ahead = run_ahead
         """Steps that are launched before the result of the one before is known; may be changed between two steps."""
         self._release = release
-        self._grammars = grammars
+        self.grammars = grammars
+        """Whoever follows the forms of answers; the runner asks the same one."""
         self._held: dict[int, Sequence] = {}
         """Sequences that wait for their form to be compiled, or then for room in the queue."""
         self._prepared: deque[int] = deque()
@@ -218,7 +219,7 @@ class EngineCore:
     @property
     def num_queued(self) -> int:
         """Any thread: sequences that wait."""
-        return self.scheduler.num_waiting
+        return self._num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -270,13 +271,13 @@ class EngineCore:
 
     def _hold(self, sequences: list[Sequence], form: StructuredOutputs) -> None:
         """Until their form is compiled."""
-        if self._grammars is None:
+        if self.grammars is None:
             raise RequestError(
                 f"structured_outputs.{form.kind} was asked", "this core follows no forms", "leave it out"
             )
         for sequence in sequences:
             self.scheduler.check_fits(sequence)
-        self._grammars.begin([sequence.sequence_id for sequence in sequences], form)
+        self.grammars.begin([sequence.sequence_id for sequence in sequences], form)
         self._held.update({sequence.sequence_id: sequence for sequence in sequences})
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
@@ -357,7 +358,7 @@ class EngineCore:
                 self._pages_of(sequence, now)
                 for sequence in (*scheduler.running, *scheduler.first_waiting(MAX_WAITING_SHOWN))
             ),
-            num_waiting=scheduler.num_waiting,
+            num_waiting=self._num_waiting,
             num_steps=self._num_steps,
         )
 
@@ -378,15 +379,15 @@ class EngineCore:
     def close(self) -> None:
         """Give all memory back."""
         release, self._release = self._release, None
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.grammars is not None:
+            self.grammars.close()
         if release is not None:
             self.runner = None  # its views keep the memory alive
             release()
 
     def _take_prepared(self, waiting: Waiting) -> tuple[SequenceOutput, ...]:
         """Sequences whose form is compiled join the queue, as far as it has room; the ends of those whose form failed."""
-        grammars, failed = self._grammars, []
+        grammars, failed = self.grammars, []
         assert grammars is not None, "forms are followed by nobody"
         if not self._in_flight and not self._prepared and len(self._held) == len(self._live):
             with waiting():
@@ -501,8 +502,8 @@ class EngineCore:
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
         self._held.pop(sequence.sequence_id, None)
-        if self._grammars is not None:
-            self._grammars.forget(sequence.sequence_id)
+        if self.grammars is not None:
+            self.grammars.forget(sequence.sequence_id)
         if self.proposer is not None:
             self.proposer.forget(sequence.sequence_id)
 
@@ -532,10 +533,10 @@ class EngineCore:
     def _without_token(self, token_id: int, sequence: Sequence, num_output_tokens: int) -> Ending:
         """How a sequence ends that no token could be chosen for."""
         form = sequence.params.structured_outputs
-        if form is not None and self._grammars is not None and token_id == NO_TOKEN:
-            if self._grammars.is_complete(sequence.sequence_id):
+        if form is not None and self.grammars is not None and token_id == NO_TOKEN:
+            if self.grammars.is_complete(sequence.sequence_id):
                 return Ending("stop")
-            failure = self._grammars.failure(sequence.sequence_id)
+            failure = self.grammars.failure(sequence.sequence_id)
             if failure is not None:
                 return Ending("error", error=f"after {num_output_tokens} tokens {_form_words(form, failure)}")
         self._distrust(sequence)

@@ -63,10 +63,6 @@ class EngineStats:
     """Tokens that were guessed ahead and checked (speculative) ..."""
     num_accepted_tokens: int = 0
     """... and those of them that became part of an answer."""
-    num_step_tokens: int = 0
-    """Tokens of all steps, computed of prompts and chosen ..."""
-    steps_by_size: tuple[int, ...] = ()
-    """... and how many steps had how many of them: place k counts those of at most 2**k, and of more than half of that."""
 
 
 class InterruptShield:
@@ -282,8 +278,6 @@ class Engine:
             num_steps=core.num_steps,
             num_proposed_tokens=core.num_proposed_tokens,
             num_accepted_tokens=core.num_accepted_tokens,
-            num_step_tokens=self.front.num_step_tokens,
-            steps_by_size=tuple(self.front.steps_by_size),
         )
 
     def reset_prefix_cache(self) -> None:
@@ -294,6 +288,7 @@ class Engine:
 
     def close(self) -> None:
         """Give all memory back, when every request has ended; nothing can run afterwards. May be called twice."""
+        self.front.close()
         self.core.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -24,6 +24,8 @@ from holdfast.request.outputs import CompletionDelta
 
 WATCH_SECONDS = 1.0
 """How often an engine is looked after that has nothing to do: its core may be a process, which may end."""
+MAP_SECONDS = 0.02
+"""The same while somebody waits for a map that no step will bring."""
 NUM_REMEMBERED = 64
 """Ends of requests, which the pace is taken from."""
 RETRY_SECONDS = (1.0, 60.0)
@@ -149,6 +151,8 @@ class EngineThread:
         self._takes_requests = True
         self._is_idle = True
         self._progressed_at = clock()
+        self._num_posted = 0
+        """Completions of requests that wait for the step in progress to end."""
         self._finished_at: deque[float] = deque(maxlen=NUM_REMEMBERED)
         """Of the last requests."""
         self._map: MemoryMap | None = None
@@ -164,6 +168,7 @@ class EngineThread:
             self.engine.raise_if_dead()
             if not self._takes_requests:
                 raise EngineDeadError("a request was given", "the engine is shutting down", "make a new engine")
+            self._num_posted += prepared.params.n
             self._post(_Submission(prepared, request_id, mailbox))
 
     def abort(self, request_id: str) -> None:
@@ -215,10 +220,8 @@ class EngineThread:
     def check_room(self, num_sequences: int) -> None:
         """QueueFullError where so many more would find no place to wait, as far as is known here."""
         core = self.engine.core
-        with self._changed:
-            num_posted = sum(one.prepared.params.n for one in self._commands if isinstance(one, _Submission))
         try:
-            refuse_full(num_sequences, core.num_queued + num_posted, core.facts.max_queue)
+            refuse_full(num_sequences, core.num_queued + self._num_posted, core.facts.max_queue)
         except QueueFullError as error:
             error.retry_after_seconds = self._retry_after_seconds()
             raise
@@ -271,7 +274,7 @@ class EngineThread:
                 if self._is_idle and not self._commands:
                     if not self._takes_requests:
                         return False
-                    self._changed.wait(WATCH_SECONDS)
+                    self._changed.wait(MAP_SECONDS if self._is_map_asked else WATCH_SECONDS)
                 num_commands = len(self._commands)
                 self._is_idle = self._is_idle and num_commands == 0
             # One by one: those behind one that fails must still be found by _fail_all.
@@ -307,6 +310,8 @@ class EngineThread:
         if not isinstance(command, _Submission):
             command()
             return
+        with self._changed:
+            self._num_posted -= command.prepared.params.n
         try:
             command.mailbox.request_id = self.engine.submit(command.prepared, command.request_id)
         except HoldfastError as error:

@@ -55,7 +55,7 @@ class Front:
         """`vocabulary`: the tokenizer's for forms of answers, where somebody shares one."""
         if vocabulary is None and tokenizer is not None:
             vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
-        forms = None if vocabulary is None else FormCheck(vocabulary)
+        self._forms = forms = None if vocabulary is None else FormCheck(vocabulary)
         self._admission = Admission(facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms)
         self._tokenizer = tokenizer
         self._seed = seed
@@ -190,6 +190,11 @@ class Front:
         return MemoryMap(
             now, seen.num_pages, seen.num_free, seen.groups, tuple(requests), seen.num_waiting, seen.num_steps
         )
+
+    def close(self) -> None:
+        """End what forms are tried out in."""
+        if self._forms is not None:
+            self._forms.close()
 
     def names(self) -> list[str]:
         """Those of all live requests."""

@@ -172,11 +172,12 @@ class Queues:
 
     def check(self) -> None:
         """Every sequence once, in its state, in order; of equals, those that run arrived before those that wait."""
+        self._running.check()
+        self._waiting.check()
         ids = [sequence.sequence_id for lanes in (self._running, self._waiting) for sequence in lanes]
         assert sorted(ids) == sorted(self._arrivals), f"queues hold {ids}, known are {sorted(self._arrivals)}"
         arrivals: dict[int, list[int]] = {}
         for lanes, state in ((self._running, SequenceState.RUNNING), (self._waiting, SequenceState.WAITING)):
-            lanes.check()
             priorities = [sequence.params.priority for sequence in lanes]
             assert priorities == sorted(priorities), f"those {state.value} are out of order: {priorities}"
             for sequence in lanes:

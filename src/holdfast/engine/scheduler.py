@@ -1,11 +1,11 @@
-"""Scheduler: who runs next, how many of their tokens, on which pages; first come, first served; no torch.
+"""Scheduler: who runs next, how many of their tokens, on which pages; by priority, then first come, first served; no torch.
 
-Laid end to end, running before waiting, the sequences are always sorted by arrival. Admission moves the border one to
-the right, preemption one to the left; besides that, sequences only join at the right end and leave from anywhere.
+Of equal priority, laid end to end, running before waiting, the sequences are always sorted by arrival. Admission moves the
+border one to the right, preemption one to the left; besides that, they only join at the right end and leave from anywhere.
 
     add() -> [ waiting ... ] --admit--> [ running ... ] --finish()--> [ quarantine ] --> gone
                     ^                          |
-                    '------- preempt ----------'   the youngest, when an older one needs its pages
+                    '------- preempt ----------'   the last, when one before it needs its pages
 
 **Steps in flight.** schedule() may be called again before the step that it gave has ended. A step in flight is believed
 as far as positions go: `num_scheduled` is behind its last one, and a token that it chooses is *coming*, so that a
@@ -33,9 +33,10 @@ overlap: there a sequence that starts on a hit of h tokens computes the last `to
 written for those (`num_stored` is h until they are computed), so that they may lie on pages of others, and windows are wide
 enough for them to see what they saw the first time. For everything that follows about pages it is as far as h.
 
-**Order.** Every running sequence arrived before every waiting one, and both queues are in order of arrival. Admission
-takes the oldest that waits and makes it the youngest that runs; preemption does the reverse. Nothing else moves. So
-among those that run, admissions happened in order of arrival too.
+**Order.** A sequence comes before another if its priority is a lower number or, of equals, if it arrived before. Both queues
+are in this order. Admission takes the first that waits, preemption the last that runs; nothing else moves. So nobody who
+runs is pushed out by one that waits, and of equals every running one arrived before every waiting one, and was admitted
+in order of arrival. As long as lower numbers keep coming higher ones wait: whoever gives priorities answers for that.
 
 **Admission.** A waiting sequence starts only when its *claim* fits beside the claims of all that run. A claim is what a
 sequence may still take out of the pool, at the most, until every token known or coming is computed and, in each group,
@@ -47,23 +48,27 @@ smallest pages. In a step that preempted someone nobody is admitted.
 
 **Preemption frees memory at once**, because it happens only with nothing in flight. A sequence that is admitted on a hit
 of h tokens takes a new page in every group that keeps rows, because h ends a page in all of them and the token at h is
-never part of a hit, and its states are its own. What it computed can be shared only with sequences admitted later, which
-are preempted first. So each preemption makes pages available, as long as some group still holds the newest token, or a
-state, between steps: every one but a window of 1, which at the end of a page holds nothing. Where all groups are such,
-a preemption may free nothing, and the next one follows; nothing below needs more.
+never part of a hit, and its states are its own. What it computed can be shared only with sequences admitted later; of
+equals these are preempted first. So each preemption makes pages available, as long as some group still holds the newest
+token, or a state, between steps: every one but a window of 1, which at the end of a page holds nothing. Where all groups
+are such, or one gives way whose pages a more important one shares, a preemption may free nothing, and the next one
+follows; nothing below needs more.
 
-**Liveness.** Whoever calls books the oldest step in flight whenever schedule() gives None or an empty step. Then the
-oldest sequence advances by at least one token in every step that is given with nothing in flight, and in between it
-goes on or waits for what is in flight: N sequences finish within N * max_model_len such steps once they stop arriving:
-1. If it waits, nothing runs (order), so once the steps in flight are booked nothing is in quarantine and every page and
-   slot is available. What it starts on and what it claims then are together no more than the sum of its groups' bounds,
-   with or without a hit, and add() has checked that this fits: admitted.
+**Liveness.** Whoever calls books the oldest step in flight whenever schedule() gives None or an empty step. Then the first
+that runs advances by at least one token in every step that is given with nothing in flight, and in between it goes on or
+waits for what is in flight: N equal sequences finish within N * max_model_len such steps once they stop arriving:
+1. If nothing runs, then once the steps in flight are booked nothing is in quarantine and every page and slot is
+   available. What the first that waits starts on and what it claims then are together no more than the sum of its
+   groups' bounds, with or without a hit, and add() has checked that this fits: admitted.
 2. If it runs and has positions left that are not in flight, it is served first, with the whole token budget. If a page
    is missing, schedule() gives None until nothing is in flight; then those behind it are preempted; at the latest when
    it is alone every page that it does not hold is available. What it holds once it has grown is in each group within
    the bound that add() has summed up, so these suffice.
 3. If it runs and has none left, what it needs is in flight, and booking brings its token.
-4. It is never preempted, because only the youngest is, and only for one that is at least as old.
+4. It is never preempted, because only the last is, and only for one that is before it.
+5. Not all equal: while the first of all waits, nobody else is admitted, so that the first that runs ends, and the next, each
+   within max_model_len, until it is admitted; from then on it is the first that runs, and ends within as much. What the
+   first that runs had computed until then may be lost, once for each such admission: 2 * N * max_model_len in all.
 This needs a caller that finishes a sequence once it has max_tokens of output, or got no token where it should have.
 """
 
@@ -278,7 +283,7 @@ class Scheduler:
         self._tracks[sequence.sequence_id] = Track(self._needs.longest(sequence), max_pages, chain)
 
     def schedule(self, propose: Propose | None = None) -> LiveStep | None:
-        """The next step: running sequences in order of arrival, then waiting ones as far as limits and pages allow.
+        """The next step: running sequences in order, then waiting ones as far as limits and pages allow.
 
         Steps may be in flight. None where only booking one of them can show how to go on: pages are missing, or are in
         quarantine. Without items where there is nothing to run now; such a step has no number and is not in flight.
@@ -290,7 +295,7 @@ class Scheduler:
         running = self._queues.running
         guesses = None if propose is None or self._has_states else Guesses(propose, self._spare_rows())
         for num_before, sequence in enumerate(running):
-            # Victims are the youngest, so everybody after the first victim is one too, and nobody before it.
+            # Victims are the last, so everybody after the first victim is one too, and nobody before it.
             if budget == 0 or sequence.state is not SequenceState.RUNNING:
                 break
             track = self._tracks[sequence.sequence_id]
@@ -694,6 +699,7 @@ class Scheduler:
         assert len(set(pages)) == len(pages), f"{named(sequence)} holds a page twice"
         for group, table in zip(self.groups, tables, strict=True):
             self._check_table(sequence, group, table)
+        assert len(pages) == sum(self.pages_held(sequence)), f"{named(sequence)} holds {pages}, counted otherwise"
         num_full, num_registered = sequence.num_kept // self.prefix.block_tokens, track.chain.num_blocks
         assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} blocks, {num_full=}"
 

@@ -248,6 +248,7 @@ def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
         TensorSpec("block_argmax", (min(rows, MAX_LOGIT_ROWS),), "int64"),
         *host_specs(max_rows, vocab_size),
         TensorSpec("block", (edited_rows_per_block(vocab_size, max_rows), vocab_size), "float32"),
+        TensorSpec("masks", (edited_rows_per_block(vocab_size, max_rows), mask_words(vocab_size)), "int32"),
         *logit_scratch_specs(rows, vocab_size),
     )
 
@@ -262,8 +263,12 @@ def host_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
         TensorSpec("rows", (2 * rows, NUM_FIELDS), "float64"),
         TensorSpec("columns", (rows, NUM_COLUMNS), "float64"),
         TensorSpec("edits", (num_edits, 2), "int32"),
-        TensorSpec("masks", (max_rows, mask_words(vocab_size)), "int32"),
     )
+
+
+def host_mask_spec(max_rows: int, vocab_size: int) -> TensorSpec:
+    """Masks in pinned memory: those of a whole step, since the device reads one block of them when it is done with another."""
+    return TensorSpec("masks", (max_rows, mask_words(vocab_size)), "int32")
 
 
 def _row_bytes(vocab_size: int) -> int:

@@ -15,6 +15,8 @@ from holdfast.errors import RequestError, shown
 
 MAX_SCHEMA_BYTES = 2**16
 MAX_SCHEMA_DEPTH = 64
+MAX_OBJECT_ENTRIES = 512
+"""Of one object, such as its properties: what may follow each of them is looked at in every step."""
 MAX_SCHEMA_ENTRIES = 4096
 """Of all objects together: properties, and the keywords that describe them."""
 MAX_SCHEMA_VALUES = 4096
@@ -146,7 +148,9 @@ def _schema_text(schema: object) -> str:
         except (ValueError, RecursionError) as error:
             words = "it is nested too deeply" if isinstance(error, RecursionError) else f"it is no JSON ({error})"
             raise RequestError(f"structured_outputs.json={shown(schema)} was asked", words, "pass a schema") from error
-    if not isinstance(value, dict | bool):
+    if value is True and not isinstance(schema, bool):
+        return "{}"  # the same: any JSON
+    if not isinstance(value, dict):
         _refuse("json", schema, "a schema is an object", 'pass {"type": "object", "properties": {...}}')
     _check_schema(value)
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -174,6 +178,8 @@ def _check_schema(schema: object) -> None:
         if depth > MAX_SCHEMA_DEPTH:
             _refuse_size("json", f"more than {MAX_SCHEMA_DEPTH} levels", f"{MAX_SCHEMA_DEPTH}")
         if isinstance(value, dict):
+            if len(value) > MAX_OBJECT_ENTRIES:
+                _refuse_size("json", f"{len(value)} entries of one object", f"{MAX_OBJECT_ENTRIES}")
             num_entries += len(value)
             if not all(isinstance(name, str) for name in value):
                 _refuse("json", value, "names in JSON are texts", "change them")

@@ -259,7 +259,7 @@ SAMPLING_NAMES: Mapping[str, Foreign] = {
 
 CALL_NAMES: Mapping[str, Foreign] = {
     **_only(_LORA, names="lora_request prompt_adapter_request"),
-    **_only("requests run in the order in which they come", 0, names="priority"),
+    **_only("use SamplingParams(priority=...)", 0, names="priority"),
     **_only(_GRAMMAR, names="guided_options_request"),
     **_only(_TEXT, {}, names="mm_processor_kwargs multi_modal_data mm_cache_salt"),
     **_only("encode the prompt yourself: llm.get_tokenizer()", {}, names="tokenization_kwargs"),

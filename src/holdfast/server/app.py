@@ -1,6 +1,7 @@
 """make_app: the ASGI application: guards around every endpoint, errors in one shape, the endpoints themselves; no torch."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +20,7 @@ from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RequestLog, record_of
+from holdfast.server.openapi import document
 from holdfast.server.service import Service
 from holdfast.server.traces import Traces
 
@@ -63,6 +65,7 @@ def make_app(
         app.add_exception_handler(kind, _answer_error)
     for router in endpoint_routers() if routers is None else routers:
         app.include_router(router)
+    app.openapi = partial(document, app)
     return app
 
 

@@ -23,7 +23,7 @@ from holdfast.server.sampling import check_model
 from holdfast.server.schemas import ChatCompletion, ChatCompletionRequest
 from holdfast.server.service import service_of
 from holdfast.server.streams import DONE, Answer, Counted, EventStream, first_of, new_id, while_connected
-from holdfast.server.structured import asked_structure
+from holdfast.server.structured import asked_rule
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta
 
 router = APIRouter(tags=["chat"])
@@ -72,7 +72,7 @@ async def _opened(request: Request, asked: ChatCompletionRequest) -> _Opened:
         effort=asked.reasoning_effort,
         template_options=asked.chat_template_kwargs or {},
         flags=(asked.add_generation_prompt, asked.continue_final_message),
-        structure=lambda forced: asked_structure(asked, asked.response_format, forced),
+        rule=asked_rule(asked, asked.response_format),
         max_tokens=max_tokens,
         logprobs=num_top,
     )

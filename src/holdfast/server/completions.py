@@ -1,6 +1,5 @@
 """/v1/completions: prompts continued, as text or token ids, one or many, whole or as they are written."""
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -14,7 +13,7 @@ from starlette.responses import Response
 
 from holdfast.engine.admission import PreparedRequest, Prompt
 from holdfast.engine.outputs import OutputAssembler
-from holdfast.errors import PromptError
+from holdfast.errors import PromptError, QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, PositionLogprobs, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.bodies import parse, read_json
@@ -26,8 +25,18 @@ from holdfast.server.openapi import body_of, responses
 from holdfast.server.sampling import check_model, prompt_error, sampling_params
 from holdfast.server.schemas import Completion, CompletionRequest
 from holdfast.server.service import service_of
-from holdfast.server.streams import DONE, Answer, Counted, EventStream, first_of, merged, new_id, while_connected
-from holdfast.server.structured import asked_structure
+from holdfast.server.streams import (
+    DONE,
+    Answer,
+    Counted,
+    EventStream,
+    first_of,
+    gathered,
+    merged,
+    new_id,
+    while_connected,
+)
+from holdfast.server.structured import Rule, asked_rule
 from holdfast.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -101,6 +110,7 @@ async def _opened(request: Request, asked: CompletionRequest) -> _Opened:
             f"{len(prompts)} prompts were given; at most {service.limits.max_prompts} work; send fewer",
             param="prompt",
         )
+    rule = asked_rule(asked, asked.response_format)
     prompt_logprobs = asked.logprobs if asked.echo else None
     params = sampling_params(
         service,
@@ -108,9 +118,9 @@ async def _opened(request: Request, asked: CompletionRequest) -> _Opened:
         max_tokens=DEFAULT_MAX_TOKENS if asked.max_tokens is None else max(asked.max_tokens, 1),
         logprobs=asked.logprobs,
         prompt_logprobs=prompt_logprobs,
-        **asked_structure(asked, asked.response_format),
+        **({} if rule is None else {"structured_outputs": rule.made()}),
     )
-    prepared = await _prepared(request, asked, prompts, params)
+    prepared = await _prepared(request, asked, prompts, params, rule)
     answer_id = new_id("cmpl")
     counted = Counted()
     answers = [
@@ -124,7 +134,7 @@ async def _opened(request: Request, asked: CompletionRequest) -> _Opened:
 
 
 async def _prepared(
-    request: Request, asked: CompletionRequest, prompts: Sequence[Prompt], params: SamplingParams
+    request: Request, asked: CompletionRequest, prompts: Sequence[Prompt], params: SamplingParams, rule: Rule | None
 ) -> list[PreparedRequest]:
     llm, salt = service_of(request).llm, cache_salt(request, asked)
     prepared: list[PreparedRequest] = []
@@ -133,6 +143,10 @@ async def _prepared(
             prepared.append(await llm.prepare(prompt, params, cache_salt=salt))
         except PromptError as error:
             raise prompt_error(error, "prompt" if len(prompts) == 1 else f"prompt[{place}]") from error
+        except RequestError as error:
+            if rule is None or isinstance(error, QueueFullError):
+                raise
+            raise rule.refused(error) from error
     record = record_of(request)
     if record.wants_text:
         record.prompt = prepared[0].prompt
@@ -142,9 +156,8 @@ async def _prepared(
 async def _answered(request: Request, asked: CompletionRequest) -> Response:
     """Whole continuations."""
     opened = await _opened(request, asked)
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_whole(answer)) for answer in opened.answers]
-    choices = [choice for place, task in enumerate(tasks) for choice in _choices(opened, place, task.result())]
+    outputs = await gathered([_whole(answer) for answer in opened.answers])
+    choices = [choice for place, output in enumerate(outputs) for choice in _choices(opened, place, output)]
     value = {
         "id": opened.id,
         "object": "text_completion",

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fastapi import Request
 
-from holdfast.engine.admission import PreparedRequest
-from holdfast.errors import PromptError, RequestError, TemplateError
+from holdfast.engine.admission import PreparedRequest, Prompt
+from holdfast.errors import PromptError, QueueFullError, RequestError, TemplateError
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.structured import StructuredOutputs
 from holdfast.server.chat_text import AnswerText
 from holdfast.server.errors import ApiError
 from holdfast.server.fields import SamplingFields
@@ -17,10 +18,13 @@ from holdfast.server.sampling import prompt_error, sampling_params
 from holdfast.server.schemas import AssistantMessage, Message, NamedToolChoice, TextPart
 from holdfast.server.schemas import Tool as ToolBody
 from holdfast.server.service import Service, service_of
+from holdfast.server.structured import Rule
 from holdfast.text.answer_parser import AnswerParser
-from holdfast.text.reasoning import ReasoningParser, choose_reasoning_parser
+from holdfast.text.reasoning import ReasoningParser, Thoughts, choose_reasoning_parser
+from holdfast.text.thought_grammar import behind_thoughts
 from holdfast.text.tokenizer import Tokenizer
 from holdfast.text.tool_calls import ToolFormat, ToolParser, choose_tool_parser
+from holdfast.text.tool_grammar import tool_call_grammar
 from holdfast.text.tools import parse_tool_choice, parse_tools
 
 ToolChoiceBody = str | NamedToolChoice | None
@@ -67,13 +71,13 @@ async def prepare_chat(
     effort: str | None,
     template_options: Mapping[str, object],
     flags: tuple[bool | None, bool | None],
-    structure: Callable[[dict[str, Any] | None], dict[str, Any]],
+    rule: Rule | None,
     max_tokens: int | None,
     logprobs: int | None,
     param: str = "messages",
 ) -> Chat:
     """Everything that can be wrong with a conversation, found before it is queued. `flags`: add_generation_prompt,
-    continue_final_message; `structure`: what the answer is held to, told what tool_choice forces."""
+    continue_final_message; `rule`: what the answer is held to."""
     service = service_of(request)
     template = service.llm.chat_template
     if template is None:
@@ -81,29 +85,57 @@ async def prepare_chat(
             400, "a chat was asked; the model has no chat template; use /v1/completions, or start with --chat-template"
         )
     setting = ToolSetting(service, template.source, tools, tool_choice)
-    params = sampling_params(
-        service, fields, max_tokens=max_tokens, logprobs=logprobs, **structure(setting.forced_rule(one_call))
-    )
-    continues = bool(flags[1])
-    values: dict[str, object] = {**effort_options(effort), **template_options}
+    make_params = partial(sampling_params, service, fields, max_tokens=max_tokens, logprobs=logprobs)
+    salt, continues = cache_salt(request, fields), bool(flags[1])
     try:
         prepared = await service.llm.prepare_chat(
             [plain_message(message, template.source) for message in messages],
-            params,
-            cache_salt=cache_salt(request, fields),
-            chat_template_kwargs=values,
+            make_params(),
+            cache_salt=salt,
+            chat_template_kwargs={**effort_options(effort), **template_options},
             tools=setting.shown(),
             add_generation_prompt=not continues if flags[0] is None else flags[0],
             continue_final_message=continues,
         )
     except (PromptError, TemplateError) as error:
         raise prompt_error(error, param) from error
+    form = choose_reasoning_parser(template.source, service.reasoning_parser)
+    # Only the prompt says whether the answer begins with thoughts, which are free.
+    thoughts = "none" if form is None else form.thoughts(prepared.prompt)
+    forced = setting.forced_rule(thoughts, one_call, rule)
+    if forced is not None:
+        prepared = await _held(service, prepared, forced, forced.made(), make_params, salt)
+    elif rule is not None:
+        made = rule.made()
+        behind = behind_thoughts(made, thoughts)
+        if behind is None:
+            form = None  # a grammar of the caller's own says all of the answer
+        prepared = await _held(service, prepared, rule, behind or made, make_params, salt)
     record = record_of(request)
     if record.wants_text:
         record.prompt = prepared.prompt
-    form = choose_reasoning_parser(template.source, service.reasoning_parser)
     make_reasoning = None if form is None else partial(form.parser, prepared.prompt)
     return Chat(prepared, make_reasoning, setting.make_parser(), one_call, service.llm.tokenizer)
+
+
+async def _held(
+    service: Service,
+    prepared: PreparedRequest,
+    rule: Rule,
+    made: StructuredOutputs,
+    make_params: Callable[..., SamplingParams],
+    salt: str | None,
+) -> PreparedRequest:
+    """The same request, whose answer is held to a rule."""
+    prompt: Prompt = {"prompt_token_ids": prepared.prompt_token_ids}
+    if prepared.prompt is not None:
+        prompt["prompt"] = prepared.prompt
+    try:
+        return await service.llm.prepare(prompt, make_params(structured_outputs=made), cache_salt=salt)
+    except QueueFullError:
+        raise
+    except RequestError as error:
+        raise rule.refused(error) from error
 
 
 def cache_salt(request: Request, fields: SamplingFields) -> str | None:
@@ -185,8 +217,18 @@ class ToolSetting:
         """How calls are read from an answer; None where there are none."""
         return None if self._form is None else partial(self._form.parser, self._tools)
 
-    def forced_rule(self, one_call: bool) -> dict[str, Any] | None:
+    def forced_rule(self, thoughts: Thoughts, one_call: bool, asked: Rule | None) -> Rule | None:
         """What an answer is held to so that it calls a tool; None where it may do as it likes."""
         if self._form is None or self._choice.mode != "required":
             return None
-        raise ApiError(400, "tool_choice was asked; calls cannot be forced yet; use auto", param="tool_choice")
+        if asked is not None:
+            raise ApiError(
+                400,
+                f"tool_choice and {asked.param} were asked; an answer is one or the other; leave one out",
+                param=asked.param,
+            )
+        try:
+            grammar = tool_call_grammar(self._form, self._tools, self._choice, not one_call, thoughts)
+        except RequestError as error:
+            raise prompt_error(error, "tools") from error
+        return Rule("tool_choice", {"grammar": grammar})

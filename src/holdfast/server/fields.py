@@ -2,7 +2,15 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 from holdfast.request.sampling_params import (
@@ -63,10 +71,35 @@ class TakenOnly:
         return {"enum": [None, *self._taken], "description": self._words}
 
 
+CLOSED: dict[str, Any] = {"additionalProperties": False}
+"""Of objects whose names follow a pattern."""
+OWN_VARIABLES = frozenset(
+    (
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "control",
+        "self",
+    )
+)
+"""Of a template, which chat_template_kwargs cannot set; nor can they say how a special token is written."""
+
+
+def _not_own(name: str) -> str:
+    if name in OWN_VARIABLES or name.endswith("_token"):
+        raise refuse(f"the template's {name} is not for requests to set: leave it out")
+    return name
+
+
+NOT_OWN = AfterValidator(_not_own)
 UNUSED = Field(description="Taken; it changes nothing here.")
-Whole = Annotated[int, BeforeValidator(_whole)]
-TokenId = Annotated[Whole, Field(ge=0, le=MAX_INT)]
-Positive = Annotated[Whole, Field(ge=1, le=MAX_INT)]
+WHOLE = BeforeValidator(_whole)
+"""Behind the bounds of a number, which the document would not show otherwise."""
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
+Positive = Annotated[int, Field(ge=1, le=MAX_INT), WHOLE]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -78,8 +111,8 @@ Metadata = Annotated[
 JsonSchema = dict[str, Any]
 """A JSON schema as it came; its size and depth are bounded where it is compiled."""
 
-TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-TemplateValue = bool | Annotated[Whole, Field(ge=-MAX_INT, le=MAX_INT)] | Annotated[str, Field(max_length=256)]
+TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$"), NOT_OWN]
+TemplateValue = bool | Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), WHOLE] | Annotated[str, Field(max_length=256)]
 
 
 class StructuredFields(Body):
@@ -107,29 +140,33 @@ class SamplingFields(Body):
     """How tokens are chosen: OpenAI's names, and those that vLLM's users add."""
 
     model: Annotated[Name | None, Field(description="One of /v1/models; left out, the served one.")] = None
-    n: Annotated[Whole, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1, le=MAX_INT)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT), WHOLE] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: (
-        Annotated[dict[BiasKey, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] | None
+        Annotated[
+            dict[BiasKey, Annotated[Number, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIASES, json_schema_extra=CLOSED),
+        ]
+        | None
     ) = None
-    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[Whole, Field(ge=0, le=MAX_INT)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT), WHOLE] | None = None
     cache_salt: Name | None = None
-    priority: Annotated[Whole, Field(ge=-MAX_INT, le=MAX_INT, description="Lower is earlier.")] | None = None
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT, description="Lower is earlier."), WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredFields | None = None

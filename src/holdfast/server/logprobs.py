@@ -31,7 +31,7 @@ class ChatLogprobWriter:
         return {
             "token": logprob.decoded_token,
             "logprob": max(logprob.logprob, LEAST_LOGPROB),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
+            "bytes": list(self._tokenizer.token_bytes(token_id) or b""),
         }
 
 

@@ -203,13 +203,14 @@ class Metrics(Collector):
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", hits)
         yield self._counter("vllm:generation_tokens", "Tokens generated.", stats.num_output_tokens)
+        counts, num_tokens = self._llm.step_sizes()
         yield _histogram(
             "vllm:iteration_tokens_total",
             "Tokens of a step: computed of prompts, and chosen.",
             self._labels,
-            tuple(float(2**place) for place in range(len(stats.steps_by_size) - 1)),
-            stats.steps_by_size,
-            float(stats.num_step_tokens),
+            tuple(float(2**place) for place in range(len(counts) - 1)),
+            counts,
+            float(num_tokens),
         )
         limits = self._llm.limits
         facts = self._labels | {
@@ -325,7 +326,7 @@ def _histogram(
     words: str,
     labels: dict[str, str],
     bounds: tuple[float, ...],
-    counts: "list[int] | tuple[int, ...]",
+    counts: list[int],
     total: float,
 ) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, words, labels=list(labels))

@@ -1,8 +1,10 @@
 """What the OpenAPI document says of an endpoint: its body, its answers, and its errors, from the models themselves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from holdfast.server.schemas import ErrorReply
@@ -20,6 +22,12 @@ ERRORS: Mapping[int, str] = {
     500: "The server met a fault of its own.",
     503: "The engine has stopped, or the server is ending.",
 }
+EVENT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or [DONE]."}},
+    "required": ["data"],
+}
+"""One event of a stream."""
 _OF_ANY = (400, 401, 403, 421, 500, 503)
 """Which of them every endpoint may answer with; those of a body, and of the queue, come on top."""
 _OF_BODIES = (404, 408, 413, 415)
@@ -32,7 +40,7 @@ def responses(
     statuses = sorted({*_OF_ANY, *more, *(_OF_BODIES if has_body else ())})
     told: dict[int | str, dict[str, Any]] = {200: {"model": answer, "description": "The answer."}}
     if streams:
-        told[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        told[200]["content"] = {"text/event-stream": {"schema": EVENT}}
         told[200]["description"] = "The answer; with stream, events whose data is a chunk of it, and [DONE]."
     for status in statuses:
         told[status] = {"model": ErrorReply, "description": ERRORS[status]}
@@ -40,6 +48,37 @@ def responses(
         {**told.get(429, {}), "headers": {"Retry-After": {"schema": {"type": "integer"}}}} if 429 in told else {}
     )
     return {status: told[status] for status in told if told[status]}
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The document of a whole application: every operation has the errors that guards answer with."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = made.setdefault("components", {}).setdefault("schemas", {})
+        for name, model in (("ErrorReply", ErrorReply),):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= {**schema.pop("$defs", {}), name: schema}
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for operations in made["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # such faults are told as 400
+                _name_models(operation, app.state.service.names)
+                for status in _OF_ANY:
+                    operation["responses"].setdefault(str(status), _error(status))
+        app.openapi_schema = made
+    return app.openapi_schema
+
+
+def _name_models(operation: dict[str, Any], names: Sequence[str]) -> None:
+    """A model is asked for by the names that it is served under, and no others."""
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    if "model" in body.get("properties", {}):
+        body["properties"]["model"] = {"enum": [*names, None], "title": "Model", "description": "Left out: the first."}
+
+
+def _error(status: int) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/ErrorReply"}
+    return {"description": ERRORS[status], "content": {"application/json": {"schema": schema}}}
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:

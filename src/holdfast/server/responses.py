@@ -32,7 +32,7 @@ from holdfast.server.schemas import (
 )
 from holdfast.server.service import service_of
 from holdfast.server.streams import Answer, Counted, EventStream, first_of, new_id, while_connected
-from holdfast.server.structured import asked_structure
+from holdfast.server.structured import asked_rule
 
 router = APIRouter(tags=["responses"])
 
@@ -77,7 +77,7 @@ async def _opened(request: Request, asked: ResponseRequest) -> _Opened:
         effort=None if asked.reasoning is None else asked.reasoning.effort,
         template_options=asked.chat_template_kwargs or {},
         flags=(None, None),
-        structure=lambda forced: asked_structure(asked, _format(asked), forced),
+        rule=asked_rule(asked, _format(asked)),
         max_tokens=asked.max_output_tokens,
         logprobs=num_top,
         param="input",

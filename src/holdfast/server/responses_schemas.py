@@ -10,6 +10,7 @@ from holdfast.server.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     UNUSED,
+    WHOLE,
     JsonSchema,
     Metadata,
     Name,
@@ -18,7 +19,6 @@ from holdfast.server.fields import (
     SamplingFields,
     TakenOnly,
     Text,
-    Whole,
     refuse,
 )
 from holdfast.server.schemas import (
@@ -164,11 +164,11 @@ class ResponseRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSetting | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     include: Annotated[list[Included], Field(max_length=8)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     metadata: Metadata | None = None
-    n: Annotated[Whole, Field(ge=1, le=1, description="An input has one answer here.")] | None = None
+    n: Annotated[int, Field(ge=1, le=1, description="An input has one answer here."), WHOLE] | None = None
     store: Annotated[object, TakenOnly("nothing is stored here: leave it out", False)] = None
     previous_response_id: Annotated[object, TakenOnly("nothing is stored here: send the earlier items as input")] = None
     conversation: Annotated[object, TakenOnly("nothing is stored here: send the earlier items as input")] = None

@@ -1,11 +1,15 @@
 """Fields of a request as SamplingParams: the model's own advice first, then what was asked; and checks that need the model."""
 
+import re
+
 from holdfast.errors import RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.errors import ApiError, from_exception
 from holdfast.server.fields import SamplingFields
 from holdfast.server.service import Service
 
+CONTEXT = re.compile(r"the context holds (\d+)")
+"""Of admission's words about a prompt that is too long."""
 SMALLEST_TOP_P = 1e-6
 """OpenAI's top_p = 0 keeps the most likely token alone."""
 _SAME_NAMES = (
@@ -59,9 +63,13 @@ def sampling_params(
 
 
 def prompt_error(error: RequestError, param: str) -> ApiError:
-    """A fault of a prompt with its field; one that is too long as OpenAI's clients know it."""
+    """A fault of a prompt with its field; one that is too long in words that clients look for."""
     told = from_exception(error)
     told.param = told.param or param
-    if "the context holds" in error.has:
+    match = CONTEXT.match(error.has)
+    if match is not None:
         told.code = "context_length_exceeded"
+        told.message = (
+            f"{error.asked}; this model's maximum context length is {match[1]} tokens, the answer included; shorten it"
+        )
     return told

@@ -7,11 +7,13 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from holdfast.request.sampling_params import MAX_LOGPROBS
 from holdfast.server.bodies import Body
 from holdfast.server.fields import (
+    CLOSED,
     MAX_INT,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TOOLS,
     UNUSED,
+    WHOLE,
     JsonSchema,
     Metadata,
     Name,
@@ -23,7 +25,6 @@ from holdfast.server.fields import (
     TemplateValue,
     Text,
     TokenId,
-    Whole,
     refuse,
 )
 
@@ -67,7 +68,7 @@ class MessageToolCall(Body):
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[Annotated[Whole, Field(ge=0, le=MAX_TOOLS)] | None, UNUSED] = None
+    index: Annotated[Annotated[int, Field(ge=0, le=MAX_TOOLS), WHOLE] | None, UNUSED] = None
 
 
 class InstructionMessage(Body):
@@ -177,7 +178,7 @@ class JsonSchemaFormat(Body):
 
 
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-TemplateOptions = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16)]
+TemplateOptions = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16, json_schema_extra=CLOSED)]
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -187,7 +188,7 @@ class ChatCompletionRequest(SamplingFields):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -236,8 +237,8 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[Whole, Field(ge=0, le=MAX_INT)] | None = None
-    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     echo: bool | None = None
     response_format: ResponseFormat | None = None
     suffix: Annotated[object, TakenOnly("text is continued, not filled in: leave suffix out", "")] = None

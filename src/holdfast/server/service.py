@@ -70,9 +70,9 @@ class Service:
     """How calls of tools are read from answers: a name, none, or by the chat template."""
     reasoning_parser: str = "auto"
     """The same for reasoning."""
-    _advised: dict[str, object] | None = None
     metrics: Metrics = field(init=False)
     num_listeners: int = 0
+    _advised: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.name, self.llm)

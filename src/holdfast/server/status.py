@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Final
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from holdfast import __version__
 from holdfast.engine.memory_map import MemoryMap, RequestPages
@@ -30,6 +30,7 @@ IDLE_SECONDS: Final = 1.0
 """... and while nothing happens, which shows that the line is whole."""
 METRICS_WAIT_SECONDS: Final = 0.1
 MAX_REQUESTS_SHOWN: Final = 256
+_EVENTS: Final = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 def trouble(service: Service) -> str | None:
@@ -76,7 +77,7 @@ async def version() -> JSONResponse:
     return JSONResponse({"version": __version__})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Everything that is counted, for Prometheus."""
     service = service_of(request)
@@ -90,7 +91,7 @@ async def memory(request: Request) -> JSONResponse:
     return JSONResponse(_facts(service) | _map_facts(service, await _map(service)))
 
 
-@router.get("/memory/stream")
+@router.get("/memory/stream", response_class=StreamingResponse, responses={200: {"content": _EVENTS}})
 async def memory_stream(request: Request) -> StreamingResponse:
     """The same again and again, as server-sent events; later ones leave out what does not change."""
     service = service_of(request)

@@ -78,16 +78,19 @@ class Answer:
 
         ApiError where a completion failed: nothing of the answer can be relied on then.
         """
-        counted, record = self.counted, self._record
-        async with aclosing(self._service.llm.answer(self.prepared, self._id)) as batches:
-            async for deltas in batches:
-                for delta in deltas:
-                    counted.num_output_tokens += len(delta.token_ids)
-                    if record.first_token_seconds is None:
-                        record.first_token_seconds = time.monotonic() - record.started_at
-                    if delta.finish_reason is not None:
-                        self._finish(delta)
-                yield deltas
+        counted, record, prepared = self.counted, self._record, self.prepared
+        with self._service.metrics.request(prepared.params.n) as watch:
+            watch.prompt(len(prepared.prompt_token_ids))
+            async with aclosing(self._service.llm.answer(prepared, self._id)) as batches:
+                async for deltas in batches:
+                    for delta in deltas:
+                        watch.take(delta)
+                        counted.num_output_tokens += len(delta.token_ids)
+                        if record.first_token_seconds is None:
+                            record.first_token_seconds = time.monotonic() - record.started_at
+                        if delta.finish_reason is not None:
+                            self._finish(delta)
+                    yield deltas
 
     def log_text(self, text: str | None) -> None:
         """For a log that was asked to hold answers."""
@@ -149,6 +152,15 @@ async def merged(
         await _end(*reading)
         for stream in streams:
             await stream.aclose()
+
+
+async def gathered(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """What several works give, done side by side; when one fails, the others end too."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(*tasks)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:

@@ -1,8 +1,11 @@
-"""What an answer is held to: response_format, structured_outputs, guided_* and forced tool calls, as one StructuredOutputs."""
+"""What an answer is held to: response_format, structured_outputs, guided_* and forced calls of tools, as one rule."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from holdfast.server.errors import ApiError
+from holdfast.errors import RequestError
+from holdfast.request.structured import StructuredOutputs
+from holdfast.server.errors import ApiError, from_exception
 from holdfast.server.fields import SamplingFields
 from holdfast.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
 
@@ -15,12 +18,32 @@ _GUIDED = {
 """vLLM's older names, and what they are called now."""
 
 
-def asked_structure(
-    fields: SamplingFields, response_format: ResponseFormat | None, forced: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """`structured_outputs` for SamplingParams, or nothing; at most one rule may be asked. `forced`: by tool_choice."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule, and the field of the request that it came from."""
+
+    param: str
+    value: dict[str, Any]
+    """One field of StructuredOutputs."""
+
+    def made(self) -> StructuredOutputs:
+        """As the engine takes it."""
+        try:
+            return StructuredOutputs(**self.value)
+        except RequestError as error:
+            raise self.refused(error) from error
+
+    def refused(self, error: RequestError) -> ApiError:
+        """An error with the name of its field."""
+        told = from_exception(error)
+        told.param = self.param
+        return told
+
+
+def asked_rule(fields: SamplingFields, response_format: ResponseFormat | None) -> Rule | None:
+    """The rule that a request has; at most one."""
     rules: dict[str, dict[str, Any]] = {}
-    rule = format_rule(response_format)
+    rule = _format_rule(response_format)
     if rule:
         rules["response_format"] = rule
     if fields.structured_outputs is not None:
@@ -32,18 +55,16 @@ def asked_structure(
         value = getattr(fields, name)
         if value is not None:
             rules[name] = {own: value}
-    if forced is not None:
-        rules["tool_choice"] = forced
     if not rules:
-        return {}
+        return None
     name, rule = next(iter(rules.items()))
     if len(rules) > 1 or len(rule) > 1:
         both = " and ".join(rules if len(rules) > 1 else rule)
         raise ApiError(400, f"{both} were asked; an answer is held to one rule; leave one out", param=name)
-    return {"structured_outputs": made(rule, name)}
+    return Rule(name, rule)
 
 
-def format_rule(response_format: ResponseFormat | None) -> dict[str, Any]:
+def _format_rule(response_format: ResponseFormat | None) -> dict[str, Any]:
     """The rule of a response_format; empty for text."""
     if isinstance(response_format, JsonObjectFormat):
         return {"json_object": True}
@@ -51,12 +72,3 @@ def format_rule(response_format: ResponseFormat | None) -> dict[str, Any]:
         schema = response_format.json_schema.schema_
         return {"json_object": True} if schema is None else {"json": schema}
     return {}
-
-
-def made(rule: dict[str, Any], param: str) -> Any:  # noqa: ANN401
-    """The StructuredOutputs of one rule."""
-    try:
-        from holdfast.request.structured import StructuredOutputs
-    except ModuleNotFoundError:
-        raise ApiError(400, f"{param} was asked; it is not in this version; leave it out", param=param) from None
-    return StructuredOutputs(**rule)

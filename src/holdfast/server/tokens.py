@@ -13,6 +13,7 @@ from holdfast.server.openapi import body_of, responses
 from holdfast.server.sampling import check_model
 from holdfast.server.schemas import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from holdfast.server.service import Service, service_of
+from holdfast.text.tools import parse_tools
 
 router = APIRouter(tags=["tokens"])
 
@@ -53,12 +54,13 @@ def _chat_tokens(service: Service, asked: TokenizeRequest) -> list[int]:
         raise ApiError(400, "messages were given; the model has no chat template; send prompt", param="messages")
     continues = bool(asked.continue_final_message)
     adds = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
-    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools] if asked.tools else None
+    tools = [tool.listed() for tool in parse_tools([tool.model_dump(exclude_none=True) for tool in asked.tools or ()])]
     options: dict[str, Any] = dict(asked.chat_template_kwargs or {})
     messages = [plain_message(message, template.source) for message in asked.messages or ()]
     tokens = service.llm.get_tokenizer().apply_chat_template(
         messages,  # type: ignore[arg-type]
-        tools=tools,
+        tools=tools or None,
+        tools_in_words=True,
         add_generation_prompt=adds,
         continue_final_message=continues,
         **options,

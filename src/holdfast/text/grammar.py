@@ -155,6 +155,10 @@ class FormCheck:
         if error is not None:
             raise RequestError(f"structured_outputs.{form.kind} was asked", error, "ask for a simpler or another form")
 
+    def close(self) -> None:
+        """End the child that forms are tried out in, if there is one."""
+        self._guard.close()
+
     @property
     def num_bytes(self) -> int:
         """Of what is remembered."""

@@ -29,12 +29,14 @@ MAX_ERROR_CHARS = 240
 WHITESPACE = r"(\x20|\n[\x20\t]{0,40})"
 """Between two parts of JSON: a space, or a new line with its indent. Without a bound a model may write nothing else."""
 LIMITS = {
+    "max_items_in_row": 2500,
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Beside llguidance's own: 250 ns to 1 KiB a state, no work ahead of need, and errors that repeat nothing of the text."""
+"""Beside llguidance's own fuel for every step: room for an object of 512 optional properties, up to about 20 MB of states,
+no work ahead of need, and errors that repeat nothing of the text."""
 
 
 def llguidance_text(kind: str, text: str) -> str:
@@ -42,17 +44,55 @@ def llguidance_text(kind: str, text: str) -> str:
     from llguidance import LLMatcher
 
     if kind == "json":
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+        # What a schema says of this itself (x-guidance) does not count: an answer is JSON.
+        return LLMatcher.grammar_from_json_schema(
+            text, overrides={"whitespace_pattern": WHITESPACE, "item_separator": ",", "key_separator": ":"}
+        )
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_regex(ascii_classes(text))
     if kind == "choice":
-        texts = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
-        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
-    if "::=" in text:
+        text = f"start: {' | '.join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))}"
+    elif "::=" in text:
         from llguidance.gbnf_to_lark import any_to_lark
 
         text = any_to_lark(text)
-    return LLMatcher.grammar_from_lark(text)
+    # By itself a text could be a grammar of llguidance's own kind too.
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_"}
+
+
+def ascii_classes(regex: str) -> str:
+    r"""The same expression with \d and \w as JSON schemas mean them, and most people: digits and letters of ASCII alone."""
+    found: list[str] = []
+    is_in_class, place = False, 0
+    while place < len(regex):
+        one = regex[place]
+        pair = regex[place : place + 2]
+        if one == "\\":
+            if len(pair) < 2:
+                raise ValueError("it ends in a backslash")
+            listed = _CLASSES.get(pair[1].lower())
+            is_negated = pair[1].isupper()
+            if listed is None or (is_in_class and is_negated):
+                found.append(pair)
+            elif is_in_class:
+                found.append(listed)
+            else:
+                found.append(f"[{'^' * is_negated}{listed}]")
+            place += 2
+            continue
+        if one == "[" and not is_in_class:
+            is_in_class = True
+            lead = next(lead for lead in ("[^]", "[]", "[^", "[") if regex.startswith(lead, place))
+            found.append(lead)  # a bracket that comes first is a character
+            place += len(lead)
+            continue
+        is_in_class = is_in_class and one != "]"
+        found.append(one)
+        place += 1
+    return "".join(found)
 
 
 def parser_limits() -> Any:  # noqa: ANN401 - llguidance may be missing
@@ -100,10 +140,8 @@ class GrammarGuard:
             return json.loads(answer)
 
     def close(self) -> None:
-        """End the child; the next form starts another."""
-        with self._lock:
-            self._end()
-            self._child = None
+        """End the child, in the middle of a form too; the next one starts another."""
+        self._end()
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:

@@ -175,11 +175,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token as it stands inside a text; bytes that are no whole character show as U+FFFD."""
-        return self.token_bytes(token_id).decode(errors="replace")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The same as bytes, which need not be whole characters."""
-        return self._pieces.piece(token_id) or b""
+        return (self._pieces.piece(token_id) or b"").decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """What one token adds inside a text; None for ids that no token has."""

@@ -133,19 +133,27 @@ class ToolParser:
         """What was held back; the answer has ended."""
         kept, self._kept = self._kept, ""
         if self._state in (_State.TEXT, _State.START):
-            self._content(kept)
+            self._end_text(kept)
         elif self._state is _State.CALL:
             assert self._reader is not None, "a call is read by nobody"
             if self._reader.is_certain:
                 self._tell(f"call {self.num_calls - 1} was cut off")
             else:
-                self._tell("a call was cut off before its name and arguments, and is content")
-                self._content("".join(self._held) + kept)
+                self._end_text("".join(self._held) + kept)
         elif self._state is _State.BROKEN_ARGUMENTS:
             self._out.add(self.num_calls - 1, kept)
         self._out.add(ContentDelta, self._space.release())
         self._state = _State.TEXT
         return self._out.take()
+
+    def _end_text(self, rest: str) -> None:
+        """The rest of an answer, which may be the beginning of a marker or of a call."""
+        if rest and self._is_after_call:
+            self._tell(f"what follows call {self.num_calls - 1} was cut off, and is left out")
+            return
+        if self._state is _State.CALL:
+            self._tell("a call was cut off before its name and arguments, and is content")
+        self._content(rest)
 
     def _start(self, text: str, place: int) -> int:
         """An answer may be a call from its first sign on."""

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.errors import RequestError, shown
 from holdfast.text.call_readers import KEY
-from holdfast.text.reasoning import CLOSING, OPENING, Thoughts
+from holdfast.text.reasoning import Thoughts
+from holdfast.text.thought_grammar import lark_text, with_thoughts
 from holdfast.text.tool_calls import QWEN3_CODER, ToolFormat
 from holdfast.text.tools import Tool, ToolChoice
 
@@ -32,28 +33,17 @@ def tool_call_grammar(
     for index, tool in enumerate(allowed):
         rules += _xml_rules(index, tool) if form is QWEN3_CODER else _json_rules(index, tool, form.arguments_key)
     opening, closing, between = ("<tool_call>\n", "\n</tool_call>", "\n") if form.closing else ("", "", "; ")
-    call = " ".join(part for part in (_text(opening), "one", _text(closing)) if part)
+    call = " ".join(part for part in (lark_text(opening), "one", lark_text(closing)) if part)
     num_more = MAX_FORCED_CALLS - 1 if is_parallel and choice.name is None else 0
-    more = f" ({_text(between)} call){{0,{num_more}}}" if num_more else ""
+    more = f" ({lark_text(between)} call){{0,{num_more}}}" if num_more else ""
     names = " | ".join(f"call{index}" for index in range(len(allowed)))
     return "\n".join((with_thoughts(f"call{more}", thoughts), f"call: {call}", f"one: {names}", *rules, ""))
-
-
-def with_thoughts(answer: str, thoughts: Thoughts) -> str:
-    """The first rules of a grammar: an answer behind its thoughts."""
-    if thoughts == "none":
-        return f"start: {answer}"
-    # Thoughts end at the first closing marker.
-    rules = f"thoughts[suffix={_text(CLOSING)}]: /(?s:.*)/\nspace: /[ \\n]{{0,2}}/"
-    if thoughts == "open":
-        return f"start: thoughts space {answer}\n{rules}"
-    return f"start: (opened thoughts space)? {answer}\nopened: {_text(OPENING)}\n{rules}"
 
 
 def _json_rules(index: int, tool: Tool, arguments_key: str) -> list[str]:
     head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments_key}": '
     return [
-        f"call{index}: {_text(head)} arguments{index} {_text('}')}",
+        f"call{index}: {lark_text(head)} arguments{index} {lark_text('}')}",
         f"arguments{index}: %json {_schema(_closed(tool.parameters))}",
     ]
 
@@ -72,7 +62,7 @@ def _xml_rules(index: int, tool: Tool) -> list[str]:
     schema = tool.parameters or {}
     properties, required = schema.get("properties"), schema.get("required")
     needed = frozenset(map(str, required)) if isinstance(required, list) else frozenset()
-    parts, rules = [_text(f"<function={tool.name}>\n")], []
+    parts, rules = [lark_text(f"<function={tool.name}>\n")], []
     for number, (key, own) in enumerate(properties.items() if isinstance(properties, dict) else ()):
         if KEY.fullmatch(key) is None:
             raise RequestError(
@@ -82,9 +72,9 @@ def _xml_rules(index: int, tool: Tool) -> list[str]:
             )
         name = f"parameter{index}_{number}"
         parts.append(name if key in needed else f"{name}?")
-        rules.append(f"{name}: {_text(f'<parameter={key}>' + chr(10))} {name}_value")
+        rules.append(f"{name}: {lark_text(f'<parameter={key}>' + chr(10))} {name}_value")
         rules.append(_xml_value(f"{name}_value", own, schema))
-    return [f"call{index}: {' '.join(parts)} {_text('</function>')}", *rules]
+    return [f"call{index}: {' '.join(parts)} {lark_text('</function>')}", *rules]
 
 
 def _xml_value(name: str, own: object, schema: Mapping[str, object]) -> str:
@@ -92,17 +82,12 @@ def _xml_value(name: str, own: object, schema: Mapping[str, object]) -> str:
     own = own if isinstance(own, dict) else {}
     words = own.get("enum", [own["const"]] if "const" in own else None)
     if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
-        return f"{name}: ({' | '.join(_text(word) for word in words)}) {_text(end)}"
+        return f"{name}: ({' | '.join(lark_text(word) for word in words)}) {lark_text(end)}"
     if own.get("type") == "string":
-        return f"{name}[suffix={_text(end)}]: /(?s:.*)/"
+        return f"{name}[suffix={lark_text(end)}]: /(?s:.*)/"
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return f"{name}: {name}_json {_text(end)}\n{name}_json: %json {_schema({**shared, **own})}"
+    return f"{name}: {name}_json {lark_text(end)}\n{name}_json: %json {_schema({**shared, **own})}"
 
 
 def _schema(schema: Mapping[str, object]) -> str:
     return json.dumps({**schema, "x-guidance": _WRITING}, ensure_ascii=False)
-
-
-def _text(text: str) -> str:
-    """A literal; empty for nothing."""
-    return json.dumps(text, ensure_ascii=False) if text else ""

@@ -8,7 +8,7 @@ Two steps may be under way. The device works on them one after the other, so its
 step and reads of it lies in pinned memory of that step's own. Rows that are late (batch.py) are chosen when the tokens of the
 step before have been read; the logits of their step lie in the workspace until the next forward pass, which comes after.
 
-S sequences, T prompt positions, V vocabulary, R rows that are worked on together, F fields of a row, C columns, X any rows,
+S sequences, T prompt positions, V vocabulary, R rows that are worked on together, M rows of a step with masks, F fields of a row, C columns, X any rows,
 N slots
 """
 
@@ -30,7 +30,7 @@ from holdfast.kernels.sampling.sample import sample_tokens
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_specs
+from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_mask_spec, host_specs
 from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, SequenceSample, logit_row
 from holdfast.runner.sampling.logit_edits import (
@@ -92,9 +92,9 @@ class DeviceSampler:
         self._last_tokens_N = tensors["last_tokens"].zero_()
         self._block_argmax_R, self._block_RV = tensors["block_argmax"], tensors["block"]
         self._rows_XF, self._columns_SC = tensors["rows"], tensors["columns"]
-        self._masks_MW = tensors["masks"]
+        self._masks_RW = tensors["masks"]
         self._scratch = LogitScratch.of(tensors)
-        specs = host_specs(max_rows, vocab_size)
+        specs = (*host_specs(max_rows, vocab_size), host_mask_spec(max_rows, vocab_size))
         self._doubles = deque(_Doubles(specs, tensors["edits"]) for _ in range(MAX_UNDER_WAY))
         self._vocab_size = vocab_size
         self._rows_at_once = self._block_argmax_R.shape[0]
@@ -202,7 +202,7 @@ class DeviceSampler:
     def _choose_edited(
         self, step: "_ChoosingRows", rows: list[int], rows_XF: torch.Tensor, doubles: _Doubles, first_mask: int = 0
     ) -> None:
-        """A block of rows at a time; masks of all blocks of a step lie one behind the other."""
+        """A block of rows at a time; on the host the masks of all blocks of a step lie one behind the other."""
         for start in range(0, len(rows), self._edited_at_once):
             rows_RF = rows_XF[start : start + self._edited_at_once]
             block_RV = self._block_RV[: rows_RF.shape[0]]
@@ -214,8 +214,9 @@ class DeviceSampler:
                 first = first_mask + start
                 masks_RW = doubles.masks_MW[first : first + len(edited)]
                 fill_masks(self.mask_source, edited, step.eos_token_ids, masks_RW.numpy())
-                self._masks_MW[first : first + len(edited)].copy_(masks_RW, non_blocking=True)
-                mask_logits(block_RV, self._masks_MW, first)
+                device_masks_RW = self._masks_RW[: len(edited)]
+                device_masks_RW.copy_(masks_RW, non_blocking=True)
+                mask_logits(block_RV, device_masks_RW)
             argmax(block_RV, block_argmax_R, self._scratch)
             sample_tokens(block_RV, block_argmax_R, rows_RF, step.argmax_S, step.chosen_S, self._scratch)
 
