@@ -3,6 +3,7 @@
     python scripts/page_screenshots.py [--url http://127.0.0.1:8000] [--out docs/images]
 
 Without --url a server is started for it. Several requests run meanwhile, so that the map has something to show.
+The page takes the fonts that it finds; the committed pictures are from a machine with Inter and JetBrains Mono.
 """
 
 import argparse
