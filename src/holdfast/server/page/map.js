@@ -323,9 +323,11 @@ function ownersOf(memory) {
   return owners.sort((one, other) => other.size - one.size);
 }
 
-function ownerClass(name, at) {
+// A colour goes with a name, wherever it stands.
+function ownerClass(name) {
   const known = OWNERS.indexOf(name);
-  return `${slug(name)} p${known >= 0 ? known : 8 + (at % 4)}`;
+  const letters = [...name].reduce((sum, letter) => sum + letter.codePointAt(0), 0);
+  return `${slug(name)} p${known >= 0 ? known : 8 + (letters % 4)}`;
 }
 
 function slug(name) {
@@ -346,11 +348,11 @@ function drawBlocks(memory) {
   const small = [];
   const blocks = owners.map(({ owner, size, reason }, at) => {
     const [x, y, w, h] = places[at];
-    const block = element("div", `block ${ownerClass(owner, at)}`);
+    const block = element("div", `block ${ownerClass(owner)}`);
     Object.assign(block.style, { left: part(x / wide), top: part(y / high), width: part(w / wide), height: part(h / high) });
     block.title = `${owner}: ${bytes(size)}\n${reason}`;
     if (owner === "kv pages") block.append(element("span", "use"), element("span", "cache"));
-    if (!hasRoom(owner, w, h)) small.push(ownerChip(owner, size, ownerClass(owner, at)));
+    if (!hasRoom(owner, w, h)) small.push(ownerChip(owner, size, ownerClass(owner)));
     else block.append(element("b", "", owner), element("small", "", bytes(size)));
     return block;
   });
@@ -409,7 +411,7 @@ function drawOwners(memory) {
   const owners = ownersOf(memory);
   const most = Math.max(...owners.map((row) => Math.max(row.planned_bytes, row.size)), 1);
   const gone = memory.rows.filter((row) => !row.phases.includes("serve"));
-  const rows = owners.map((row, at) => ownerRow(row, most, ownerClass(row.owner, at)));
+  const rows = owners.map((row) => ownerRow(row, most, ownerClass(row.owner)));
   for (const row of gone) rows.push(ownerRow({ ...row, size: 0 }, most, "gone"));
   by("owners").replaceChildren(...rows);
 }
