@@ -87,14 +87,14 @@ def test_answers_of_many_random_schemas_are_valid(llm, params):
 @pytest.mark.slow
 def test_answers_of_the_default_model_are_valid():
     llm = LLM(max_model_len=512, max_num_seqs=AT_ONCE, device="cpu")
-    schemas = [make_schema(number) for number in range(24)]
-    params = [SamplingParams(structured_outputs={"json": one}, max_tokens=160, temperature=0.7) for one in schemas]
+    schemas = [make_schema(number) for number in range(12)]
+    params = [SamplingParams(structured_outputs={"json": one}, max_tokens=120, temperature=0.7) for one in schemas]
     chats = [[{"role": "user", "content": f"Fill in: {json.dumps(one)}"}] for one in schemas]
     outputs = [output.outputs[0] for output in llm.chat(chats, params, use_tqdm=False)]
     llm.shutdown()
     finished = [(one.text, schema) for one, schema in zip(outputs, schemas, strict=True) if one.finish_reason == "stop"]
-    assert len(finished) >= 20
     assert all(is_valid(text, schema) for text, schema in finished)
+    assert len(finished) >= 8
 
 
 def test_every_form(llm):

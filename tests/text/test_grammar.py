@@ -174,7 +174,9 @@ def test_a_place_is_found_again_whatever_was_asked_before(vocabulary):
     assert np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist() == list(ENDS)
 
 
-def test_many_rows_at_once_are_the_rows_one_by_one(vocabulary):
+@pytest.mark.parametrize("shared_rows", [2, 99], ids=["in threads", "one by one"])
+def test_many_rows_at_once_are_the_rows_one_by_one(vocabulary, monkeypatch, shared_rows):
+    monkeypatch.setattr(grammar, "SHARED_ROWS", shared_rows)
     grammars, form = Grammars(vocabulary), StructuredOutputs(json_object=True)
     texts = ["", "{", '{"a', '{"a"', '{"a":', '{"a":1', '{"a":1}']
     grammars.begin(range(len(texts)), form)

@@ -41,7 +41,9 @@ ANY_OBJECT = '{"type":"object"}'
 HARD_WORDS = ('"allOf"', '"pattern', '"not"', '"if"', '"format"', '"$dynamicRef"', '"x-guidance"')
 """What a schema must hold for its compiler to compare expressions; a schema without them compiles in proportion to its size."""
 MASK_THREADS = 8
-"""Most threads that fill masks."""
+"""Most threads that fill masks, and ..."""
+SHARED_ROWS = 16
+"""... rows from which on they do: one takes about 0.1 ms, and to wake another thread may take as long."""
 
 
 def form_text(form: StructuredOutputs) -> tuple[str, str]:
@@ -282,15 +284,16 @@ class Grammars:
 
     def _compute(self, moving: list[tuple["LLMatcher", int]], words_RW: "np.ndarray") -> None:
         num_bytes = words_RW.shape[1] * words_RW.itemsize
-        if len(moving) == 1:
-            matcher, row = moving[0]
-            matcher.unsafe_compute_mask_ptr(words_RW[row].ctypes.data, num_bytes)
-        elif moving:
-            if self._executor is None:
-                from llguidance import LLExecutor
+        begin = words_RW.ctypes.data
+        if len(moving) < SHARED_ROWS:
+            for matcher, row in moving:
+                matcher.unsafe_compute_mask_ptr(begin + row * num_bytes, num_bytes)
+            return
+        if self._executor is None:
+            from llguidance import LLExecutor
 
-                self._executor = LLExecutor(min(MASK_THREADS, os.cpu_count() or 1))
-            self._executor.unsafe_compute_mask_ptr(moving, words_RW.ctypes.data, num_bytes, words_RW.shape[0])
+            self._executor = LLExecutor(min(MASK_THREADS, os.cpu_count() or 1))
+        self._executor.unsafe_compute_mask_ptr(moving, begin, num_bytes, words_RW.shape[0])
 
     def is_complete(self, sequence_id: int) -> bool:
         """Whether nothing but the end can follow, and the model has no token for it."""

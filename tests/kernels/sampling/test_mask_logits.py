@@ -32,6 +32,9 @@ def test_as_torch_to_the_bit(device, guarded, vocab_size, share):
     mask_logits_reference(expected, masks)
     assert same_bits(block.cpu(), expected)
     assert same_bits(expected, torch.where(torch.from_numpy(allowed), raw, -INF))
+    in_c = guarded(3, vocab_size).copy_(raw) if device.type == "cpu" else raw.clone()
+    mask_logits(in_c, masks)
+    assert same_bits(in_c, expected)
 
 
 def test_the_sign_bit_is_a_token_like_others(device):

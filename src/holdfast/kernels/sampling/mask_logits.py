@@ -6,6 +6,7 @@ R rows of a block, V vocabulary, W words of 32 bits: bit t % 32 of word t // 32 
 import torch
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, num_chunks
+from holdfast.kernels.native_library import native_for
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -17,8 +18,14 @@ def mask_logits(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
     """block[i, t] = -inf wherever bit t of masks[i] is 0; all other logits stay as they are, to the bit."""
     if can_run(block_RV):
         mask_logits_triton(block_RV, masks_RW)
-    else:
+        return
+    library = native_for(block_RV)
+    if library is None:
         mask_logits_reference(block_RV, masks_RW)
+        return
+    num_rows, vocab_size = block_RV.shape
+    _check(block_RV, masks_RW)
+    library.holdfast_mask_logits(block_RV.data_ptr(), masks_RW.data_ptr(), num_rows, vocab_size)
 
 
 def mask_logits_reference(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
@@ -32,15 +39,19 @@ def mask_logits_reference(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> Non
 def mask_logits_triton(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
     """The same as a Triton kernel, a program a chunk of a row. Nothing is read but bits, and only -inf is written."""
     num_rows, vocab_size = block_RV.shape
-    num_words = -(-vocab_size // WORD_BITS)
+    _check(block_RV, masks_RW)
+    if num_rows:
+        grid = (num_rows, num_chunks(vocab_size))
+        sizes = {"BITS": WORD_BITS, "CHUNK": CHUNK_TOKENS}
+        _mask_kernel[grid](block_RV, masks_RW, vocab_size, masks_RW.shape[1], **sizes, num_warps=8)
+
+
+def _check(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
+    num_rows, num_words = block_RV.shape[0], -(-block_RV.shape[1] // WORD_BITS)
     assert masks_RW.shape == (num_rows, num_words), f"{masks_RW.shape=} must be {num_words} words a row of {num_rows}"
     assert masks_RW.dtype == torch.int32, f"{masks_RW.dtype=} must be int32"
     assert masks_RW.is_contiguous(), f"{masks_RW.stride()=}: masks must be dense"
     assert block_RV.is_contiguous(), f"{block_RV.stride()=}: a block must be dense"
-    if num_rows:
-        grid = (num_rows, num_chunks(vocab_size))
-        sizes = {"BITS": WORD_BITS, "CHUNK": CHUNK_TOKENS}
-        _mask_kernel[grid](block_RV, masks_RW, vocab_size, num_words, **sizes, num_warps=8)
 
 
 @jit
