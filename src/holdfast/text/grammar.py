@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from holdfast.errors import RequestError
 from holdfast.request.sequence import Sequence
 from holdfast.request.structured import StructuredOutputs
@@ -32,6 +30,7 @@ from holdfast.text.grammar_guard import GrammarGuard, llguidance_text, parser_li
 from holdfast.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_VERDICT_BYTES = 2**20
@@ -53,7 +52,7 @@ def form_text(form: StructuredOutputs) -> tuple[str, str]:
         return "json", ANY_OBJECT
     if form.choice is not None:
         return "choice", json.dumps(form.choice, ensure_ascii=False)
-    return form.kind, form.json or form.regex or form.grammar or ""
+    return form.kind, str(getattr(form, form.kind))
 
 
 class Vocabulary:
@@ -205,6 +204,12 @@ class _Following:
     failure: str | None = None
 
 
+def _zeros_like(masks_RW: "np.ndarray", num_rows: int, num_words: int) -> "np.ndarray":
+    import numpy as np  # whoever has masks has it; a command that only opens files need not wait for it
+
+    return np.zeros((num_rows, num_words), masks_RW.dtype)
+
+
 class Prepared(NamedTuple):
     """Sequences whose form was compiled, and what was wrong with it, if anything was."""
 
@@ -253,12 +258,12 @@ class Grammars:
             self._following[sequence_id] = _Following(matcher.deep_copy() if nth else matcher)
         return Prepared(sequence_ids, None)
 
-    def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: np.ndarray) -> None:
+    def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: "np.ndarray") -> None:
         """Bit t of row i: whether token t may follow what sequences[i] has; none where its form cannot be followed. Rows of
         None stay as they are."""
         num_words = self._vocabulary.num_words
         is_own = masks_RW.shape[1] == num_words and masks_RW.flags.c_contiguous
-        words_RW = masks_RW if is_own else np.zeros((len(sequences), num_words), np.int32)
+        words_RW = masks_RW if is_own else _zeros_like(masks_RW, len(sequences), num_words)
         followed = [(row, self._advanced(sequence)) for row, sequence in enumerate(sequences) if sequence is not None]
         moving = [(one.matcher, row) for row, one in followed if one is not None and one.failure is None]
         self._compute(moving, words_RW)
@@ -281,7 +286,7 @@ class Grammars:
         one.num_consumed += len(new)
         return one
 
-    def _compute(self, moving: list[tuple["LLMatcher", int]], words_RW: np.ndarray) -> None:
+    def _compute(self, moving: list[tuple["LLMatcher", int]], words_RW: "np.ndarray") -> None:
         num_bytes = words_RW.shape[1] * words_RW.itemsize
         begin = words_RW.ctypes.data
         if len(moving) < SHARED_ROWS:
