@@ -41,10 +41,11 @@ test: $(DEV) $(MODEL) ## The full check: format, lint, types, tests
 	@$(BIN)/python -m ruff format --check .
 	$(call say,lint)
 	@$(BIN)/python -m ruff check .
-	$(call say,types)
-	@$(BIN)/python -m pyright --pythonpath $(BIN)/python
-	$(call say,tests on $(JOBS) processes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"
+	$(call say,tests on $(JOBS) processes and types beside them)
+	@$(BIN)/python -m pyright --pythonpath $(BIN)/python > $(VENV)/types.log 2>&1 & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"; tests=$$?; \
+	wait $$types; types=$$?; printf '\n==> types\n'; cat $(VENV)/types.log; \
+	if [ $$types -ne 0 ]; then exit $$types; fi; exit $$tests
 
 setup: $(CORE) $(MODEL) ## Set up the virtual environment for the demo
 setup-dev: $(DEV) $(MODEL) ## Set up the virtual environment for the tests

@@ -22,7 +22,7 @@ from gpu_decode import READ_BYTES_PER_SECOND, decode_rate, graph_seconds, mean_c
 from gpu_quantized import generate, touched_experts
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, used_bytes, write_record
 
-from holdfast.cache.compressed import state_bytes
+from holdfast.cache.compressed import place_bytes
 
 if TYPE_CHECKING:
     from gpu_engines import OpenEngine
@@ -165,7 +165,7 @@ def beside_pages(opened: "OpenEngine") -> dict[str, int]:
     """Bytes of scratch, and of what every sequence keeps whatever its length."""
     plan = opened.built.plan
     scratch = sum(term.num_bytes for term in plan.memory.terms if term.group == "workspace")
-    return {"scratch": scratch, "state of a sequence": state_bytes(plan.states)}
+    return {"scratch": scratch, "state of a sequence": place_bytes(plan.states)}
 
 
 def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
@@ -186,7 +186,7 @@ def read_bytes(opened: "OpenEngine") -> dict[str, Any]:
         "top_k": 0 if experts is None else experts.top_k,
         "expert_bytes": groups.get("weights/experts", 0),
         "kv_layers": [part for own in plan.attention_specs for part in seen_bytes(own)],
-        "sequence_bytes": state_bytes(plan.states),
+        "sequence_bytes": place_bytes(plan.states),
     }
 
 

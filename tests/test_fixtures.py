@@ -1,7 +1,10 @@
 """The fixtures themselves: a guard that cannot bark protects nothing."""
 
+from itertools import combinations, product
+
 import pytest
 
+from each_value import case_of, choose
 from red_zones import RedZones
 
 
@@ -36,3 +39,34 @@ def test_poison_ends_with_its_test() -> None:
     import torch
 
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def values_of(cases: list[dict[str, int]], places: list[int], strength: int) -> set[object]:
+    return {values for place in places for values in combinations(sorted(cases[place].items()), strength)}
+
+
+@pytest.mark.parametrize("sizes", [(1,), (7,), (4, 3), (3, 3, 2), (2, 2, 2, 5)], ids=str)
+def test_a_sample_of_a_matrix_has_each_value_or_each_pair(sizes: tuple[int, ...]) -> None:
+    cases = [dict(zip("abcd", values, strict=False)) for values in product(*map(range, sizes))]
+    chosen = choose(cases)
+    assert len(chosen) == max(sizes)
+    assert values_of(cases, chosen, 1) == values_of(cases, list(range(len(cases))), 1)
+    if sizes == (3, 3, 2):
+        assert len(values_of(cases, chosen, 2)) == 9, "three pairs in each of three cases"
+    firsts = [cases[place]["a"] for place in chosen]
+    assert max(map(firsts.count, firsts)) <= -(-len(chosen) // sizes[0]) + 1, (
+        "no value comes much more often than others"
+    )
+    paired = choose(cases, 2)
+    assert values_of(cases, paired, 2) == values_of(cases, list(range(len(cases))), 2)
+    assert len(paired) <= 1.3 * max(sizes) * sorted(sizes)[-2:][0]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("one", "two"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("other", [1, 2, pytest.param(3, marks=pytest.mark.gpu)])
+def test_what_a_quick_run_leaves_out_is_slow(device, one: int, two: int, other: int, request) -> None:
+    own = [item for item in request.session.items if getattr(item, "originalname", "") == request.node.originalname]
+    quick = [item for item in own if not any(item.get_closest_marker(name) for name in ("slow", "gpu"))]
+    assert len(quick) <= (3 if device.type == "cpu" else 6)
+    assert case_of(request.node).keys() == {("one", "two"), ("other",)}

@@ -109,6 +109,7 @@ def test_a_hundred_requests_in_little_memory():
     run(work, num_pages=40, max_queue=128)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel", "exception", "drop"])
 @pytest.mark.parametrize("num_read", [1, 3])
 def test_a_reader_that_goes_takes_its_request_along_within_a_step(how, num_read):

@@ -63,11 +63,10 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [3, 96])
-def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_tokens: int) -> None:
-    llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3)
+def test_together_in_small_chunks_and_alone_in_one(case: Case) -> None:
+    llm = case.open(max_num_batched_tokens=3, max_num_seqs=3)
     assert answers(llm, PROMPTS) == case.answers
-    alone = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1, enable_prefix_caching=False)
+    alone = case.open(max_num_batched_tokens=96, max_num_seqs=1, enable_prefix_caching=False)
     assert answers(alone, PROMPTS[1:3]) == case.answers[1:3]
 
 
@@ -89,6 +88,7 @@ def test_prefixes_are_found_again(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["v32"], indirect=True)
+@pytest.mark.each_value
 @pytest.mark.parametrize("index", ["float32", "fp8"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5], ids=["greedy", "seeded"])
 def test_completions_of_one_prompt_are_those_of_requests_of_their_own(

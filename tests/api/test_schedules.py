@@ -22,7 +22,7 @@ from holdfast.request.step import Step, decode_step, encode_step
 from loading.tiny_models import VOCAB, save_tiny
 
 MAX_MODEL_LEN = 72
-SAMPLED = 3
+SAMPLED = 2
 """Schedules of each house in `make test` ..."""
 ALL = 100
 """... and in `make test-slow`."""

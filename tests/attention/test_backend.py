@@ -95,6 +95,7 @@ def test_keys_and_values_are_written_before_they_are_attended_to(backend_type, g
         close(geometry, out, value)
 
 
+@pytest.mark.each_value
 @EVERY_KERNEL
 @pytest.mark.parametrize("layer", [0, 1])
 def test_mixed_steps_are_exact(backend_type, geometry, layer):
@@ -140,6 +141,7 @@ def test_the_window_counts_the_current_token(backend_type, geometry):
     assert (out.double() - made[0].exact(6, layer=1)).abs().max() > 0.01
 
 
+@pytest.mark.each_pair
 @EVERY_BACKEND
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("wanted", [[11], [3, 11, 12], []], ids=str)

@@ -58,6 +58,7 @@ def check(geometry: Geometry, backend_type, chunk: int, lengths=LENGTHS) -> None
             torch.testing.assert_close(out.double(), text.exact(window, layer=layer), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.each_pair
 @EVERY_BACKEND
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "capped"])
 @pytest.mark.parametrize("has_sinks", [True, False], ids=["sinks", "none"])
@@ -66,6 +67,7 @@ def test_whole_texts_in_steps(device, backend_type, softcap, has_sinks):
     check(placed(geometry, backend_type, device), backend_type, chunk=40, lengths=[1, 7, 70])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_format_in_torch(kv_dtype, dtype):
@@ -114,6 +116,7 @@ def give_back(geometry: Geometry, storage, step, page_tokens: int) -> None:
                 stored.fill_(255 if plane.dtype == "uint8" else NAN)
 
 
+@pytest.mark.each_value
 @EVERY_BACKEND
 @pytest.mark.parametrize(("window", "page_tokens"), [(1, 4), (20, 16)])
 @pytest.mark.parametrize("kv_dtype", ["float32", "fp8", "turboquant_3bit_nc"])

@@ -112,6 +112,7 @@ def check(heads: QuantizedHeads, bits: int, head_dim: int, reader: Dequantizer, 
         assert same_bits(reader.values(heads)[..., reader.value_places_D], expected)
 
 
+@pytest.mark.each_pair
 @BITS
 @HEAD_DIMS
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (2, 0)], ids=str)
@@ -250,6 +251,7 @@ def written(name: str, pages: list[int], num_tokens: int, page_tokens: int) -> t
     return quantized, heads_LXD
 
 
+@pytest.mark.each_pair
 @EVERY_FORMAT
 @pytest.mark.parametrize("page_tokens", [1, 4, 16, 64])
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])

@@ -29,6 +29,7 @@ def outputs(geometry, consecutive=False, chunk=40, seed=0, backend_type=NativePa
     ]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(
     "geometry",
     [

@@ -26,6 +26,7 @@ def check(geometry, consecutive=True, chunk=40, layer=0, head_norm=None, rotary=
         torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("chunk", [1, 5, 200])
@@ -37,6 +38,7 @@ QUANTIZED = ("fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc
 EVERY_QUANTIZED = pytest.mark.parametrize("kv_dtype", QUANTIZED)
 
 
+@pytest.mark.each_value
 @EVERY_QUANTIZED
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize(("chunk", "page_tokens"), [(5, 1), (40, 16), (200, 64)])
@@ -44,6 +46,7 @@ def test_every_quantized_format(kv_dtype, consecutive, chunk, page_tokens):
     check(Geometry(kv_dtype=kv_dtype, page_tokens=page_tokens), consecutive, chunk)
 
 
+@pytest.mark.each_value
 @EVERY_QUANTIZED
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 64), (14, 2, 80), (8, 1, 128), (7, 1, 96), (3, 1, 16)]
@@ -53,6 +56,7 @@ def test_heads_of_quantized_formats(kv_dtype, num_heads, num_kv_heads, head_dim)
     check(geometry, consecutive=False, head_norm=geometry.head_norm(), rotary=geometry.rotary())
 
 
+@pytest.mark.each_value
 @EVERY_QUANTIZED
 @pytest.mark.parametrize("window", [1, 5, 64, 1000])
 def test_windows_of_quantized_formats(kv_dtype, window):
@@ -70,6 +74,7 @@ def test_layers_of_different_formats(layer):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv_dtype", ["float32", *QUANTIZED])
 @pytest.mark.parametrize("window", [None, 70])
 def test_chunks_and_pages_change_no_bit_of_codes(kv_dtype, window):
@@ -106,6 +111,7 @@ def test_what_is_subtracted_from_keys_is_not_seen(kv_dtype):
         torch.testing.assert_close(out.double(), unbiased, rtol=0.02, atol=0.05)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @EVERY_QUANTIZED
 def test_half_computation_over_codes(dtype, kv_dtype):
@@ -171,6 +177,7 @@ def test_half_computation(dtype, consecutive):
     check(Geometry(dtype=getattr(torch, dtype), kv_dtype=dtype), consecutive)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("consecutive", [True, False], ids=["in a row", "scattered"])
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 1000])
 @pytest.mark.parametrize("chunk", [1, 3, 50, 200])

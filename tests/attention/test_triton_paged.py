@@ -79,6 +79,7 @@ def test_a_step_without_a_page_table_is_refused():
 LONG = Geometry(num_heads=4, num_kv_heads=1, head_dim=16, page_tokens=16, max_model_len=2048)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "balanced"])
 def test_split_contexts_are_exact(device, window, batch_invariant):

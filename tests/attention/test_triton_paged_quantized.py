@@ -38,6 +38,7 @@ def test_rows_and_prompts_are_exact(device, kv_dtype):
     assert (work.rows_T2[:23, 1] > 1).any(), "nothing was split"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "page_tokens"), [(2, 2, 80, 16), (7, 1, 64, 1), (16, 2, 128, 64)]
 )

@@ -12,7 +12,7 @@ from holdfast.cache.compressed import (
     WINDOW,
     compressed_cache,
     list_states,
-    state_bytes,
+    place_bytes,
     state_terms,
 )
 from holdfast.cache.groups import block_tokens, tokens_again, unrewindable
@@ -132,12 +132,12 @@ def test_what_is_stored_is_what_pages_say_and_nothing_overlaps(
 
 def test_states_of_a_sequence_by_hand() -> None:
     kinds = list_states(FLASH, overlapped(FLASH), 512, 128)
-    assert [(kind.name, kind.ratio, len(kind.layers), kind.num_under_way, kind.dim) for kind in kinds] == [
-        (ENTRIES, 4, 21, 2, 512),
-        (INDEX, 4, 21, 2, 128),
-        (ENTRIES, 128, 20, 1, 512),
+    assert [(kind.name, kind.ratio, len(kind.layers), kind.is_overlapped, kind.dim) for kind in kinds] == [
+        (ENTRIES, 4, 21, True, 512),
+        (INDEX, 4, 21, True, 128),
+        (ENTRIES, 128, 20, False, 512),
     ]
-    assert state_bytes(kinds) == 21 * (12_288 + 3_072) + 20 * 6_144 == 445_440
+    assert place_bytes(kinds) == 21 * (12_288 + 3_072) + 20 * 6_144 == 445_440
     assert sum(term.num_bytes for term in state_terms(kinds, 256)) == 256 * 445_440
 
 

@@ -100,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestPoolMachine.settings = settings(max_examples=max(80, settings().max_examples), stateful_step_count=40)
 
 
 def is_consecutive(pages: list[int]) -> bool:

@@ -104,9 +104,16 @@ class Here:
         self._monkeypatch.setattr(sys, "argv", ["holdfast", *words])
         self._capsys.readouterr()
         code = run(words)
-        # A handler keeps the stderr of the test that it was made in.
-        logging.getLogger("holdfast").handlers.clear()
+        forget_log()
         return Ended(code, *self._capsys.readouterr())
+
+
+def forget_log() -> None:
+    """As before a command: a handler keeps the stderr of the test that it was made in, a level what other tests look for."""
+    logger = logging.getLogger("holdfast")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 def run_apart(*arguments: object) -> Ended:
@@ -116,7 +123,7 @@ def run_apart(*arguments: object) -> Ended:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = run([str(argument) for argument in arguments])
-    logging.getLogger("holdfast").handlers.clear()
+    forget_log()
     return Ended(code, out.getvalue(), err.getvalue())
 
 

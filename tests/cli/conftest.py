@@ -1,10 +1,11 @@
 """Fixtures of the command line's tests: a tiny model, and a way to run commands without a new process."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cli.cli_models import Here, make_model
+from cli.cli_models import Here, forget_log, make_model
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +30,12 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that can go on for a long time."""
     return make_model(tmp_path_factory.mktemp("endless") / "A-Model", max_position_embeddings=100_000)
+
+
+@pytest.fixture(autouse=True)
+def no_log_is_left() -> Iterator[None]:
+    yield
+    forget_log()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, HoldfastError, UnsupportedModelError
 from holdfast.loading.model_files import open_model
 from holdfast.request.sampling_params import SamplingParams
+from loading.test_gguf_model import write_model as write_gguf
 
 IDS = range(100)
 
@@ -195,8 +197,11 @@ def test_packages_that_are_missing_are_left_out(monkeypatch: pytest.MonkeyPatch)
     assert list(versions()) == ["python", "torch"]
 
 
-def contestants(model: str | None, max_batch: int) -> tuple[HoldfastContestant, TransformersContestant]:
-    config = EngineConfig(model=model, dtype="float32", enable_prefix_caching=False, max_num_seqs=8, max_model_len=128)
+def contestants(
+    model: str | None, max_batch: int, tokenizer: str | None = None
+) -> tuple[HoldfastContestant, TransformersContestant]:
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128}
+    config = EngineConfig(model=model, tokenizer=tokenizer, dtype="float32", enable_prefix_caching=False, **sizes)
     opened = open_model(model, "auto")
     theirs = TransformersContestant(open_transformers(opened, "float32", "cpu"), max_batch)
     opened.source.close()
@@ -213,9 +218,17 @@ def test_a_folder_gives_the_same_tokens(tiny: Path) -> None:
     assert 0 < timing.first_seconds <= timing.total_seconds
 
 
-def test_a_gguf_file_gives_the_same_tokens() -> None:
-    ours, theirs = contestants(None, max_batch=2)
-    case = Case("decode", "decode", ((504, 3575, 282, 4649, 314), (28, 198, 9, 1012, 7)), (6, 6))
+@pytest.mark.parametrize("is_tiny", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tiny", "default model"])
+def test_a_gguf_file_gives_the_same_tokens(is_tiny: bool, tmp_path: Path) -> None:
+    if is_tiny:
+        write_gguf(tmp_path / "tiny.gguf", "llama")
+        ours, theirs = contestants(str(tmp_path / "tiny.gguf"), max_batch=2, tokenizer="none")
+    else:
+        ours, theirs = contestants(None, max_batch=2)
+    prompts = (
+        ((54, 75, 28, 149, 31), (28, 98, 9, 12, 7)) if is_tiny else ((504, 3575, 282, 4649, 314), (28, 198, 9, 1012, 7))
+    )
+    case = Case("decode", "decode", prompts, (6, 6))
     assert theirs.run(case).token_ids == ours.run(case).token_ids
 
 

@@ -510,7 +510,7 @@ class Terminal:
 def test_a_chat_at_a_terminal(endless: Path) -> None:
     terminal = Terminal("chat", endless, "--max-tokens", "6", "--ignore-eos")
     try:
-        table = terminal.expect(r"Maximum concurrency for 100,000 tokens\s+per\s+request:\s+1.00x")
+        table = terminal.expect(r"Maximum\s+concurrency\s+for\s+100,000\s+tokens\s+per\s+request:\s+1.00x")
         assert re.search(r"owner +planned +held *\r\n", table), "compact: who and how much, not why"
         assert re.search(r"weights +[\d.]+ \w+ +[\d.]+ \w+", table)
         terminal.expect(r"A-Model, context of 100,000 tokens; /help lists commands, Ctrl-D leaves")

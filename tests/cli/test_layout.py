@@ -55,6 +55,7 @@ def view_at(place: int) -> PlanView:
     return view_of(PLANS[place], PLANS[place].declared.name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_columns", WIDTHS)
 @pytest.mark.parametrize(
     "place", range(len(PLANS)), ids=lambda place: f"{PLANS[place].declared.name} on {PLANS[place].target.name}"

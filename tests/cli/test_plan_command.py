@@ -61,11 +61,13 @@ def test_the_smallest_change_fits_and_less_does_not(here: Here) -> None:
 
 
 ADVISED = [
-    ("Qwen3-32B", "--gpu", "rtx4090", "--quantization", "mxfp4"),
-    ("Qwen3-32B", "--gpu", "rtx4090", "--max-model-len", "32K"),
     ("Qwen3-8B", "--gpu", "h200"),
     ("Qwen3-30B-A3B", "--memory", "17.3GiB", "--kv-cache-dtype", "fp8"),
     ("Llama-3.1-8B", "--gpu", "rtx3060"),
+    *(
+        pytest.param(("Qwen3-32B", "--gpu", "rtx4090", *option), marks=pytest.mark.slow)
+        for option in (("--quantization", "mxfp4"), ("--max-model-len", "32K"))
+    ),
 ]
 
 
@@ -104,7 +106,12 @@ def test_json_is_all_that_is_printed_and_has_the_documented_names(here: Here, mo
     assert "sweep" not in record(here, "Qwen3-8B", "--gpu", "h100")
 
 
-@pytest.mark.parametrize("model", CATALOGUE)
+QUICK = list(CATALOGUE)[::4]
+
+
+@pytest.mark.parametrize(
+    "model", [model if model in QUICK else pytest.param(model, marks=pytest.mark.slow) for model in CATALOGUE]
+)
 def test_every_model_of_the_catalogue_is_planned(here: Here, model: str) -> None:
     ended = here("plan", model, "--gpu", "h200", "--json")
     found = json.loads(ended.out)

@@ -247,6 +247,10 @@ def test_a_command_makes_the_same_plan_again() -> None:
     assert plan_command(replace(plan_request(), target=cpu_target()), None) == "holdfast plan"
     moved = plan_command(plan_request(max_num_seqs=4), "x", change("gpu", "b200"))
     assert moved == "holdfast plan x --gpu b200 --max-num-seqs 4"
+    indexed = plan_request("DeepSeek-V4-Flash", index_cache_dtype="fp8", tensor_parallel_size=4)
+    assert plan_command(indexed, "x", change("memory_utilization", 0.98)) == (
+        "holdfast plan x --gpu h200 --tensor-parallel-size 4 --index-cache-dtype fp8 --memory-utilization 0.98"
+    )
     assert plan_command(plan_request(), "x", change("memory_limit", "4GiB")) is None, "plans have no such option"
 
 

@@ -122,14 +122,12 @@ def test_the_answer_fits_the_context_by_default(here: Here, tiny: Path) -> None:
     assert found["finish_reason"] == "length"
 
 
-def test_more_tokens_than_there_is_room_for_are_cut_with_a_line(
-    here: Here, tiny: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_tokens_than_there_is_room_for_are_cut_with_a_line(here: Here, tiny: Path) -> None:
     ended = here("run", tiny, "-p", "Hello", "--max-tokens", "10000", "--ignore-eos", "--json")
     assert ended.code == 0, ended
     record = json.loads(ended.out)
     assert (record["finish_reason"], record["usage"]["total_tokens"]) == ("length", 256)
-    assert caplog.text.count("max_tokens=10000 was asked after a prompt of") == 1
+    assert ended.err.count("max_tokens=10000 was asked after a prompt of") == 1
 
 
 def test_control_tokens_in_a_prompt_are_text_unless_they_are_allowed(here: Here, tiny: Path) -> None:

@@ -188,6 +188,21 @@ def test_the_queue_of_the_core_is_known_here(make_remote):
     assert tokens_of(deltas) == solo("x", PARAMS, max_model_len=256)[0]
 
 
+def test_an_idle_core_is_asked_again_and_again_and_nothing_piles_up(make_remote):
+    core = make_remote().core
+    for _ in range(50):
+        core.ask_map()
+        core.watch()
+        taken = core.take_map()
+        assert taken is not None, "the map that was asked for comes before the answer to what was asked after it"
+        assert taken.num_free == taken.num_pages
+    time.sleep(0.2)  # for whatever would come late
+    rest = []
+    while (message := core._take()) is not None:
+        rest.append(message)
+    assert [message for message in rest if not isinstance(message, Heartbeat)] == []
+
+
 def test_the_prefix_cache_is_the_cores(make_remote):
     engine = make_remote()
 

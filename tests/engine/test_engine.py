@@ -419,6 +419,7 @@ def undisturbed(prompt: str, params: SamplingParams) -> tuple[list[int], str]:
     return solo(prompt, params, max_model_len=160, num_pages=200)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("state", ABORT_CASES)
 @pytest.mark.parametrize(
     "num_steps",

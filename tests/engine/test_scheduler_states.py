@@ -165,4 +165,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(max_examples=max(70, settings().max_examples), stateful_step_count=40)

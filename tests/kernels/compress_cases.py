@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.kernels.latent.compress import Compressor
-from holdfast.kernels.latent.compress_geometry import pooled_width, state_shape
+from holdfast.quant.entry_state import pooled_width, state_shape
 from kernels.triton_cases import amid_poison
 from red_zones import RedZones
 

@@ -66,7 +66,6 @@ from holdfast.kernels.latent import (  # noqa: E402
     write_latent,
     write_window,
 )
-from holdfast.kernels.latent.compress_geometry import pooled_width, state_shape  # noqa: E402
 from holdfast.kernels.latent.latent_low_tiles import LOW_HEIGHT  # noqa: E402
 from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     IndexPlanes,
@@ -87,6 +86,7 @@ from holdfast.kernels.moe import (  # noqa: E402
 from holdfast.kernels.sampling import mask_logits  # noqa: E402
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
+from holdfast.quant.entry_state import pooled_width, state_shape  # noqa: E402
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat, index_planes  # noqa: E402
 from holdfast.quant.kv_quantize import rotation_table  # noqa: E402
 from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402

@@ -38,6 +38,7 @@ def test_as_exact_as_torch(kind):
     assert float(error) <= 4 * float(torch_error) + 2
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
 def test_an_element_is_the_same_to_the_bit_in_any_company(kind, size):

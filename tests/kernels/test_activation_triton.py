@@ -35,6 +35,7 @@ def assert_exact(y, x, kind):
     assert float(error) <= 4 * float(torch_error) + 2
 
 
+@pytest.mark.each_value
 @DTYPES
 @KINDS
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"I{size}")
@@ -75,6 +76,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, kind
     assert same_bits(x, alone)
 
 
+@pytest.mark.each_value
 @DTYPES
 @KINDS
 def test_an_element_is_the_same_to_the_bit_in_any_company(device, kind, dtype):

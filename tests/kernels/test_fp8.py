@@ -83,6 +83,7 @@ def test_e4m3_keeps_its_own_numbers_and_rounds_halves_to_even(device):
     assert (halves[between != 0] % 2 == 0).all()
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")

@@ -74,6 +74,7 @@ def test_out_changes_where_the_result_lies_and_nothing_else(device, poison, dtyp
     assert same_bits(x, alone)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", [63, 128, 1000], ids=lambda size: f"D{size}")
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, size, dtype):
@@ -206,6 +207,7 @@ def test_rows_may_lie_apart_and_the_result_may_take_the_place_of_what_was_added(
         assert tensor[:, 116:].isnan().all()
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", [63, 128, 1000], ids=lambda size: f"D{size}")
 def test_a_row_is_the_same_to_the_bit_in_any_company_add_rms_norm(device, size, dtype):

@@ -128,6 +128,7 @@ def test_the_rms_norm_s_weight_is_within_reach():
     assert norm.eps == 0.5
 
 
+@pytest.mark.each_pair
 @KINDS
 @pytest.mark.parametrize("with_delta", [False, True], ids=["alone", "added"])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"H{size}")
@@ -200,6 +201,7 @@ def test_plain(activation, size):
     torch.testing.assert_close(run(make_mlp("plain", size, activation), x, size), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.each_pair
 @EACH
 @pytest.mark.parametrize("kind", ["gated", "plain"])
 @pytest.mark.parametrize("size", [1, 5, 64, 100, 577], ids=lambda size: f"I{size}")
@@ -298,6 +300,7 @@ def fp8_mlp(activation, device, dtype) -> GatedMLP:
     return GatedMLP(*linears, activation)
 
 
+@pytest.mark.each_value
 @QUIET
 @pytest.mark.parametrize("is_coded", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

@@ -102,6 +102,7 @@ def inputs(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     return random(num_rows, HIDDEN, seed=20).to(dtype)
 
 
+@pytest.mark.each_value
 @SCHEMES
 @ROWS
 @pytest.mark.parametrize("form", [SILU_HALVES, GPT_OSS], ids=["halves", "gpt-oss"])
@@ -129,6 +130,7 @@ def test_it_is_the_ordinary_way(scheme, num_rows):
     torch.testing.assert_close(found, x + out, rtol=1e-2 if scheme and "fp8" in scheme else 1e-4, atol=1e-2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8"], ids=str)
 @pytest.mark.parametrize("num_rows", [4, 7], ids=["deep GEMVs", "unsorted blocks"])
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme, num_rows):

@@ -5,12 +5,13 @@ import logging
 import pytest
 import torch
 
-from holdfast.errors import ModelError, ModelFormatError
+from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_directory, open_directory_without_weights
 from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
+from holdfast.models.blueprints.read import declare_config
 from holdfast.models.declared_weights import weight_bytes
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.sharding import Mesh, shard_parameters
@@ -232,3 +233,12 @@ def test_experts_in_other_types_than_settings_say(tmp_path):
         tmp_path / "n", CONFIG | {"quantization_config": FLASH["quantization_config"] | {"expert_dtype": "fp4"}}, stored
     )
     load(open_directory(folder))
+    for name, said in (("o", "int3"), ("p", ["fp4"])):
+        config = FLASH | {"expert_dtype": said}
+        folder = write_folder(tmp_path / name, config, stored)
+        with pytest.raises(
+            UnsupportedModelError, match=r"config\.json says expert_dtype = .*; 'fp4' or 'fp8' is under"
+        ):
+            open_directory(folder)
+        with pytest.raises(ModelFormatError, match=r"config\.json says expert_dtype = "):
+            declare_config(config, "m")

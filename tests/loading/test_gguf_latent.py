@@ -97,6 +97,7 @@ def as_q4_k(name, values):
     return data, gguf.GGMLQuantizationType.Q4_K
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("quantize", [as_q8_0, as_q4_k], ids=["q8_0", "q4_k"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("chunk_bytes", [None, 20000], ids=["whole chunks", "small chunks"])

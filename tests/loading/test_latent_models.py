@@ -54,6 +54,7 @@ def test_a_plain_folder_is_loaded_as_it_is(changes, tmp_path):
     assert torch.equal(weights["layers.1.experts.gate_up.weight"][3], torch.cat([gate, up]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("q_rank", [128, 200, 77], ids=["whole blocks", "a seam in a block", "odd"])
 @pytest.mark.parametrize("name", WEIGHT_SCHEMES)
 def test_stacked_projections_are_quantized_part_by_part(name, q_rank, tmp_path):
@@ -83,6 +84,7 @@ def test_stacked_projections_are_quantized_part_by_part(name, q_rank, tmp_path):
     assert declared == plan.final_bytes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("q_rank", [128, 200], ids=["whole blocks", "a seam in a block"])
 @pytest.mark.parametrize("scheme", SAID)
 def test_a_folder_in_fp8_keeps_its_codes_and_kv_b_becomes_numbers(scheme, q_rank, tmp_path):

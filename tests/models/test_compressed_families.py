@@ -227,6 +227,7 @@ TYPED = {"compress_ratios": None, "layer_types": ["sliding_attention"] * 4 + ["c
         ({"compress_ratios": 4}, "compress_ratios = 4; a list of 0 or 4 or 128"),
         ({"compress_rate_hca": 12}, "compress_rate_hca = 12; a power of two, which divides the tokens of a page, is"),
         ({"compress_rate_hca": 512}, "compress_rate_hca = 512; a whole number from 2 to 256"),
+        ({"compress_rate_hca": 4}, "compress_rate_hca = 4; entries of 4 tokens overlap in other layers, and one ratio"),
         ({"compress_rate_csa": 1}, "compress_rate_csa = 1; a whole number from 2"),
         (
             TYPED | {"compress_rates": {"compressed_sparse_attention": 3}},

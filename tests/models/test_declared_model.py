@@ -18,6 +18,7 @@ V4 = declare_config(CATALOGUE["DeepSeek-V4-Pro"], "x")
 STORED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "name",

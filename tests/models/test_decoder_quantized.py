@@ -114,6 +114,7 @@ def rows_as_codes(ours: LoadedModel, numbers: LoadedModel) -> Iterator[None]:
         yield
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [*MODELS, *DENSE])
 @SCHEMES
 def test_logits_are_those_of_the_numbers_that_codes_stand_for(name, scheme, monkeypatch):
@@ -129,6 +130,7 @@ def test_logits_are_those_of_the_numbers_that_codes_stand_for(name, scheme, monk
     assert float(errors.max()) < (1e-2 if scheme.quantizes_activations else 1e-5)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("name", ["qwen2_moe", "opt_350m_like"])
 @pytest.mark.parametrize("embeddings", ["none", "head", "all"])
 @SCHEMES

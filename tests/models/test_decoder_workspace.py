@@ -88,6 +88,7 @@ def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(fa
     assert watched.most_bytes == reserved
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged"])
 def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch):
@@ -135,7 +136,7 @@ def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
         rig.execute(make_step(21, groups=rig.groups))
     asked, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)
     assert f"workspace for 'stream' on lane 'stream' (x float32 (21, {spec.hidden_size})" in str(caught.value)
-    assert "layer_stack.py:" in caught.value.asked
+    assert "step_workspace.py:" in caught.value.asked
     assert caught.value.asked.endswith(f"{asked} bytes")
     assert caught.value.has == f"{held} bytes are held for 'stream'"
     whole = make_rig(family)

@@ -54,9 +54,12 @@ def test_in_company_of_other_lengths_and_in_chunks(case):
         judge(theirs, drive, request)
 
 
-def test_every_chunk_size():
+@pytest.mark.parametrize(
+    "chunks", [(1, 3, 4, 5, 16, 17), pytest.param(range(1, 18), marks=pytest.mark.slow)], ids=["some", "every"]
+)
+def test_every_chunk_size(chunks):
     answer = alone(V32, 17, 3)
-    for max_rows in range(1, 18):
+    for max_rows in chunks:
         drive = make_drive(tiny(V32)[1], max_rows)
         request = make_request(17, 3)
         drive.run([request])
@@ -73,9 +76,12 @@ def test_only_the_rows_that_are_read_are_finished():
     assert len(drive.logits(request)) == 4
 
 
-def test_preempted_at_every_position():
+@pytest.mark.parametrize(
+    "places", [(1, 3, 5, 8), pytest.param(range(1, 9), marks=pytest.mark.slow)], ids=["some", "every"]
+)
+def test_preempted_at_every_position(places):
     answer = alone(V32, 9, 7)
-    for place in range(1, 9):
+    for place in places:
         drive = make_drive(tiny(V32)[1], 4)
         request = Request(list(answer.prompt), 7)
         preempt_after(drive, place)

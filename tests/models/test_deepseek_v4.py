@@ -62,8 +62,8 @@ def test_only_the_rows_that_are_read_are_finished():
 
 def test_preempted_at_every_position():
     answer = alone(BOTH, 33, 9)
-    for place in range(1, 16):
-        drive = make_compressed_drive(tiny_compressed(BOTH)[1], 5)
+    for place in range(1, 11):
+        drive = make_compressed_drive(tiny_compressed(BOTH)[1], 11)
         request = Request(list(answer.prompt), 9)
         preempt_after(drive, place)
         drive.run([request])

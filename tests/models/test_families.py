@@ -444,7 +444,7 @@ KEYS = sorted(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=max(100, settings().max_examples), deadline=None)
 @given(st.sampled_from(sorted(REAL)), st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, min_size=1, max_size=3))
 def test_any_json_gives_a_spec_or_one_line_of_words(name, changes):
     try:

@@ -115,6 +115,7 @@ def drive_of(
     return Drive(Rig(tiny(case)[1], backend, limits, 100, kv_dtype=latents, index_dtype=index), 100)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("latents", ["float32", "float16"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_whole_model_chooses_by_codes(case: str, latents: str, oracle: CodedOracle) -> None:

@@ -58,6 +58,7 @@ def errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return (found - wanted).abs().amax(-1).flatten()
 
 
+@pytest.mark.each_value
 @MODELS
 @SCHEMES
 @pytest.mark.parametrize("counts", [(1, 5), pytest.param((1, 2, 5), marks=pytest.mark.slow)], ids=["some", "more"])
@@ -221,6 +222,7 @@ def reason(model: LoadedModel, recipe: WeightRecipe) -> str | None:
     return make_rig(model, recipe, fused=False).decoder.fused_decode_declined()
 
 
+@pytest.mark.each_value
 @MODELS
 @SCHEMES
 def test_weights_that_can_go_this_way(name, scheme):

@@ -67,9 +67,12 @@ def test_the_backend_of_a_gpu_keeps_a_choice_for_the_layers_behind_it():
         judge(theirs, drive, request)
 
 
-def test_every_chunk_size():
+@pytest.mark.parametrize(
+    "chunks", [(1, 3, 4, 5, 12), pytest.param(range(1, 13), marks=pytest.mark.slow)], ids=["some", "every"]
+)
+def test_every_chunk_size(chunks):
     answer = alone(GLM5, 12, 3)
-    for max_rows in range(1, 13):
+    for max_rows in chunks:
         drive = make_drive(tiny(GLM5)[1], max_rows)
         request = make_request(12, 3)
         drive.run([request])
@@ -88,9 +91,12 @@ def test_only_the_rows_that_are_read_are_finished(case):
     assert len(drive.logits(request)) == 4
 
 
-def test_preempted_at_every_position():
+@pytest.mark.parametrize(
+    "places", [(2, 4, 6, 8), pytest.param(range(1, 9), marks=pytest.mark.slow)], ids=["some", "every"]
+)
+def test_preempted_at_every_position(places):
     answer = alone(GLM5, 9, 7)
-    for place in range(1, 9):
+    for place in places:
         drive = make_drive(tiny(GLM5)[1], 4)
         request = Request(list(answer.prompt), 7)
         preempt_after(drive, place)

@@ -109,6 +109,7 @@ def backend_of(model: LoadedModel) -> str:
     return "torch_latent" if model.spec.latent.index is None else "torch_sparse"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", Q_RANKS)
 @SCHEMES
 def test_logits_are_those_of_the_numbers_that_codes_stand_for(case, scheme, monkeypatch):
@@ -126,6 +127,7 @@ def test_logits_are_those_of_the_numbers_that_codes_stand_for(case, scheme, monk
     assert float(errors.max()) < (3e-2 if scheme.quantizes_activations else 1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", Q_RANKS)
 @SCHEMES
 def test_tensors_of_a_step_are_what_was_planned(case, scheme, monkeypatch):

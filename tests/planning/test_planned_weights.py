@@ -69,6 +69,7 @@ LARGE = ("Qwen3-30B", "Qwen1.5-MoE", "DeepSeek-V3", "GLM-5")
 """Thousands of tensors of shapes that a smaller model has too."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(LARGE)])
 @pytest.mark.parametrize(
     "recipe", RECIPES, ids=lambda recipe: f"{recipe.scheme.name if recipe.scheme else 'none'}-{recipe.embeddings}"

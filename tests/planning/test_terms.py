@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.attention.declarations import AttentionSpec, StepBounds, TritonPagedDeclaration
+from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, StepBounds, TritonPagedDeclaration
 from holdfast.config import EngineConfig, Limits
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
@@ -414,7 +414,17 @@ def test_windows_are_kept_apart() -> None:
     assert "1 templates" in by_owner(found)["attention/masks"].reason
 
 
-@pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-R1", "DeepSeek-V4-Pro"])
+@pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-R1"])
 def test_scratch_does_not_grow_with_the_context(name: str) -> None:
     short, long = (needs(name, H200, max_model_len=length).workspace.total_bytes for length in (2**15, 2**20))
     assert short == long
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3.2", "DeepSeek-V4-Pro"])
+def test_scratch_of_an_index_has_a_bound_that_no_context_moves(name: str) -> None:
+    """Its scores are of as many rows as the bound allows: longer contexts take fewer of them at a time."""
+    lengths = [2**power for power in (12, 15, 17, 18, 20, 22)]
+    totals = [needs(name, H200, max_model_len=length).workspace.total_bytes for length in lengths]
+    # Scores, and what the largest of them are found in; a row of the longest is far below either.
+    assert max(totals) - totals[0] <= 2 * INDEX_SCORE_BYTES
+    assert totals[-1] <= max(totals[1:4])

@@ -64,6 +64,7 @@ def logits_of(runner, ids: list[int], cuts: tuple[int, ...], pages: list[int]) -
     return runner.row_logits(hidden[-1:]).clone()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["qwen2", "opt", "llama", "qwen3"])
 @pytest.mark.parametrize("kv_format", ["fp8", "turboquant_4bit_nc"])
 def test_what_is_held_is_what_was_planned(build: TinyBuilder, family: str, kv_format: str) -> None:

@@ -130,9 +130,10 @@ def test_any_schedule_in_any_order_gives_the_same_to_the_bit(load, late, family,
     assert late["others"] > 20, "rows that do not wait beside some that do"
 
 
-def test_a_plain_run_ahead_is_one_step_at_a_time(load):
+@pytest.mark.parametrize("seeds", [range(20, 22), pytest.param(range(22, 26), marks=pytest.mark.slow)], ids=str)
+def test_a_plain_run_ahead_is_one_step_at_a_time(load, seeds):
     model = load("llama")
-    for seed in range(20, 26):
+    for seed in seeds:
         wishes = make_wishes(seed, 15, VOCAB)
         expected = run(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
         for like_gpu in (False, True):

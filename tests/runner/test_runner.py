@@ -203,6 +203,7 @@ def test_steps_that_are_padded_to_a_least_number_of_rows_give_the_same(model, mi
         assert all(same_bits(row, rigs[1].logits[sequence_id][position]) for position, row in rows.items())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged", "triton_paged"])
 @pytest.mark.parametrize(
     "limits",

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -398,18 +398,20 @@ check_companies(Path({str(folder.parent)!r}), {dtype!r}, {enforce_eager!r})
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def check_companies(folder: Path, dtype: str, enforce_eager: bool) -> None:
+def check_companies(
+    folder: Path, dtype: str, enforce_eager: bool, counts: Iterable[int] = range(34), longest: int = 900
+) -> None:
     """A row's logits alone, and in company of 1 to 33: while decoding, and at the end of a prompt."""
     options = {"max_num_seqs": 40, "batch_invariant": True, "dtype": dtype, "enforce_eager": enforce_eager}
     built = build_dummy(folder, "qwen3", **options)
     target = known(1, 700)
-    others = [known(2 + index, 20 + 37 * index % 900) for index in range(33)]
+    others = [known(2 + index, 20 + 37 * index % longest) for index in range(33)]
     fill_context(built, target, 650, 0)
     for index, one in enumerate(others):
         fill_context(built, one, len(one.tokens) - 1, 60 + 60 * index)
     for start in (650, 699):  # a chunk of fifty, and one token
         expected = None
-        for count in range(34):
+        for count in counts:
             target.position = start
             items = [_again(built, target, 700 - start, 0)]
             for index, one in enumerate(others[:count]):

@@ -19,8 +19,9 @@ SHORT = {"max_num_batched_tokens": 64, "max_model_len": 400}
 @pytest.mark.parametrize(
     ("name", "num_steps", "sizes"),
     [
-        *(pytest.param(name, 60, {}, marks=[pytest.mark.slow] * (name not in AT_ONCE), id=name) for name in MODELS),
-        *(pytest.param(name, 24, SHORT, id=f"short {name}") for name in ("latent", "sparse")),
+        *(pytest.param(name, 60, {}, marks=pytest.mark.slow, id=name) for name in MODELS),
+        *(pytest.param(name, 30, {}, id=f"few of {name}") for name in AT_ONCE),
+        *(pytest.param(name, 12, SHORT, id=f"short {name}") for name in ("latent", "sparse")),
     ],
 )
 def test_the_same_seed_takes_the_same_steps_to_the_same_bits(tmp_path, name, num_steps, sizes):
@@ -44,4 +45,5 @@ def test_the_same_seed_takes_the_same_steps_to_the_same_bits(tmp_path, name, num
 def test_companies_on_a_cpu(tmp_path, monkeypatch):
     require_native()
     monkeypatch.setattr(gpu_traffic, "SMALL", gpu_traffic.SMALL | ON_CPU)
-    check_companies(tmp_path, "float32", enforce_eager=True)
+    counts = (*range(10), 15, 16, 17, 31, 32, 33)
+    check_companies(tmp_path, "float32", enforce_eager=True, counts=counts, longest=300)

@@ -26,13 +26,12 @@ from typing import NamedTuple
 from holdfast.cache.spec import BLOCK_WORTH, MOST_CHUNKS, CacheSpec, LayerCache, LayerGroup
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.quant.formats import KVFormat, bytes_for
+from holdfast.quant.entry_state import STATE_DTYPE, state_bytes, state_shape
+from holdfast.quant.formats import KVFormat
 
 WINDOW, ENTRIES, INDEX = "window", "entries", "index"
 """Names of what a layer keeps: `LayerCache.name` of the first two, `StateKind.name` of the last two."""
 STATE_OWNER = "kv state"
-NUM_MOMENTS = 3
-"""Of a channel of an entry that is not finished: the largest gate, the sum of weights, the weighted sum."""
 
 
 def compressed_cache(
@@ -121,19 +120,19 @@ class StateKind(NamedTuple):
     """ENTRIES or INDEX."""
     ratio: int
     layers: tuple[int, ...]
-    num_under_way: int
-    """2 where entries overlap: the one that is being made, and the first half of the next; else 1."""
+    is_overlapped: bool
+    """Then two entries are under way at a time: the one that is being made, and the first half of the next."""
     dim: int
 
     @property
     def place_bytes(self) -> int:
         """Of one sequence in all of these layers."""
-        return bytes_for("float32", (len(self.layers), self.num_under_way, NUM_MOMENTS, self.dim))
+        return len(self.layers) * state_bytes(self.dim, self.is_overlapped)
 
     def tensor(self, num_places: int) -> TensorSpec:
         """All of them, where so many sequences run at a time."""
-        shape = len(self.layers), num_places, self.num_under_way, NUM_MOMENTS, self.dim
-        return TensorSpec(f"{self.name} of {self.ratio}", shape, "float32")
+        shape = len(self.layers), num_places, *state_shape(self.dim, self.is_overlapped)
+        return TensorSpec(f"{self.name} of {self.ratio}", shape, STATE_DTYPE)
 
 
 def list_states(
@@ -148,15 +147,15 @@ def list_states(
         layers = tuple(
             layer for layer in every if ratios[layer] == ratio and (layer in overlapped_layers) == is_overlapped
         )
-        kinds.append(StateKind(ENTRIES, ratio, layers, 1 + is_overlapped, head_dim))
+        kinds.append(StateKind(ENTRIES, ratio, layers, is_overlapped, head_dim))
         if is_overlapped:
-            kinds.append(StateKind(INDEX, ratio, layers, 2, index_dim))
+            kinds.append(StateKind(INDEX, ratio, layers, True, index_dim))
     names = [kind.tensor(1).name for kind in kinds]
     assert len(set(names)) == len(names), f"entries of one ratio overlap in some layers and not in others: {kinds}"
     return tuple(kinds)
 
 
-def state_bytes(kinds: Sequence[StateKind]) -> int:
+def place_bytes(kinds: Sequence[StateKind]) -> int:
     """Of one sequence."""
     return sum(kind.place_bytes for kind in kinds)
 

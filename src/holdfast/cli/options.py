@@ -334,7 +334,7 @@ ENGINE_SETTINGS = (
     _engine(
         "index_cache_dtype",
         MEMORY,
-        f"How the index that chooses tokens is kept (DeepSeek-V3.2, GLM-5): {', '.join(INDEX_FORMATS)}; auto is fp8 beside quantized latents, else as they are.",
+        f"How the index that chooses tokens is kept (DeepSeek-V3.2, GLM-5, DeepSeek-V4): {', '.join(INDEX_FORMATS)}; auto is fp8 beside quantized latents, else as they are.",
         "NAME",
     ),
     _engine("kv_protected_dtype", MEMORY, "That wider format: any of the same names; auto is the dtype.", "NAME"),

@@ -32,7 +32,7 @@ from holdfast.quant.weight_schemes import UNQUANTIZED
 
 STARTING = (
     *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
-    *("kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype"),
+    *("kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
 )
 """Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""

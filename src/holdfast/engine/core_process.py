@@ -304,6 +304,10 @@ class CoreProcess:
         self._send(StatsRequest())
         while not self._hear(self._next(waiting)):
             pass
+        # What the core said unasked stands before its answer; left there, it would be taken for the next one.
+        while (message := self._take()) is not None:
+            if not isinstance(message, Heartbeat):
+                self._hear(message)
 
     def stats(self) -> CoreStats:
         """As the core last said."""
@@ -580,7 +584,8 @@ class CoreServer:
                 if isinstance(message, Shutdown):
                     return False
                 self._carry_out(core, message)
-                is_told = False
+                # Where the front asked how it is, it has just been told; once more each second would fill the channel.
+                is_told = isinstance(message, StatsRequest) or (is_told and isinstance(message, MapRequest))
             elif core.has_unfinished:
                 return True
             else:

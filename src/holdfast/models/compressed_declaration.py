@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.cache.compressed import StateKind, list_states, state_bytes
+from holdfast.cache.compressed import StateKind, list_states, place_bytes
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request, head_request, quantized_rows_request, row_scaled_request
 from holdfast.models.compressed_activations import compressed_requests
@@ -72,7 +72,7 @@ class CompressedDeclaration(DecoderDeclaration):
 
     def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
         """The states from which the next entries are made, in float32 whatever the format."""
-        return state_bytes(self.states)
+        return place_bytes(self.states)
 
     @property
     def states(self) -> tuple[StateKind, ...]:

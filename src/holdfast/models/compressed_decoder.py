@@ -16,7 +16,6 @@ from holdfast.attention.backend import Batch, CompressedAttention
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
 from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_latent import LatentNorm
@@ -32,12 +31,11 @@ from holdfast.layers.mlp import RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models import activations
-from holdfast.models.activations import Request
 from holdfast.models.compressed_activations import WANTED, CompressedRequests, compressed_requests
 from holdfast.models.decoder_layer import PartBuilder, Weights
 from holdfast.models.model import Stream
 from holdfast.models.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec, StreamsSpec
+from holdfast.models.step_workspace import StepWorkspace, norm_dtype
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 MIX_NAMES = ("weight", "bias", "scale")
@@ -120,7 +118,7 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
         return Compressor(compressor.ratio, compressor.is_overlapped, positions_RX, weight_D, self._spec.norm_eps)
 
 
-class CompressedDecoder:
+class CompressedDecoder(StepWorkspace):
     """The Model of models/model.py with streams. It holds references to its weights and no state of its own."""
 
     def __init__(
@@ -138,15 +136,11 @@ class CompressedDecoder:
         assert spec.compressed is not None, f"{spec.architecture} does not compress"
         assert spec.streams is not None, f"{spec.architecture} has one stream"
         builder = CompressedLayerBuilder(spec, spec.compressed, spec.streams, weights, backend, rotaries)
-        self._spec = spec
-        self.workspace = workspace
-        self._dtype = dtype or str(builder.plain("layers.0.attn_norm.weight").dtype).removeprefix("torch.")
-        self._recipe = recipe
+        super().__init__(spec, workspace, dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight")), recipe)
         self._embed_VH = weights["embed.weight"]
         self._layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
         self._head = builder.stream_head()
         self._head_VH = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
-        self._tile_scratch = self._make_tile_scratch()
         self._requests: Callable[[int], CompressedRequests] = cache(
             partial(compressed_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
         )
@@ -211,9 +205,7 @@ class CompressedDecoder:
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """The head: float32 logits [R, V], valid until the workspace is used again."""
-        num_rows = hidden_RH.shape[0]
-        head = self._acquire(activations.head_request(self._spec, num_rows, self._dtype))
-        quantized = self._quantized(activations.quantized_rows_request(self._spec, 0, num_rows, self._recipe))
+        head, quantized = self._head_buffers(hidden_RH.shape[0])
         return linear_float32(hidden_RH, self._head_VH, head["logits"], quantized)
 
     def _attend(
@@ -230,24 +222,6 @@ class CompressedDecoder:
         buffers = CompressedBuffers.of(self._acquire(requests.attention), self._quantized(requests.codes))
         return layer.attention(normed_TH, batch, plan, buffers, out_TH, wanted_only)
 
-    def _make_tile_scratch(self) -> TileScratch | None:
-        """What products of middle batches share, where the plan has it; counters begin at zero."""
-        request = activations.row_scaled_request(self._spec, self._recipe)
-        if request.lane not in self.workspace.lanes:
-            return None
-        held = self._acquire(request)
-        return TileScratch(held["parts"], held["arrived"].zero_(), held["row_amax"])
-
     def _expert_buffers(self, room: Mapping[str, torch.Tensor], num_rows: int) -> ExpertBuffers:
         own = {name: tensor for name, tensor in room.items() if name not in WANTED}
         return ExpertBuffers.of(own, self._quantized(self._requests(num_rows).codes))
-
-    def _quantized(self, request: Request) -> QuantizedRows | None:
-        """Room for inputs of products as codes, until the next product; None where no weight wants any."""
-        if not request.specs:
-            return None
-        held = self._acquire(request)
-        return QuantizedRows(held["codes"], held["scales"], self._tile_scratch)
-
-    def _acquire(self, request: Request) -> dict[str, torch.Tensor]:
-        return self.workspace.acquire_named(request.owner, request.specs, request.lane)

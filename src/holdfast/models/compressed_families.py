@@ -142,7 +142,8 @@ def _read_compressors(settings: Settings, num_layers: int, num_drafts: int) -> t
     made: dict[str, CompressorSpec | None] = {SLIDING: None}
     for kind in (OVERLAPPED, HEAVY):
         if kind in kinds:
-            made[kind] = CompressorSpec(_read_ratio(settings, kind), kind == OVERLAPPED)
+            taken = {one.ratio for one in made.values() if one is not None}
+            made[kind] = CompressorSpec(_read_ratio(settings, kind, taken), kind == OVERLAPPED)
     return tuple(made[kind] for kind in kinds)
 
 
@@ -165,14 +166,16 @@ def _layer_kinds(settings: Settings, num_layers: int, num_drafts: int) -> tuple[
     return tuple(KINDS_BY_RATIO[ratio] for ratio in listed[:num_layers])
 
 
-def _read_ratio(settings: Settings, kind: str) -> int:
-    """Tokens of an entry. They divide a page, whose tokens are a power of two."""
+def _read_ratio(settings: Settings, kind: str, taken: set[int]) -> int:
+    """Tokens of an entry, which no other kind has. They divide a page, whose tokens are a power of two."""
     old_key, default = RATE_KEYS[kind]
     rates = settings.part("compress_rates")
     key, where = (old_key, settings) if old_key in settings or rates is None else (kind, rates)
     ratio = where.count(key, default, MAX_RATIO, low=2)
     if ratio & (ratio - 1):
         raise where.refuse(key, ratio, "a power of two, which divides the tokens of a page,")
+    if ratio in taken:
+        raise declined(where, key, f"entries of {ratio} tokens overlap in other layers, and one ratio is one kind here")
     return ratio
 
 

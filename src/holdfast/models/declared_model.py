@@ -183,7 +183,7 @@ class DeclaredModel:
     def check_format(self, format: KVFormat | str, option: str = "kv_cache_dtype") -> KVFormat:
         """The format, by name or as it is, or an error that names the option where this model's cache cannot be kept in it."""
         found = kv_format(format) if isinstance(format, str) else format
-        known = formats_of(self.keeps_latents, self.is_compressed)
+        asked, known = found.name, formats_of(self.keeps_latents, self.is_compressed)
         names = COMPRESSED_NAMES if self.is_compressed else MLA_NAMES if self.keeps_latents else {}
         if found.name in names:
             found = known[names[found.name]]
@@ -198,7 +198,7 @@ class DeclaredModel:
                 for name in ("bfloat16", "fp8", *(COMPRESSED_FORMATS if self.is_compressed else MLA_FORMATS))
                 if name in known and self.declaration.unsupported_format(known[name]) is None
             ]
-            raise ConfigError(f"{option}={found.name} was asked", reason, f"try {' or '.join(works)}")
+            raise ConfigError(f"{option}={asked} was asked", reason, f"try {' or '.join(works)}")
         return found
 
 

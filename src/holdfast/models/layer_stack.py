@@ -16,24 +16,24 @@ import torch
 from holdfast.attention.backend import Batch
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
-from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
-from holdfast.models.activations import Request, StepRequests
+from holdfast.models.activations import StepRequests
 from holdfast.models.decoder_layer import AttentionT, DecoderLayer, PartBuilder, Weights
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.spec import ModelSpec
+from holdfast.models.step_workspace import StepWorkspace, norm_dtype
 from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 log = get_logger(__name__)
 
 
-class LayerStack(ABC, Generic[AttentionT]):
+class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
     """A whole model over final weights (the Model of models/model.py). It holds references to them and no state of its own."""
 
     def __init__(
@@ -48,10 +48,7 @@ class LayerStack(ABC, Generic[AttentionT]):
         recipe: WeightRecipe = AS_STORED,
     ) -> None:
         """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
-        self._spec = spec
-        self.workspace = workspace
-        self._dtype = dtype or str(builder.plain("layers.0.attn_norm.weight").dtype).removeprefix("torch.")
-        self._recipe = recipe
+        super().__init__(spec, workspace, dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight")), recipe)
         self._embed_VE = weights["embed.weight"]
         self._embed_scale = _rounded(spec.embedding_scale, self._dtype)
         self._positions_PH = weights.get("positions.weight")
@@ -60,7 +57,6 @@ class LayerStack(ABC, Generic[AttentionT]):
         self._layers = [builder.layer(index) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
         self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
-        self._tile_scratch = self._make_tile_scratch()
         self._requests: Callable[[int], StepRequests] = cache(
             partial(activations.step_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
         )
@@ -163,8 +159,7 @@ class LayerStack(ABC, Generic[AttentionT]):
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """The head: float32 logits [R, V], valid until the workspace is used again."""
-        head = self._acquire(activations.head_request(self._spec, hidden_RH.shape[0], self._dtype))
-        quantized = self._quantized(activations.quantized_rows_request(self._spec, 0, hidden_RH.shape[0], self._recipe))
+        head, quantized = self._head_buffers(hidden_RH.shape[0])
         if self._embed_out is not None:
             hidden_RH = self._embed_out(hidden_RH, head["embedded"], quantized)
         logits_RV = linear_float32(hidden_RH, self._head_VE, head["logits"], quantized)
@@ -202,14 +197,6 @@ class LayerStack(ABC, Generic[AttentionT]):
         inputs_RH = layer.mlp_norm(x_RH, delta_RH, normed_RH, codes)
         layer.mlp(inputs_RH, buffers, delta_RH, is_coded=codes is not None)
 
-    def _make_tile_scratch(self) -> TileScratch | None:
-        """What products of middle batches share, where the plan has it; counters begin at zero."""
-        request = activations.row_scaled_request(self._spec, self._recipe)
-        if request.lane not in self.workspace.lanes:
-            return None
-        held = self._acquire(request)
-        return TileScratch(held["parts"], held["arrived"].zero_(), held["row_amax"])
-
     @abstractmethod
     def _attention_buffers(self, num_rows: int) -> Any:  # noqa: ANN401 the attention's own type
         """The tensors of a layer's attention in a step of so many rows."""
@@ -223,16 +210,6 @@ class LayerStack(ABC, Generic[AttentionT]):
         requests = self._requests(num_rows)
         assert requests.experts is not None, f"{self._spec.architecture} has no experts"
         return ExpertBuffers.of(self._acquire(requests.experts), self._quantized(requests.codes))
-
-    def _quantized(self, request: Request) -> QuantizedRows | None:
-        """Room for inputs of products as codes, until the next product; None where no weight wants any."""
-        if not request.specs:
-            return None
-        held = self._acquire(request)
-        return QuantizedRows(held["codes"], held["scales"], self._tile_scratch)
-
-    def _acquire(self, request: Request) -> dict[str, torch.Tensor]:
-        return self.workspace.acquire_named(request.owner, request.specs, request.lane)
 
 
 def _rounded(number: float | None, dtype: str) -> float | None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from holdfast.quant.entry_state import pooled_width
+
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 GroupScore = Literal["largest", "two_largest"]
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
@@ -353,8 +355,8 @@ class ModelSpec:
         if compressor is None:
             return 0
         index = self.layer_index(layer)
-        columns = 2 if compressor.is_overlapped else 1
-        return 2 * columns * self.head_dim + (0 if index is None else 2 * columns * index.head_dim + index.num_heads)
+        own = 2 * pooled_width(self.head_dim, compressor.is_overlapped)
+        return own if index is None else own + 2 * pooled_width(index.head_dim, True) + index.num_heads
 
     @property
     def shares_choices(self) -> bool:

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from holdfast.errors import RequestError
 from holdfast.request.sequence import Sequence
 from holdfast.request.structured import StructuredOutputs
@@ -32,6 +30,7 @@ from holdfast.text.grammar_guard import GrammarGuard, llguidance_text, parser_li
 from holdfast.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_VERDICT_BYTES = 2**20
@@ -251,9 +250,11 @@ class Grammars:
             self._following[sequence_id] = _Following(matcher.deep_copy() if nth else matcher)
         return Prepared(sequence_ids, None)
 
-    def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: np.ndarray) -> None:
+    def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: "np.ndarray") -> None:
         """Bit t of row i: whether token t may follow what sequences[i] has; none where its form cannot be followed. Rows of
         None stay as they are."""
+        import numpy as np  # here, so that a wrong path is told before anything heavy is read
+
         num_words = self._vocabulary.num_words
         is_own = masks_RW.shape[1] == num_words and masks_RW.flags.c_contiguous
         words_RW = masks_RW if is_own else np.zeros((len(sequences), num_words), np.int32)
@@ -279,7 +280,7 @@ class Grammars:
         one.num_consumed += len(new)
         return one
 
-    def _compute(self, moving: list[tuple["LLMatcher", int]], words_RW: np.ndarray) -> None:
+    def _compute(self, moving: list[tuple["LLMatcher", int]], words_RW: "np.ndarray") -> None:
         num_bytes = words_RW.shape[1] * words_RW.itemsize
         if len(moving) == 1:
             matcher, row = moving[0]

@@ -110,6 +110,7 @@ def test_every_format(device, key_bits, value_bits):
     judge(step, [HALVES, LARGE, Cut(large=True, splits=2), SMALL], device, num_padding=2, num_sms=2)
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("head_dim", [16, 48, 80, 112, 128])
 def test_every_head_dim(device, head_dim, bits):
@@ -130,12 +131,14 @@ def test_every_page_size(device, page_tokens):
     judge(with_bias(quantized_step((3, 4), [(139, 1)], 32, page_tokens=page_tokens), 1.0), HALVES, device)
 
 
+@pytest.mark.each_value
 @CUTS
 @pytest.mark.parametrize("window", [1, 5, 64, 100], ids=lambda window: f"window of {window}")
 def test_every_window(device, window, cut):
     judge(with_bias(quantized_step((4, 4), [(190, 1), (126, 3)], 16, group=2, window=window), 1.0), cut, device)
 
 
+@pytest.mark.each_value
 @CUTS
 @CODERS
 def test_no_bias_is_a_bias_of_zeros(device, bits, cut):

@@ -25,6 +25,7 @@ def test_every_head_dim(head_dim):
     judge(paged_case(MIXED, head_dim=head_dim))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 48, 49, 71], ids=lambda group: f"{group} queries a key")
 def test_every_grouping(group, num_kv_heads):
@@ -36,6 +37,7 @@ def test_every_page_size(page_tokens):
     judge(paged_case(MIXED, page_tokens=page_tokens))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window", [1, 2, 5, 63, 64, 65, 100, 1000], ids=lambda window: f"window of {window}")
 @pytest.mark.parametrize("group", [1, 3, 7], ids=lambda group: f"{group} queries a key")
 def test_every_window(window, group):

@@ -77,6 +77,7 @@ def test_small_and_large_tiles_agree(device, key_bits, value_bits):
     assert_near(large, small.double(), step)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["as they are", "rotated"])
 def test_rows_that_are_merged_are_those_that_are_not(device, bits, large):

@@ -115,6 +115,7 @@ def hostile(step: QuantizedStep, device: torch.device, at_least: float = 0.0) ->
     assert_near(run_tiles(step, tiles, device), step.exact(), step, at_least)
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize("factor", [1e-4, 1000], ids=lambda factor: f"times {factor:g}")
 def test_keys_and_values_of_any_size(device, bits, factor):
@@ -160,6 +161,7 @@ def test_values_of_zeros_are_zeros(device, bits):
         assert not out.any(), "a scale of zero"
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("gap", "peak"), [(3, 0), (20, 0), (60, 70), (3000, 70)], ids=lambda number: str(number))
 def test_a_value_of_zeros_at_the_highest_score(device, bits, gap, peak):

@@ -75,6 +75,7 @@ def judge_tiled(case: PagedCase, cuts: list[tiled.Cut], device, dtype, num_paddi
     return out
 
 
+@pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["no cap", "capped"])
 def test_tiles_of_every_shape(device, widest, group, num_kv_heads, head_dim, softcap):
@@ -85,6 +86,7 @@ def test_tiles_of_every_shape(device, widest, group, num_kv_heads, head_dim, sof
     judge_tiled(case, cuts, device, widest, num_padding=2)
 
 
+@pytest.mark.each_value
 @WINDOWS
 @pytest.mark.parametrize("cut", TILED_CUTS.values(), ids=TILED_CUTS)
 def test_tiles_behind_every_window(device, widest, window, cut):
@@ -134,6 +136,7 @@ def test_a_cap_holds_scores_of_any_size(device, widest, cut):
     assert tiled.run_tiles(infinite, tiles, device).isfinite().all()
 
 
+@pytest.mark.each_value
 @POISONS
 @pytest.mark.parametrize("cut", TILED_CUTS.values(), ids=TILED_CUTS)
 def test_tiles_do_not_look_behind_the_window(device, widest, cut, bad):
@@ -153,6 +156,7 @@ def judge_native(case: PagedCase) -> None:
     assert_as_exact_as_torch(out, case.run(paged_attention_reference), case.exact(), magnitude=8.0)
 
 
+@pytest.mark.each_value
 @SHAPES
 @CAPS
 def test_c_in_every_shape(native, group, num_kv_heads, head_dim, softcap):
@@ -160,6 +164,7 @@ def test_c_in_every_shape(native, group, num_kv_heads, head_dim, softcap):
     judge_native(with_sinks(paged_case(rows, head_dim, group, num_kv_heads), softcap))
 
 
+@pytest.mark.each_value
 @WINDOWS
 @CAPS
 def test_c_behind_every_window(native, window, softcap):
@@ -232,6 +237,7 @@ def with_bias(step: QuantizedStep) -> QuantizedStep:
     return replace(step, bias=random(num_kv_heads, head_dim, seed=5), rope=(frequency, 1.0))
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["no cap", "capped"])
 def test_every_format(device, key_bits, value_bits, softcap):
@@ -247,6 +253,7 @@ def test_quantized_heads_of_every_shape(device, group, head_dim):
     judge_quantized(step, [QUANTIZED_CUTS["small, split"], QUANTIZED_CUTS["large"]], device, MERGE_BY_HEAD_ROWS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [1e-4, 1000.0], ids=lambda size: f"values times {size:g}")
 @pytest.mark.parametrize("cut", QUANTIZED_CUTS.values(), ids=QUANTIZED_CUTS)
 def test_sinks_beside_values_of_any_size(device, size, cut):
@@ -262,6 +269,7 @@ def test_sinks_beside_values_of_any_size(device, size, cut):
     assert not out.any(), "half precision has nothing as small as what is left"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("bits", "has_bias"),
     [*((bits, False) for bits in quantized.BITS), ((8, 4), True), ((4, 4), True), ((3, 3), True)],

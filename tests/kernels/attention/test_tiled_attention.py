@@ -67,6 +67,7 @@ def test_half_precision(device, dtype, cut):
     judge(paged_case([(64, 1), (10, 3), (0, 9)], 64, group=4, num_kv_heads=1), cut, device, dtype, num_padding=2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [HALVES, Cut(large=True, splits=2)], ids=["small", "large"])
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 112, 128, 256], ids=lambda size: f"D{size}")
 def test_every_head_dim(device, widest, head_dim, cut):
@@ -96,6 +97,7 @@ def test_every_length(device, widest, num_tokens):
     judge(case, [Cut(splits=3), Cut(large=True, splits=4)], device, widest, num_padding=1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, Cut(large=True, splits=3)], ids=["small", "split", "large"])
 @pytest.mark.parametrize("window", [1, 5, 64, 1000], ids=lambda window: f"window of {window}")
 def test_every_window(device, widest, window, cut):
@@ -109,6 +111,7 @@ def test_decode_prefill_and_padding_in_one_step(device, widest):
     judge(case, cuts, device, widest, num_padding=3, num_sms=2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize(
     "bounds",
@@ -132,6 +135,7 @@ def test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own(devic
     judge(paged_case([(start, 3), (start, 3)], group=2, num_kv_heads=1), [SMALL, LARGE], device, widest)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("num_empty", [16, 17, 40])
 def test_more_empty_splits_than_are_merged_at_once(device, widest, num_empty, num_padding):
@@ -234,6 +238,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, widest, cut, bad):
         assert same_bits(out[others], clean[others])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
 @pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
 def test_a_token_that_is_not_finite_stays_in_its_sequence_and_behind_its_tile(device, widest, cut, plane):

@@ -29,6 +29,7 @@ def judge(case: Case) -> None:
     assert v_plane[unused].isnan().all(), "a slot was written that belongs to no row"
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
 def test_every_head_dim_is_as_exact_as_torch(head_dim, with_norm, with_rope):
@@ -65,6 +66,7 @@ def test_plain_heads_pass_as_they_are():
     assert same_bits(k_plane[case.slots], heads[:, 6:8])
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64, 80], ids=lambda size: f"D{size}")
 def test_a_row_is_the_same_to_the_bit_in_any_company(head_dim, with_norm, with_rope):

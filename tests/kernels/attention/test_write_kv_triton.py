@@ -65,6 +65,7 @@ def judge(case: Case, device) -> None:
         assert same_bits(k_plane[used], in_torch[1][used])
 
 
+@pytest.mark.each_pair
 @DTYPES
 @pytest.mark.parametrize("with_norm", [False, True], ids=["rope", "norm and rope"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
@@ -103,6 +104,7 @@ def test_any_shape(device, num_rows, half, group, num_kv_heads, with_norm, with_
     judge(case.padded([row for row in padding if row < num_rows]), device)
 
 
+@pytest.mark.each_pair
 @DTYPES
 @FEATURES
 @pytest.mark.parametrize("padding", [[4], [0, 2, 3], range(5)], ids=["last", "some", "all"])
@@ -119,6 +121,7 @@ def test_padding_stores_nothing_and_asks_for_nothing(device, with_norm, with_rop
     assert same_bits(v_plane, clean_v)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("head_dim", [80, 128], ids=lambda size: f"D{size}")
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, head_dim, dtype):

@@ -145,6 +145,7 @@ def assert_same(mine: Written, theirs: Written) -> None:
         assert torch.equal(plane.view(torch.uint8), tensors_of(theirs.planes)[name].view(torch.uint8)), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
 def test_every_head_dim_is_quantized_like_the_reference(device, head_dim, bits):
@@ -229,6 +230,7 @@ def test_padding_stores_nothing_and_asks_for_nothing(device, function, bits):
         assert torch.equal(mine.quantized("values").codes_XB, clean.quantized("values").codes_XB[others])
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -323,6 +325,7 @@ def test_heads_too_small_for_a_scale_are_finite(device, bits):
     assert all(head.isfinite().all() for head in heads_at(mine.planes, mine.slots))
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("bad", "head_dim"), [(float("nan"), 64), (float("inf"), 64), (float("nan"), 80)])
 def test_what_is_not_finite_stays_in_its_head(device, head_dim, bits, bad):

@@ -87,6 +87,7 @@ def ones_on_the_diagonal(size: int) -> QuantizedWeight:
     )
 
 
+@pytest.mark.each_value
 @BLOCK_SCHEMES
 @pytest.mark.parametrize(
     ("size_n", "size_k"), [(1, 16), (33, 128), (47, 96), (140, 336), (33, 1024), (19, 1552)], ids=str
@@ -98,6 +99,7 @@ def test_every_size_with_and_without_a_bias(device, scheme, size_n, size_k):
     judge(x, weight, random(size_n, seed=5), device)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("num_warps", [1, 4, 16])
 @pytest.mark.parametrize("block_n", [1, 8, 32])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])

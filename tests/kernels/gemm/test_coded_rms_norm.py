@@ -33,6 +33,7 @@ def assert_codes_of(y_TD, quantized) -> None:
     assert same_bits(quantized.scales_TB.cpu().nan_to_num(0), host.scales_TB.nan_to_num(0))
 
 
+@pytest.mark.each_pair
 @DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("size", [1, 3, 64, 100, 577, 5120], ids=lambda size: f"D{size}")

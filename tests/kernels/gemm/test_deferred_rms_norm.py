@@ -62,6 +62,7 @@ def inputs(num_rows, size, dtype=torch.float32):
     return random(num_rows, size, seed=1).to(dtype), (1 + 0.3 * random(size, seed=2)).to(dtype)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"K{size}")
 def test_scaled_to_the_bit_and_squares_as_exact_as_torch(device, size, dtype):
@@ -157,6 +158,7 @@ def run_delta(function, x_MK, delta_MK, norm_K, device) -> tuple[torch.Tensor, t
     return x.cpu(), scaled.cpu(), squares.cpu(), rows
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"K{size}")
 def test_what_is_added_first_is_rounded_as_if_it_had_been_stored(device, size, dtype):

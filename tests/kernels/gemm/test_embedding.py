@@ -27,6 +27,7 @@ def table_of(scheme, num_columns, device="cpu", num_rows=29):
     return QuantizedWeight(scheme, (num_rows, num_columns), codes.to(device), scales.to(device))
 
 
+@pytest.mark.each_value
 @TABLES
 @TYPES
 @pytest.mark.parametrize("num_columns", [1, 33, 576, 1024, 1408])

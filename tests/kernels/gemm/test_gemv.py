@@ -31,6 +31,7 @@ def test_one_row(device, scheme, size_n, size_k):
         judge_add(quantized_case(1, size_n, size_k, widest_on(device), scheme, with_bias=with_bias), device)
 
 
+@pytest.mark.each_value
 @BOTH
 @pytest.mark.parametrize("size_k", [3, 100, 128, 640, 768, 777, 1024, 4608], ids=lambda size: f"K{size}")
 def test_every_way_in_which_blocks_along_k_are_chosen(device, scheme, size_k):

@@ -87,6 +87,7 @@ def judge(x, weight, bias):
     assert_as_exact_as_torch(plain_linear(x, weight, bias), plain_linear_reference(x, weight, bias), exact, magnitude)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("k_size", ODD, ids=lambda size: f"K{size}")
 @pytest.mark.parametrize("n_size", ODD, ids=lambda size: f"N{size}")
@@ -107,6 +108,7 @@ def test_any_magnitude(scale):
     judge(x * scale, weight, None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_size", [1, 3, 47, 48, 49, 100], ids=lambda size: f"N{size}")
 @pytest.mark.parametrize("k_size", [1, 5, 64, 577], ids=lambda size: f"K{size}")
 def test_a_row_is_the_same_to_the_bit_in_any_company(n_size, k_size):

@@ -57,6 +57,7 @@ def coded_bytes(codes: torch.Tensor, scheme: WeightScheme, scales: torch.Tensor)
     return weight
 
 
+@pytest.mark.each_pair
 @SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 65], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_k", [1, 15, 16, 37, 160, 576, 1024, 1067], ids=lambda size: f"K{size}")
@@ -69,6 +70,7 @@ def test_it_is_the_product_of_what_codes_stand_for_to_the_bit(scheme, num_rows, 
         assert same_bits(run(x, weight), product(x, weight)), f"{size_n=} without bias"
 
 
+@pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize(("size_n", "size_k"), [(1, 1), (7, 63), (50, 577), (100, 1100)])
 def test_a_row_is_the_same_to_the_bit_in_any_company_on_any_threads(scheme, size_n, size_k):

@@ -83,6 +83,7 @@ def judge(x_MK, weight, bias_N, device, out_dtype=None) -> None:
     assert_as_exact_as_torch(y, in_torch, exact, magnitude=10.0 * slack(device, weight.scheme))
 
 
+@pytest.mark.each_value
 @TILE_SCHEMES
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 130], ids=lambda count: f"{count} rows")
 def test_every_number_of_rows(device, scheme, num_rows):
@@ -90,6 +91,7 @@ def test_every_number_of_rows(device, scheme, num_rows):
     judge(x.to(widest_on(device)), weight, None, device)
 
 
+@pytest.mark.each_value
 @TILE_SCHEMES
 @pytest.mark.parametrize(("size_n", "size_k"), [(2, 3), (33, 128), (63, 100), (129, 333)])
 def test_every_size_with_a_bias(device, scheme, size_n, size_k):

@@ -120,6 +120,7 @@ def judge(x_MK, weight, bias_N, device, out_dtype=None, split=True) -> None:
     assert_as_exact_as_torch(y, in_torch, exact, magnitude=10.0 * slack(device, weight.scheme))
 
 
+@pytest.mark.each_value
 @SPLIT
 @ROWS
 def test_every_number_of_rows(device, num_rows, split):
@@ -209,6 +210,7 @@ def test_a_row_of_zeros_is_the_bias(device):
     assert same_bits(run(x, weight, bias, device, torch.float32)[4], bias)
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize(("num_rows", "size_i", "size_k"), [(1, 3, 5), (17, 64, 300), (40, 101, 640)])
 def test_the_gate_is_that_of_torch_and_its_amax_is_of_what_is_stored(device, kind, num_rows, size_i, size_k):

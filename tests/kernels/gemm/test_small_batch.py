@@ -38,6 +38,7 @@ def widest(device) -> torch.dtype:
     return widest_on(device)
 
 
+@pytest.mark.each_pair
 @EVERY_ROWS
 @GATED
 @pytest.mark.parametrize("size_k", [64, 128, 192, 576], ids=lambda size: f"K{size}")
@@ -45,6 +46,7 @@ def test_normed_over_every_number_of_rows(device, widest, num_rows, size_k, gate
     judge_normed(small_batch_case(num_rows, 65, size_k, widest, gated, with_bias=gated), device)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("num_rows", [1, 3, MANY], ids=lambda count: f"{count} rows")
 @BIAS
 @GATED
@@ -53,6 +55,7 @@ def test_normed_over_every_number_of_outputs(device, widest, num_rows, size_n, g
     judge_normed(small_batch_case(num_rows, size_n, 192, widest, gated, with_bias), device)
 
 
+@pytest.mark.each_pair
 @EVERY_ROWS
 @BIAS
 @pytest.mark.parametrize("size_k", [64, 128, 192, 1024], ids=lambda size: f"K{size}")
@@ -72,6 +75,7 @@ def test_a_thousand_outputs(device, widest, num_rows):
     judge_normed(small_batch_case(num_rows, 1000, 128, widest), device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [1, 5], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("size_k", [640, 1280, 5120, 6208, 8192, 16448], ids=lambda size: f"K{size}")
 def test_long_rows(device, widest, num_rows, size_k):
@@ -80,6 +84,7 @@ def test_long_rows(device, widest, num_rows, size_k):
     judge_add(small_batch_case(num_rows, 5, size_k, widest), device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [2, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize(
     ("size_k", "splits"), [(128, 1), (640, 1), (256, 2), (1280, 2), (512, 4), (1024, 8), (4096, 8)]

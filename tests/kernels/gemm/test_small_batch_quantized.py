@@ -59,6 +59,7 @@ GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 ROWS = pytest.mark.parametrize("num_rows", [2, 3, 7, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
 
 
+@pytest.mark.each_value
 @BOTH
 @ROWS
 @GATED
@@ -220,6 +221,7 @@ def test_a_row_below_the_least_scale_loses_digits_and_stays_a_number(device):
     assert not x[2].any()
 
 
+@pytest.mark.each_value
 @BOTH
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(device, scheme, bad):

@@ -16,8 +16,8 @@ from holdfast.kernels.latent.compress import (
     compress_rows_reference,
     compress_rows_triton,
 )
-from holdfast.kernels.latent.compress_geometry import pooled_width, state_bytes
 from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.quant.entry_state import pooled_width, state_bytes
 from kernels.compress_cases import (
     CompressStep,
     Part,

@@ -59,12 +59,14 @@ def judge(case: ScoreCase, device) -> torch.Tensor:
     return mine_TC
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("num_heads", "dim"), [(64, 128), (32, 128), (64, 64), (3, 48), (1, 16)])
 def test_every_shape_is_scored_like_the_reference(device, name, num_heads, dim) -> None:
     judge(make_score_case([(0, 70), (1, 1), (2, 0), (2, 131)], num_heads, dim, name, dtype=DTYPES[name]), device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("page_tokens", [1, 16, 24, 64, 256])
 def test_pages_of_every_size(device, name, page_tokens) -> None:

@@ -64,6 +64,7 @@ def judge_cut(case: LatentCase, splits: int, large: bool, device, dtype, num_pad
     return judge(case, work, num_rows, num_partials, device, num_sms=2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [DECODE, PROMPTS, MIXED], ids=["decode", "prompts", "mixed"])
 @pytest.mark.parametrize(
     "scheduling",
@@ -123,6 +124,7 @@ def test_every_length(device, widest, num_tokens):
     judge_cut(case, 4, True, device, widest, num_padding=1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("splits", [3, 66])
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
 def test_splits_without_tokens_weigh_nothing(device, widest, splits, num_padding):

@@ -116,6 +116,7 @@ def check(case: Case, device, tokens=None, state_rows=None) -> None:
     torch.testing.assert_close(found.double(), exact(case), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.each_value
 @SHAPES
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "start"), [(1, 0), (37, 0), (19, 150)], ids=["one", "prompt", "continued"])
@@ -123,6 +124,7 @@ def test_one_chunk(device, shape, dtype, num_rows, start):
     check(make_case(shape, num_rows, start, dtype), device)
 
 
+@pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize(
     ("num_rows", "start"), [(300, 0), (150, 131), (1, 300), (40, 216)], ids=["prompt", "continued", "one row", "whole"]

@@ -102,6 +102,7 @@ def widest(device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
+@pytest.mark.each_pair
 @FORMATS
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("scheduling", [Scheduling(num_sms=4), Scheduling(captured=True)], ids=["split", "captured"])
@@ -109,6 +110,7 @@ def test_steps_as_the_scheduler_cuts_them(device, widest, name, rows, scheduling
     judge_step(latent_case(rows), name, scheduling, device, widest, num_padding=2)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
@@ -119,6 +121,7 @@ def test_half_precision(device, name, dtype, large) -> None:
     judge_cut(case, name, 2, large, device, dtype, num_padding=2)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
 def test_every_number_of_heads(device, widest, name, num_heads) -> None:
@@ -126,6 +129,7 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
         judge_cut(latent_case([(33, 2)], num_heads, 16), name, 1, large, device, widest)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
 def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
@@ -139,6 +143,7 @@ def test_every_page_size(device, widest, name, page_tokens) -> None:
     judge_cut(latent_case([(99, 1), (60, 3)], page_tokens=page_tokens), name, 2, False, device, widest)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_tokens", [1, 64, 65])
 def test_every_length(device, widest, name, num_tokens) -> None:

@@ -45,6 +45,7 @@ def judge(case: SparseCase, device, num_sms: int = 1) -> torch.Tensor:
     return out
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_sms", [1, 9], ids=["whole", "split"])
 def test_rows_attend_to_their_lists(device, widest, name, num_sms) -> None:
@@ -101,12 +102,14 @@ def test_every_page_size(device, widest, name, page_tokens) -> None:
     judge(sparse_case([200, 60], 65, name, 2, page_tokens=page_tokens, dtype=widest), device)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("top_k", [1, 63, 64, 65])
 def test_every_length_of_lists(device, widest, name, top_k) -> None:
     judge(sparse_case([200, top_k, 1], top_k, name, 2, dtype=widest), device, num_sms=4)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [2, 40], ids=["low tiles", "high tiles"])
 def test_lists_of_many_blocks(device, widest, name, num_heads) -> None:
@@ -115,6 +118,7 @@ def test_lists_of_many_blocks(device, widest, name, num_heads) -> None:
     judge(case, device, num_sms=1)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS, SPREAD_MERGE_ROWS], ids=lambda n: f"{n} padded")
 def test_splits_without_tokens_weigh_nothing(device, widest, name, num_padding) -> None:

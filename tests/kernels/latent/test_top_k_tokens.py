@@ -158,6 +158,7 @@ class Misled(TopKForm):
         return 1 if self.sample_tokens == 64 else 10**6
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["random", "rising", "falling", "neighbours in bits", "NaN"])
 @pytest.mark.parametrize("sample", [64, 128], ids=["too few", "too many"])
 def test_where_a_sample_misleads_the_whole_row_is_gone_through(device, guarded, kind, sample):
@@ -166,6 +167,7 @@ def test_where_a_sample_misleads_the_whole_row_is_gone_through(device, guarded, 
     assert found == by_reference(scores, [1200], 50)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["random", "equal", "two values", "every 32nd"])
 @pytest.mark.parametrize(
     ("context", "k"), [(7000, 500), (BLOCK_ITEMS + 999, 70), (20000, 4096)], ids=["short", "long", "most tokens"]

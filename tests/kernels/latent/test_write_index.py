@@ -135,6 +135,7 @@ def judge(case: IndexCase, name: str, device) -> None:
     assert int((my_XD != their_XD).sum()) <= 0.02 * my_XD.numel()
 
 
+@pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("name", KINDS)
 def test_every_shape_is_written_like_the_reference(device, name, dim, rope_dim, num_heads) -> None:
@@ -152,6 +153,7 @@ def test_neighbours_are_turned_like_the_reference(device, name) -> None:
     judge(replace(make_case(5, 32, 128, 64), by_neighbours=True), name, device)
 
 
+@pytest.mark.each_pair
 @SHAPES
 @pytest.mark.parametrize("by_neighbours", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("function", [write_index_triton, write_index_reference])

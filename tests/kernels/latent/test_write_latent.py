@@ -94,6 +94,7 @@ def judge(case: LatentCase, name: str, device) -> None:
     assert int((my_codes != their_codes).sum()) <= 1 + 0.002 * differ_XL.numel()
 
 
+@pytest.mark.each_value
 @SHAPES
 @pytest.mark.parametrize("name", QUANTIZED_LATENTS)
 def test_every_shape_is_quantized_like_the_reference(device, name, latent_dim, rope_dim, num_heads) -> None:

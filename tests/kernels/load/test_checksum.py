@@ -53,6 +53,7 @@ def summed(data: torch.Tensor, cuts: list[int], add=add_checksum) -> int:
     return as_unsigned(int(sum_1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("add", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_bytes", [0, 1, 3, 4, 5, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 7])
 def test_the_same_sum_however_the_bytes_are_cut(device, add, num_bytes):

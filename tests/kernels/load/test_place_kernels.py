@@ -37,6 +37,7 @@ def width_for(scheme, width):
     return width if scheme is not MXFP4 else -(-width // 32) * 32
 
 
+@pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize("width", WIDTHS, ids=lambda width: f"C{width}")
 def test_like_the_reference_in_any_width(device, scheme, width):
@@ -44,6 +45,7 @@ def test_like_the_reference_in_any_width(device, scheme, width):
     assert place_codes(laid_out(rows, "dense", device), scheme, device) == place_codes(rows, scheme)
 
 
+@pytest.mark.each_value
 @SCHEMES
 @FLOAT_TYPES
 def test_hostile_values_in_any_type(device, scheme, dtype):
@@ -54,6 +56,7 @@ def test_hostile_values_in_any_type(device, scheme, dtype):
     assert placed.nonfinite == (3 if dtype == torch.float64 else UNSEEN)
 
 
+@pytest.mark.each_value
 @SCHEMES
 @LAYOUTS
 def test_rows_that_lie_anyhow(device, scheme, layout):
@@ -95,6 +98,7 @@ def test_columns_inside_of_a_block_follow_from_all_of_it(device):
     assert torch.equal(some.planes[1], everything.planes[1])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("width", [2000, 8000, 16384, 16390])
 def test_long_rows(device, scheme, width):
@@ -279,7 +283,7 @@ def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
 
 @pytest.mark.parametrize(
     "cases",
-    [("plain", "amax", "block"), pytest.param(("row", "tensor", "power"), marks=pytest.mark.slow)],
+    [("plain", "amax"), pytest.param(("block", "row", "tensor", "power"), marks=pytest.mark.slow)],
     ids=" and ".join,
 )
 def test_compiled_kernels_are_started_over_addresses(tmp_path, cases):

@@ -158,6 +158,7 @@ def test_the_amax_does_not_depend_on_order_and_pieces(elements, monkeypatch):
     assert transposed.item() == expected
 
 
+@pytest.mark.each_value
 @SCHEMES
 @pytest.mark.parametrize("elements", [64, PIECE_ELEMENTS])
 def test_the_lowest_row_that_is_not_finite_is_found(scheme, elements, monkeypatch):
@@ -214,6 +215,7 @@ def test_only_numbers_become_other_numbers():
         place_quantized(torch.empty(2, 2), (0, 2), INT8, *planes_for(INT8, (3, 2)), None, 0, findings, False)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("scheme", [None, *WEIGHT_SCHEMES.values()], ids=["plain", *WEIGHT_SCHEMES])
 @pytest.mark.parametrize("shape", [(3000, 1024), (128, 24_576)], ids=str)
 @pytest.mark.parametrize("verify", [False, True])
@@ -284,6 +286,7 @@ def test_float64_is_rounded_once(device, target):
         assert same_bits(placed.planes[0].view(target), rounded_by_hand(rows, target))
 
 
+@pytest.mark.each_value
 @LAYOUTS
 @pytest.mark.parametrize("shape", [(5, 1), (3, 7), (70, 3), (3, 200), (2, 4100), (130, 70)], ids=str)
 def test_rows_that_lie_anyhow(device, layout, shape):

@@ -18,6 +18,7 @@ EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 
 
+@pytest.mark.each_value
 @EVERY_SCHEME
 @GATED
 def test_odd_sizes(device, scheme, gated):
@@ -25,6 +26,7 @@ def test_odd_sizes(device, scheme, gated):
     judge(expert_gemv, expert_case((2, 2, 3, 9, size_k), gated, scheme), device)
 
 
+@pytest.mark.each_value
 @EVERY_SCHEME
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_biases_and_forms_of_the_gate(device, scheme, form):
@@ -135,6 +137,7 @@ def test_rows_too_wide_to_be_loaded_at_once(device):
     judge(expert_gemv, expert_case((1, 1, 2, 2, 5152), True), device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8"], ids=str)
 @pytest.mark.parametrize("size_k", [768, 1408, 2880], ids=lambda size: f"K{size}")
 def test_rows_in_several_loads(device, size_k, scheme):

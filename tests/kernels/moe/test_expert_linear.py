@@ -34,6 +34,7 @@ def run(case, device=CPU, function=expert_linear, out_dtype=None) -> torch.Tenso
     return out.cpu()
 
 
+@pytest.mark.each_pair
 @EVERY_SCHEME
 @GATED
 @pytest.mark.parametrize("num_rows", [1, 2, 17, 100])
@@ -45,6 +46,7 @@ def test_against_float64(num_rows, scheme, gated):
     torch.testing.assert_close(y.double(), exact(case), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.each_pair
 @EVERY_SCHEME
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 17])
@@ -71,6 +73,7 @@ def test_any_number_of_experts(sizes):
         assert_as_exact_as_torch(run(case), run(case, function=expert_linear_reference), exact(case), magnitude=10.0)
 
 
+@pytest.mark.each_value
 @EVERY_SCHEME
 @GATED
 def test_a_row_is_the_same_to_the_bit_in_any_company(native, scheme, gated):

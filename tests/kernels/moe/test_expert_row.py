@@ -103,6 +103,7 @@ def judge_down(down: DownCase, device) -> None:
     assert without[3].isnan().all(), "amax that nobody wants are written"
 
 
+@pytest.mark.each_value
 @EVERY_SCHEME
 @EACH_SIZE
 def test_down_and_the_residual(device, scheme, sizes):

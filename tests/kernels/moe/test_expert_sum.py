@@ -84,6 +84,7 @@ def judge(case: Case, device) -> None:
     assert without[3].isnan().all(), "amax that nobody wants are written"
 
 
+@pytest.mark.each_pair
 @KINDS
 @DTYPES
 @pytest.mark.parametrize("size", [1, 100, 256, 600], ids=lambda size: f"H{size}")

@@ -17,6 +17,7 @@ EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 GATED = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 
 
+@pytest.mark.each_value
 @EVERY_SCHEME
 @GATED
 def test_odd_sizes(device, scheme, gated):
@@ -24,6 +25,7 @@ def test_odd_sizes(device, scheme, gated):
     judge(grouped_gemm, expert_case((6, 2, 3, 9, size_k), gated, scheme), device)
 
 
+@pytest.mark.each_value
 @EVERY_SCHEME
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_biases_and_forms_of_the_gate(device, scheme, form):

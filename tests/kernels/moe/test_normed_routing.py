@@ -110,6 +110,7 @@ def test_every_number_of_rows(device, num_rows, is_coded):
     judge(Case(num_rows, (3, 9, 200), widest_on(device), num_squares=7), device, is_coded)
 
 
+@pytest.mark.each_value
 @CODED
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sizes(device, sizes, is_coded):

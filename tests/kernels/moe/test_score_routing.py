@@ -79,6 +79,7 @@ def route_by_hand(logits, top_k, routing, score_bias=None):
     return torch.tensor(all_ids, dtype=torch.int32), torch.tensor(all_shares, dtype=torch.float64)
 
 
+@pytest.mark.each_pair
 @EACH
 @BIASED
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [(4, 3, 12), (1, 6, 160), (1, 8, 256)], ids=str)
@@ -114,6 +115,7 @@ def test_as_the_router_of_deepseek_v2(device, method):
     assert_chooses(device, logits, Routing(False, "softmax", *groups, share_scale=1.6), None, ids, shares)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
 @pytest.mark.parametrize("normalizes", [False, True], ids=["as they are", "normalized"])
 def test_as_the_routers_of_deepseek_v3_and_glm(device, family, normalizes):

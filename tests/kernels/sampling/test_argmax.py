@@ -66,6 +66,7 @@ def test_as_the_reference_amid_poison(device, guarded, size, chunk_tokens):
     assert found(amid_poison(logits, device), guarded, chunk_tokens) == expected_ids
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("values", POISONS.values(), ids=POISONS.keys())
 @pytest.mark.parametrize("size", [1, 63, 200], ids=lambda size: f"V{size}")
 def test_rows_that_hold_something_odd(device, guarded, size, values):

@@ -35,6 +35,7 @@ def rows_with(*num_tops):
     return [LogitRow(row, row, negative_temperature=-1.0, top_k=num_top) for row, num_top in enumerate(num_tops)]
 
 
+@pytest.mark.each_pair
 @LISTS
 @pytest.mark.parametrize("num_values", [500, 5], ids=["few ties", "many ties"])
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 1000, 4097], ids=lambda size: f"V{size}")

@@ -57,6 +57,7 @@ def settings_rows(vocab_size, temperature=TEMPERATURE, names=tuple(FILTERS)):
     return rows
 
 
+@pytest.mark.each_value
 @LISTS
 @pytest.mark.parametrize(
     ("vocab_size", "num_values"),
@@ -72,6 +73,7 @@ def test_as_the_reference_amid_poison(device, guarded, vocab_size, num_values, n
     assert vocab_size < 1000 or num_values < 500 or len(set(expected)) > 5
 
 
+@pytest.mark.each_value
 @LISTS
 @pytest.mark.parametrize("name", SOME)
 def test_every_random_number(device, guarded, name, num_candidates):
@@ -99,6 +101,7 @@ def _only(row, place):
     row[place] = kept
 
 
+@pytest.mark.each_value
 @LISTS
 @pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES.keys())
 def test_rows_at_their_edges(device, guarded, edge, num_candidates):

@@ -99,6 +99,7 @@ def planes_for(scheme, shape, dtype=torch.float16):
     return {f"w{plane.suffix}": torch.zeros(plane.shape, dtype=getattr(torch, plane.dtype)) for plane in planes}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "scheme", [None, *WEIGHT_SCHEMES.values()], ids=lambda scheme: scheme.name if scheme else "plain"
 )

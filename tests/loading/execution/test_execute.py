@@ -104,6 +104,7 @@ def expected(parameter, state):
     return torch.cat([state[part.tensor] for part in parameter.parts])
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", ["apart", "fused", "transposed"])
 @pytest.mark.parametrize("chunk_bytes", [5000, None])
@@ -142,6 +143,7 @@ def test_order_and_files_do_not_matter(recipe, seed, tmp_path):
     source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("chunk_bytes", [4000, None])
 def test_a_share_of_rows_and_columns_has_the_bytes_of_a_slice(recipe, chunk_bytes):
@@ -168,6 +170,7 @@ def test_rows_that_stand_for_several_are_repeated(chunk_bytes):
     assert torch.equal(weights["w.scale"], wanted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("max_shard_size", ["1GB", "50KB"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_of_every_family_arrives_bit_for_bit(family, max_shard_size, tmp_path):
@@ -187,6 +190,7 @@ def test_every_parameter_of_every_family_arrives_bit_for_bit(family, max_shard_s
     opened.source.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("final", ["float32", "float16", "bfloat16"])
 def test_types_are_converted_as_torch_converts_them(stored, final, tmp_path):
@@ -235,6 +239,7 @@ def test_staging_is_in_the_ledger_while_it_lasts(dummy):
     assert all(group == {"weights": plan.final_bytes, "staging": plan.staging_bytes("cpu")} for group in groups)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["none", "fp8_tensor", "mxfp4"])
 @pytest.mark.parametrize("chunk_bytes", [512, None])
 def test_rows_that_a_source_writes_itself_are_those_that_it_would_read(recipe, chunk_bytes, monkeypatch):
@@ -297,6 +302,7 @@ def test_a_tied_head_that_differs_is_an_error_and_leaves_nothing(row, chunk_byte
     assert list(ledger) == []
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("recipe", ["none", "fp8", "fp8_block", "fp8_tensor", "int8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("chunk_bytes", [600, None])
@@ -330,6 +336,7 @@ def test_tensors_that_are_not_finite_are_counted_not_their_moves(num_bad, told):
         load(parameters, TensorSource(tensors=tensors), "bfloat16")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, ModelFormatError("a", "b", "c")])
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("dummy", [False, True], ids=["read", "written"])

@@ -72,6 +72,7 @@ def test_scales_that_are_exponents_become_numbers_or_stay_bytes():
     assert placer.wrong_rows() == [(moves[0], 2, None), (moves[2], 2, None)], "in codes 255 is a byte like any other"
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, FP8_BLOCK, INT8, MXFP4], ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("chunk_bytes", [700, 100_000])

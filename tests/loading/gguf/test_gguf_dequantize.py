@@ -87,6 +87,7 @@ def test_every_value_of_a_byte_of_sub_scales(name):
     assert_same_bits(raw, ggml_type)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_extra_blocks", [-1, 0, 1])
 @pytest.mark.parametrize(
     "name", ["Q4_1", "Q5_0", "Q8_0", *(name for name in CASES if name[-1] != "0" and name != "Q4_1")]

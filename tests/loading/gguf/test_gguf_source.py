@@ -103,6 +103,7 @@ def test_every_row_range_of_every_type(stored):
             torch.testing.assert_close(rows, whole[start:end], rtol=0, atol=0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("step_elements", [1, 300, 5000])
 def test_any_columns_of_every_type_in_steps_of_any_size(stored, step_elements, monkeypatch):
     _, expected, source = stored

@@ -106,6 +106,7 @@ def test_it_is_code_times_scale_rounded_once(way, dtype):
     assert plan.num_quantized == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk_bytes", [None, 4 * RANK, 4 * RANK * 13 + 5], ids=["whole", "a row", "thirteen rows"])
 @pytest.mark.parametrize("way", ["blocks", "rows", "number"])
 def test_chunks_and_steps_change_nothing(way, chunk_bytes, monkeypatch):

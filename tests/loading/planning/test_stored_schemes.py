@@ -516,6 +516,7 @@ def test_experts_in_blocks(layout, inner, mesh):
     assert (got == scales_of(parameter, own, spreads)).all()
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(
     ("scale_shape", "rows_each"),
     [

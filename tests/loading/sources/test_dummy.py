@@ -156,6 +156,7 @@ def test_the_table_is_the_same_everywhere():
     assert hashlib.sha256(drawn_table().numpy().tobytes()).hexdigest().startswith("be28aa758cd0faa8")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stored", ["float64", *DTYPES])
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (13, 11), (3, 2, 5), (3, TABLE_VALUES), (2, TABLE_VALUES + 1)])
 def test_rows_are_read_and_written_as_defined(stored, shape):
@@ -166,7 +167,7 @@ def test_rows_are_read_and_written_as_defined(stored, shape):
         assert torch.equal(bits(written(source, name)).view(-1), bits(wanted).view(-1))
 
 
-@settings(max_examples=50)
+@settings(max_examples=max(20, settings().max_examples // 10))
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=3),
     st.sampled_from(DTYPES),
@@ -189,6 +190,7 @@ def test_a_writer_gives_the_bits_of_reading(shape, stored, chunk, prefix, first,
         assert torch.equal(bits(written(source, name, chunk, write=write, columns=columns)), bits(whole))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1, 2, 700, 1049, 2500])
 @pytest.mark.parametrize("columns", [None, (3, 700)])
 def test_a_writer_goes_round_the_table_in_any_chunks(chunk, columns):

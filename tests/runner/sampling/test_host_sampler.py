@@ -133,6 +133,7 @@ FILTERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("vocab_size", [2, 100, 1021])
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
 def test_every_way_is_the_sorted_way(vocab_size, filters):
@@ -158,6 +159,7 @@ def cut_choice(distance: torch.Tensor, params: RowParameters) -> torch.Tensor:
     return draw_(weight.masked_fill_(cut(key, weight, needed), 0), params.uniform)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale", [0.0, 1.0, 4.0, 20.0])
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS.keys())
 def test_a_large_vocabulary_with_and_without_looking(scale, filters):

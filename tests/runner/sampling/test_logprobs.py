@@ -160,6 +160,7 @@ def reference(row: np.ndarray) -> np.ndarray:
     return exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193, 49152, 151936])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 12.0])
 def test_values_ranks_and_tops(vocab_size, scale):

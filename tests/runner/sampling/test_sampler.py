@@ -93,6 +93,7 @@ EVERY_SETTING = SETTINGS | {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193, 151936])
 @pytest.mark.parametrize("params", EVERY_SETTING.values(), ids=EVERY_SETTING.keys())
 def test_as_the_reference_chooses(params, vocab_size):

@@ -47,7 +47,11 @@ ONE_ROW, ONE_BLOCK, SEVERAL_BLOCKS = (1, 30_000), (12, 30_000), (100, 60_000)
 MEMORY_CASES = [
     *((name, *ONE_ROW) for name in ("greedy", "wide filters", "everything")),
     *((name, *ONE_BLOCK) for name in CASES),
-    *((name, *SEVERAL_BLOCKS) for name in ("temperature", "top_k", "wide filters", "logprobs", "everything", "mixed")),
+    *((name, *SEVERAL_BLOCKS) for name in ("wide filters", "everything")),
+    *(
+        pytest.param(name, *SEVERAL_BLOCKS, marks=pytest.mark.slow)
+        for name in ("temperature", "top_k", "logprobs", "mixed")
+    ),
 ]
 
 

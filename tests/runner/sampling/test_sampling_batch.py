@@ -88,6 +88,7 @@ def test_a_stream_is_uniform(stream):
     assert chi_square(low_counts, NUM_DRAWS / 256) < chi_square_bound(255)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS.keys())
 @pytest.mark.parametrize("lag", [1, 2, 16])
 def test_neighbours_in_a_stream_are_independent(stream, lag):

@@ -1,7 +1,7 @@
 """Rows of a step pooled into entries (DeepSeek-V4), by a state a sequence that holds sums instead of tokens.
 
 T rows, R tokens of an entry (its ratio, and its window), D elements of an entry, X = D columns, or 2 D where entries overlap,
-P places for states, K sums of a state (kernels/latent/compress_geometry.py)
+P places for states, K sums of a state (quant/entry_state.py)
 
 An entry is a softmax over tokens, channel by channel, of the gates that stand beside what is pooled. Its tokens are the R of a
 window; where entries overlap, also the R before them: of those the first D columns count, of its own the last D. So a state is
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.latent.compress_geometry import num_sums, state_shape
 from holdfast.kernels.latent.entry_rows import (
     finished_vectors,
     load_turn,
@@ -41,6 +40,7 @@ from holdfast.kernels.triton_compat import (
     supports_pdl,
     tl,
 )
+from holdfast.quant.entry_state import num_sums, state_shape
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 

@@ -285,7 +285,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "sparsity_config": ({},),
     "transform_config": ({},),
     "dequantize": (False,),
-    "expert_dtype": tuple(EXPERT_DTYPES),
+    EXPERT_DTYPE_KEY: tuple(EXPERT_DTYPES),
 }
 """Keys with the values that are understood, or change nothing; null always does."""
 WORDS = ("quant_method", "version", "global_compression_ratio", "activation_scale_ub", "config_groups", *IGNORE_KEYS)
@@ -303,6 +303,8 @@ def quantization_of(config: Settings) -> Mapping[str, object] | None:
     value, experts = config.values.get(QUANTIZATION_KEY), config.values.get(EXPERT_DTYPE_KEY)
     if value is not None and not isinstance(value, dict):
         raise config.refuse(QUANTIZATION_KEY, value, "an object")
+    if value and experts is not None and experts not in NEUTRAL[EXPERT_DTYPE_KEY]:
+        raise _declined(config, EXPERT_DTYPE_KEY, experts, _understood(EXPERT_DTYPE_KEY))
     return {**value, EXPERT_DTYPE_KEY: experts} if value and experts is not None else value
 
 
@@ -318,8 +320,7 @@ def read_stored_schemes(config: Mapping[str, object] | None, file: str = CONFIG_
         if key in WORDS or value is None:
             continue
         if key not in NEUTRAL or value not in NEUTRAL[key]:
-            known = " or ".join(shown(known) for known in NEUTRAL.get(key, ()))
-            raise _declined(settings, key, value, f"{known or 'nothing'} is understood there")
+            raise _declined(settings, key, value, _understood(key))
     ignore = tuple(pattern for key in IGNORE_KEYS for pattern in settings.texts(key) or ())
     scheme = _scheme(settings, method)
     if scheme is FP8_BLOCK:
@@ -388,6 +389,11 @@ def _group_scheme(group: Settings) -> WeightScheme:
     if strategy == "block" and weights.values.get("block_structure") not in ([128, 128], "128x128"):
         raise _declined(weights, "block_structure", weights.values.get("block_structure"), "[128, 128] is understood")
     return STRATEGIES[strategy]
+
+
+def _understood(key: str) -> str:
+    known = " or ".join(shown(known) for known in NEUTRAL.get(key, ()))
+    return f"{known or 'nothing'} is understood there"
 
 
 def _declined(settings: Settings, key: str, value: object, has: str) -> UnsupportedModelError:

@@ -85,8 +85,13 @@ def _native_scheme(settings: Settings) -> str | None:
 def _expert_scheme(settings: Settings) -> str | None:
     """That of experts, where a checkpoint (DeepSeek-V4) stores them in fewer bits than its other matrices."""
     part = settings.part("quantization_config")
-    said = settings.text("expert_dtype", "" if part is None else part.text("expert_dtype", ""))
-    return EXPERT_DTYPES.get(said)
+    if part is None:
+        return None
+    where = settings if settings.values.get("expert_dtype") is not None else part
+    said = where.text("expert_dtype", "fp8")
+    if said not in EXPERT_DTYPES:
+        raise where.refuse("expert_dtype", said, " or ".join(map(shown, EXPERT_DTYPES)))
+    return EXPERT_DTYPES[said]
 
 
 PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], DeclaredModel]] = {

@@ -125,8 +125,10 @@ async function follow(chat, map, key) {
           chat.longest = facts.memory.max_model_len;
           chat.showContext();
         }
-        const state = map.facts.state ?? "ready";
-        showLink(state === "ready" ? "live" : "wait", state === "ready" ? "live" : state);
+        const { state = "ready", trouble = null } = map.facts;
+        const words = trouble ? "trouble" : state === "ready" ? "live" : state;
+        showLink(words === "live" ? "live" : "wait", words);
+        by("link").title = trouble ?? "";
         wait = 0.5;
       }
       showLink("wait", "reconnecting");
@@ -148,7 +150,11 @@ async function follow(chat, map, key) {
 startTheme();
 startViews();
 const key = new KeyDialog();
-const chat = new Chat({ onKeyNeeded: () => key.open("The server does not know this key."), toast });
 const map = new MemoryMap();
+const chat = new Chat({
+  onKeyNeeded: () => key.open("The server does not know this key."),
+  toast,
+  requestOf: (id) => map.request(id),
+});
 by("prompt").focus();
 follow(chat, map, key);

@@ -9,7 +9,8 @@ const RANGES = { temperature: 0.7, top_p: 0.95 };
 const OWN = "model’s own";
 
 export class Chat {
-  constructor({ onKeyNeeded, toast }) {
+  constructor({ onKeyNeeded, toast, requestOf }) {
+    this.requestOf = requestOf;
     this.onKeyNeeded = onKeyNeeded;
     this.toast = toast;
     this.model = "";
@@ -145,7 +146,7 @@ export class Chat {
   async answer() {
     const body = this.request();
     const message = { role: "assistant", content: "", reasoning: "" };
-    const clock = { asked: performance.now(), first: 0, last: 0, chunks: 0, usage: null, finish: null };
+    const clock = { asked: performance.now(), first: 0, last: 0, chunks: 0, prompt: 0, cached: 0, usage: null, finish: null };
     const before = this.tokens();
     this.messages.push(message);
     const running = new AbortController();
@@ -161,7 +162,7 @@ export class Chat {
       for await (const event of events(answer)) {
         this.take(event, message, clock);
         this.showFigures(clock);
-        this.showContext(before + clock.chunks);
+        this.showContext((clock.prompt || before) + clock.chunks);
         this.draw(message);
       }
       if (!clock.finish) message.fault = "The stream ended before the answer did.";
@@ -171,7 +172,7 @@ export class Chat {
       if (error.status === 401) this.onKeyNeeded();
     }
     message.figures = figures(clock);
-    message.tokens = clock.usage ? clock.usage.prompt_tokens + clock.usage.completion_tokens : before + clock.chunks;
+    message.tokens = clock.usage ? clock.usage.prompt_tokens + clock.usage.completion_tokens : (clock.prompt || before) + clock.chunks;
     this.finish(running);
   }
 
@@ -189,6 +190,9 @@ export class Chat {
   take(event, message, clock) {
     if (event.error) throw new ServerError(0, event.error.message ?? "The server could not go on.");
     if (event.usage) clock.usage = event.usage;
+    // The map knows the length of the prompt long before the usage at the end does.
+    const seen = clock.prompt ? null : this.requestOf(event.id);
+    if (seen) [clock.prompt, clock.cached] = [seen.prompt_tokens, seen.cached_tokens ?? 0];
     const choice = event.choices?.[0];
     if (!choice) return;
     if (choice.finish_reason) clock.finish = choice.finish_reason;
@@ -349,18 +353,19 @@ function isMessage(value) {
   return (value?.role === "user" || value?.role === "assistant") && typeof value.content === "string";
 }
 
-function figures({ asked, first, last, chunks, usage, finish }) {
+function figures({ asked, first, last, chunks, prompt, cached: seen, usage, finish }) {
+  const promptTokens = usage?.prompt_tokens ?? prompt;
   const outputTokens = usage?.completion_tokens ?? chunks;
-  const cached = usage?.prompt_tokens_details?.cached_tokens ?? 0;
+  const cached = usage?.prompt_tokens_details?.cached_tokens ?? seen;
   const wait = first ? (first - asked) / 1000 : 0;
   const span = (last - first) / 1000;
   return {
-    promptTokens: usage?.prompt_tokens ?? 0,
+    promptTokens,
     cached,
     outputTokens,
     wait,
     finish,
-    promptRate: usage && wait > 0 ? (usage.prompt_tokens - cached) / wait : 0,
+    promptRate: wait > 0 ? (promptTokens - cached) / wait : 0,
     outputRate: span > 0.02 && outputTokens > 1 ? (outputTokens - 1) / span : 0,
   };
 }

@@ -45,8 +45,13 @@ export class MemoryMap {
     this.draw();
   }
 
+  // A request that runs, as the server last told of it.
+  request(id) {
+    return this.facts.requests?.find((request) => request.id === id) ?? null;
+  }
+
   lost() {
-    if (!this.isLost && this.facts.kv) this.tell("The connection was lost; this is what was last seen.", "bad");
+    if (!this.isLost && this.facts.totals) this.tell("The connection was lost; this is what was last seen.", "bad");
     this.isLost = true;
     document.body.classList.add("lost");
   }
@@ -112,11 +117,12 @@ export class MemoryMap {
 
   draw(isResized = false) {
     this.isResized ||= isResized;
-    if (this.frame || !this.facts.kv) return;
+    if (this.frame || !this.facts.totals) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
       if (this.facts.memory) this.drawMemory();
-      this.drawPages();
+      // Before an engine's first look at its pages there are none to show.
+      if (this.facts.kv) this.drawPages();
       this.drawRequests();
       this.drawThroughput();
       this.isResized = false;
@@ -126,15 +132,19 @@ export class MemoryMap {
   drawMemory() {
     const { memory, kv } = this.facts;
     by("device").textContent = this.facts.device ?? "";
+    const core = this.facts.processes?.core ?? null;
+    if (this.core !== core || this.isResized || this.drawn !== memory) {
+      this.core = core;
+      drawAccounts(memory, core);
+    }
     if (this.drawn !== memory || this.isResized) {
       this.drawn = memory;
       drawHeadline(memory);
       drawBlocks(memory);
       drawOwners(memory);
-      drawAccounts(memory);
     }
     const block = by("blocks").querySelector(".o-kv-pages");
-    if (!block) return;
+    if (!block || !kv) return;
     block.querySelector(".use").style.width = part(kv.in_use / kv.num_pages);
     block.querySelector(".cache").style.width = part(kv.cached / kv.num_pages);
     block.querySelector(".cache").style.left = part(kv.in_use / kv.num_pages);
@@ -340,13 +350,21 @@ function drawBlocks(memory) {
     Object.assign(block.style, { left: part(x / wide), top: part(y / high), width: part(w / wide), height: part(h / high) });
     block.title = `${owner}: ${bytes(size)}\n${reason}`;
     if (owner === "kv pages") block.append(element("span", "use"), element("span", "cache"));
-    if (w < 7.6 * Math.max(owner.length, 8) + 20 || h < 40) small.push(ownerChip(owner, size, ownerClass(owner, at)));
+    if (!hasRoom(owner, w, h)) small.push(ownerChip(owner, size, ownerClass(owner, at)));
     else block.append(element("b", "", owner), element("small", "", bytes(size)));
     return block;
   });
   room.replaceChildren(...blocks);
   by("small-owners").replaceChildren(...small);
   room.setAttribute("aria-label", `Memory to scale: ${owners.map(({ owner, size }) => `${owner} ${bytes(size)}`).join(", ")}`);
+}
+
+// Whether name and size can be read in a block; a name may take a line for each of its words.
+function hasRoom(name, width, height) {
+  const words = name.split(" ");
+  const isLong = width < 7.6 * name.length + 20;
+  const needed = isLong ? Math.max(...words.map((word) => word.length), 8) : 8;
+  return width > 7.6 * needed + 20 && height > 40 + (isLong ? 17 * (words.length - 1) : 0);
 }
 
 // Where a block is too small for its name.
@@ -397,17 +415,19 @@ function drawOwners(memory) {
 }
 
 // Planned, held, measured: three numbers that should agree, and a sentence where they do not.
-function drawAccounts(memory) {
-  const { planned_bytes: planned, held_bytes: held, measured_bytes: measured, unaccounted_bytes: unaccounted } = memory;
+function drawAccounts(memory, coreBytes) {
+  const { planned_bytes: planned, held_bytes: held } = memory;
+  const isDevice = memory.measured_bytes != null;
+  const measured = memory.measured_bytes ?? coreBytes;
   const facts = [
     ["planned", bytes(planned), "what every owner may take while serving"],
     ["held", bytes(held), "what owners have taken"],
   ];
   if (measured != null) {
     const off = measured - planned;
-    const words = `${off < 0 ? "−" : "+"}${bytes(Math.abs(off))}`;
-    facts.push(["measured", bytes(measured), "what the device says this engine took"], ["against the plan", words, ""]);
-    if (unaccounted < 0) facts.at(-1)[2] = `${bytes(-unaccounted)} are held and not touched yet`;
+    const who = isDevice ? "what the device says this engine took" : "resident memory of the core’s process";
+    const why = off < 0 ? "less than planned: bounds, and pages that were not touched yet" : "more than planned";
+    facts.push(["measured", bytes(measured), who], ["against the plan", `${off < 0 ? "−" : "+"}${bytes(Math.abs(off))}`, why]);
   } else facts.push(["measured", "–", "nobody measured on this device"]);
   facts.push(["budget", bytes(memory.budget_bytes), memory.budget_reason ?? ""]);
   by("accounts").replaceChildren(...facts.map(([name, value, title]) => factNode(name, value, title)));

@@ -1,12 +1,12 @@
-"""The state from which entries are made (DeepSeek-V4), as kernels and plans agree on it: its shape and bytes; no torch.
+"""The state from which entries are made (DeepSeek-V4), as kernels, caches and plans agree on it: its shape and bytes; no torch.
 
 A state is float32 [K, 3, D]: for each of D channels the largest gate m so far, the sum l of exp(gate - m), and acc, the sum of
 exp(gate - m) * x, of the tokens that were pooled. The entry of all of them is acc / l. Tokens themselves are not kept.
 """
 
-from math import prod
+from holdfast.quant.formats import bytes_for
 
-PARTS = 3
+NUM_PARTS = 3
 """m, l, acc."""
 STATE_DTYPE = "float32"
 
@@ -23,9 +23,9 @@ def pooled_width(dim: int, is_overlapped: bool) -> int:
 
 def state_shape(dim: int, is_overlapped: bool) -> tuple[int, int, int]:
     """[K, 3, D] of a sequence, in one layer or its index."""
-    return num_sums(is_overlapped), PARTS, dim
+    return num_sums(is_overlapped), NUM_PARTS, dim
 
 
 def state_bytes(dim: int, is_overlapped: bool) -> int:
     """Of a sequence, in one layer or its index."""
-    return 4 * prod(state_shape(dim, is_overlapped))
+    return bytes_for(STATE_DTYPE, state_shape(dim, is_overlapped))
