@@ -136,7 +136,7 @@ def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
         rig.execute(make_step(21, groups=rig.groups))
     asked, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)
     assert f"workspace for 'stream' on lane 'stream' (x float32 (21, {spec.hidden_size})" in str(caught.value)
-    assert "layer_stack.py:" in caught.value.asked
+    assert "step_workspace.py:" in caught.value.asked
     assert caught.value.asked.endswith(f"{asked} bytes")
     assert caught.value.has == f"{held} bytes are held for 'stream'"
     whole = make_rig(family)
