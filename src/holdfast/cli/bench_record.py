@@ -22,7 +22,7 @@ def record(
 ) -> dict[str, object]:
     """One run on this machine, now. The first engine of each result is ours."""
     return {
-        "date": today(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
         "model": model,
         "settings": settings,
@@ -34,11 +34,6 @@ def record(
         "num_cores": num_cores(),
         **facts,
     }
-
-
-def today() -> str:
-    """The date, as records have it."""
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def ratios(result: Result) -> dict[str, float]:
