@@ -22,9 +22,9 @@ from holdfast.attention.declarations import score_columns
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compress import Compressor, compress_entries, compress_index
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
-from holdfast.kernels.latent.compressed_geometry import compressed_partials
 from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes
 from holdfast.kernels.latent.index_scores import index_scores
+from holdfast.kernels.latent.latent_geometry import compressed_partials
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, SparseRows, store_latents
 from holdfast.kernels.latent.top_k_geometry import top_k_specs
 from holdfast.kernels.latent.top_k_tokens import top_k_tokens

@@ -60,7 +60,6 @@ TORCH_FREE = (
     "cache.spec",
     "cache.pages",
     "cache.prefix",
-    "kernels.latent.compressed_geometry",
     "kernels.latent.latent_geometry",
     "kernels.latent.top_k_geometry",
     "kernels.geometry",

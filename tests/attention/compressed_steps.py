@@ -12,8 +12,7 @@ from holdfast.attention.torch_compressed import TorchCompressedAttention
 from holdfast.attention.triton_compressed import TritonCompressedAttention
 from holdfast.cache.compressed import compressed_cache, list_states
 from holdfast.cache.spec import CacheSpec
-from holdfast.cache.states import StateStorage
-from holdfast.cache.storage import PageStorage
+from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.latent_planes import IndexPlanes, store_latents
 from holdfast.memory.ledger import Ledger

@@ -17,8 +17,7 @@ from holdfast.cache.compressed import (
 )
 from holdfast.cache.groups import block_tokens, tokens_again, unrewindable
 from holdfast.cache.spec import CacheSpec, kv_padding_term
-from holdfast.cache.states import StateStorage
-from holdfast.cache.storage import PageStorage
+from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import ALL_KV_FORMATS
 

@@ -6,8 +6,8 @@ import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention
-from holdfast.kernels.latent.compressed_geometry import compressed_splits
 from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes
+from holdfast.kernels.latent.latent_geometry import compressed_splits
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents, store_latents
 from holdfast.kernels.latent.write_latent import rotate_neighbours
 from kernels.exactness import random

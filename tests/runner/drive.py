@@ -15,8 +15,7 @@ from holdfast.attention.select import build_backend, build_compressed_backend, b
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.compressed import compressed_cache
 from holdfast.cache.spec import CacheSpec, mixed_cache
-from holdfast.cache.states import StateStorage
-from holdfast.cache.storage import PageStorage
+from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.loading.execution.execute import load_weights

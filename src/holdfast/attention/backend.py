@@ -66,7 +66,7 @@ class Batch:
 
     What stands behind the newest chunk, or before the first that a window sees, names some chunk, whoever has it."""
     states_T: torch.Tensor | None = None
-    """int64: the place of each row's sequence in the states that its layers keep (cache/states.py), -1 for padding; None where the
+    """int64: the place of each row's sequence in the states that its layers keep (cache/storage.py), -1 for padding; None where the
     cache has none."""
 
     @property

@@ -10,8 +10,7 @@ import torch
 from holdfast.attention.backend import Batch, EagerStep
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.compressed import ENTRIES, INDEX
-from holdfast.cache.states import StateStorage
-from holdfast.cache.storage import PageStorage
+from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compress import Compressor, compress_entries, compress_index
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes

@@ -19,8 +19,7 @@ from holdfast.kernels.geometry import (
     key_bias_spec,
     key_turns_specs,
 )
-from holdfast.kernels.latent.compressed_geometry import compressed_partials
-from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, sparse_partials
+from holdfast.kernels.latent.latent_geometry import compressed_partials, head_blocks, latent_geometry, sparse_partials
 from holdfast.kernels.latent.top_k_geometry import top_k_specs, unsupported_top_k
 from holdfast.kernels.up_projection import LEAST_ROWS, UpProjection, expanded_specs
 from holdfast.memory.planner import Term

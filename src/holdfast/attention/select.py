@@ -15,8 +15,7 @@ from holdfast.attention.triton_compressed import TritonCompressedAttention
 from holdfast.attention.triton_latent import TritonLatentAttention
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.attention.triton_sparse import TritonSparseLatentAttention
-from holdfast.cache.states import StateStorage
-from holdfast.cache.storage import PageStorage
+from holdfast.cache.storage import PageStorage, StateStorage
 
 
 def build_backend(

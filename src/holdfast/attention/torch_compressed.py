@@ -24,8 +24,7 @@ from holdfast.attention.declarations import (
     latent_block_rows,
 )
 from holdfast.attention.torch_sparse import largest_tokens, score_keys
-from holdfast.cache.states import StateStorage
-from holdfast.cache.storage import PageStorage
+from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.latent.write_window import rotate_back

@@ -25,8 +25,7 @@ from holdfast.attention.declarations import (
     most_entries,
     score_columns,
 )
-from holdfast.cache.states import StateStorage
-from holdfast.cache.storage import PageStorage
+from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention
 from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes

@@ -13,7 +13,7 @@ The layers of a `CacheSpec` are first the windows of all layers, in order, and b
 
 An entry is a softmax over its tokens, channel by channel. What is known of an entry that is not finished are three numbers a
 channel: the largest gate, the sum of weights, the weighted sum. They lie beside the pages, one place a slot of the runner
-(cache/states.py). Overlapped entries are made of two windows of tokens, so that two are under way at a time.
+(cache/storage.py). Overlapped entries are made of two windows of tokens, so that two are under way at a time.
 """
 
 from collections.abc import Sequence

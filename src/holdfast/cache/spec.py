@@ -125,7 +125,7 @@ class CacheSpec:
     groups: tuple[LayerGroup, ...] = ()
     """Left out: all layers, for the whole context."""
     has_states: bool = False
-    """Sequences have a place beside the pages too, for rows that are not finished (cache/states.py)."""
+    """Sequences have a place beside the pages too, for rows that are not finished (cache/storage.py)."""
     columns: dict[tuple[Plane, ...], int] = field(init=False, compare=False, repr=False)
     """How many columns a page has of each kind: as many as the group that takes most."""
 

@@ -1,11 +1,16 @@
-"""The tensors behind page ids: planes of every layer, all in one arena that is allocated once.
+"""The tensors behind page ids, planes of every layer in one arena, and those of states, one place for each slot of a runner; both are allocated once.
 
 With one group of layers each plane of each layer is a tensor. With several, each plane of each kind is one tensor over all
 columns of a page, and a layer has the slots of its own columns: layers of different groups take turns in them, page by page.
+
+P places of states, K entries under way, D channels (cache/compressed.py)
 """
+
+from collections.abc import Sequence
 
 import torch
 
+from holdfast.cache.compressed import ENTRIES, STATE_OWNER, StateKind
 from holdfast.cache.spec import CacheSpec
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
@@ -41,4 +46,29 @@ class PageStorage:
     def release(self) -> None:
         """Give the pages back; nothing can be read afterwards."""
         self._planes.clear()
+        self._arena.release()
+
+
+class StateStorage:
+    """All states of all layers. What of a place counts follows from positions alone, so that none is ever cleared."""
+
+    def __init__(self, kinds: Sequence[StateKind], num_places: int, device: torch.device, ledger: Ledger) -> None:
+        self.kinds = tuple(kinds)
+        self.num_places = num_places
+        specs = tuple(kind.tensor(num_places) for kind in kinds)
+        self._arena = Arena(STATE_OWNER, specs, device, ledger, f"{num_places} places")
+        self._states: dict[tuple[str, int], torch.Tensor] = {}
+        for kind, spec in zip(kinds, specs, strict=True):
+            # Numbers, so that nothing that is passed over can be NaN.
+            whole_LPK3D = self._arena.tensors[spec.name].zero_()
+            for place, layer in enumerate(kind.layers):
+                self._states[kind.name, layer] = whole_LPK3D[place]
+
+    def state(self, layer: int, name: str = ENTRIES) -> torch.Tensor:
+        """float32 [P, K, 3, D] of a layer's entries, or of its INDEX: largest gate, sum of weights, weighted sum."""
+        return self._states[name, layer]
+
+    def release(self) -> None:
+        """Give them back; nothing can be read afterwards."""
+        self._states.clear()
         self._arena.release()

@@ -17,13 +17,12 @@ from holdfast.attention.backend import AttentionFamily, GroupedAttention
 from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.attention.select import build_backend, build_compressed_backend, build_latent_backend
 from holdfast.cache.chunks import chunk_shapes
-from holdfast.cache.states import StateStorage
-from holdfast.cache.storage import PageStorage
+from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import linear
-from holdfast.kernels.latent.compressed_geometry import compressed_splits
+from holdfast.kernels.latent.latent_geometry import compressed_splits
 from holdfast.kernels.native_library import compile_native
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
 from holdfast.loading.declared import declare_opened

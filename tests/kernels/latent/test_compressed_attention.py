@@ -7,7 +7,7 @@ import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
-from holdfast.kernels.latent.compressed_geometry import MAX_SPLITS, compressed_partials, compressed_splits
+from holdfast.kernels.latent.latent_geometry import ENTRY_SPLITS, compressed_partials, compressed_splits
 from kernels.compressed_cases import PADDING, CompressedCase, Sizes, compressed_case, run_compressed, scopes_on
 from kernels.exactness import same_bits
 from kernels.triton_cases import assert_allocates_nothing
@@ -141,7 +141,7 @@ def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> No
     most = 0
     for num_rows in range(1, 600):
         splits = compressed_splits(num_rows, num_heads, num_sms)
-        assert 1 <= splits <= MAX_SPLITS
+        assert 1 <= splits <= ENTRY_SPLITS
         most = max(most, num_rows * splits if splits > 1 else 0)
         assert most <= compressed_partials(num_rows, num_heads)
 

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.kernels.attention.split_kv import add_sinks, finite_max, merge_head
 from holdfast.kernels.geometry import BLOCK_TOKENS
-from holdfast.kernels.latent.compressed_geometry import compressed_splits
+from holdfast.kernels.latent.latent_geometry import compressed_splits
 from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.latent.latent_tiles import MERGED_COLUMNS, row_form
 from holdfast.kernels.triton_compat import (
