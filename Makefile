@@ -6,6 +6,7 @@ PROMPT ?= What is the capital of France?
 JOBS ?= 2
 
 BIN := $(VENV)/bin
+CHROMIUM := $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 PIP := $(BIN)/python scripts/pip_install.py -c constraints.txt --only-binary :all:
 # What is installed depends on these two files and on where the tree lies; while they stay the same nothing is installed again.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
@@ -41,7 +42,7 @@ test: $(DEV) $(MODEL) ## The full check: format, lint, types, tests
 	@$(BIN)/python -m ruff format --check .
 	$(call say,lint)
 	@$(BIN)/python -m ruff check .
-	$(call say,tests on $(JOBS) processes and types beside them)
+	$(call say,tests on $(JOBS) processes$(if $(CHROMIUM),,; no Chromium here: those of the web page are skipped (apt-get install chromium)); types beside them)
 	@$(BIN)/python -m pyright --pythonpath $(BIN)/python > $(VENV)/types.log 2>&1 & types=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"; tests=$$?; \
 	wait $$types; types=$$?; printf '\n==> types\n'; cat $(VENV)/types.log; \

@@ -25,6 +25,7 @@ LAYERS = (
     ("text", "runner"),
     ("engine", "integrations"),
     ("api", "eval"),
+    ("server",),
     ("cli",),
     ("__main__",),
 )
@@ -37,7 +38,7 @@ ROOMS = {
 }
 """Packages with rooms, lowest first; "" are the files beside the rooms. The same rule holds inside."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-CONFIG_READERS = {"planning", "text", "runner", "engine", "api", "eval", "cli", "__main__"}
+CONFIG_READERS = {"planning", "text", "runner", "engine", "api", "eval", "server", "cli", "__main__"}
 CONFIG_RANK = RANK["memory"] + 1
 """config.py itself imports from the rows up to memory and quant."""
 

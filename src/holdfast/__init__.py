@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.errors import HoldfastError
     from holdfast.request.outputs import CompletionOutput, RequestOutput
     from holdfast.request.sampling_params import SamplingParams
+    from holdfast.request.structured import StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "HoldfastError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -38,6 +40,7 @@ _HOMES = {
     "HoldfastError": "holdfast.errors",
     "RequestOutput": "holdfast.request.outputs",
     "SamplingParams": "holdfast.request.sampling_params",
+    "StructuredOutputs": "holdfast.request.structured",
     "TextPrompt": "holdfast.engine.admission",
     "TokensPrompt": "holdfast.engine.admission",
 }

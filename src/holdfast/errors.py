@@ -124,6 +124,9 @@ class TemplateError(RequestError):
 class QueueFullError(RequestError):
     """More requests wait than the queue holds."""
 
+    retry_after_seconds: float | None = None
+    """When it may be worth another try, where anybody can tell."""
+
 
 class TransferError(HoldfastError, TypeError):
     """A model was to be pickled or copied: its memory, threads and kernels belong to one process."""

@@ -128,7 +128,7 @@ def make_llm(**options) -> LLM:
     [
         (lambda llm: llm.generate("x", sampling_param=None), "did you mean sampling_params?"),
         (lambda llm: llm.generate("x", lora_request=object()), "lora_request=.* it is not in this version; merge"),
-        (lambda llm: llm.generate("x", priority=[1]), "requests run in the order in which they come"),
+        (lambda llm: llm.generate("x", priority=[1]), "use SamplingParams"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], add_generation_promt=True), "did you mean add_gen"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], lora_request=1), "not in this version"),
         (lambda llm: llm.stream("x", cachesalt="x"), "did you mean cache_salt"),

@@ -9,7 +9,12 @@ from cli.cli_models import Here
 from holdfast.cli.commands import COMMANDS, ELSEWHERE, GROUPS
 
 PAGES = [command.path for command in COMMANDS]
-FEW_PANELS = {("cache",): [], ("doctor",): ["Output"], ("completion",): ["Arguments"]}
+FEW_PANELS = {
+    ("cache",): [],
+    ("doctor",): ["Output"],
+    ("completion",): ["Arguments"],
+    ("bench", "serve"): ["Benchmark", "Output"],
+}
 
 
 @pytest.fixture
@@ -55,7 +60,7 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
 @pytest.mark.usefixtures("wide")
 def test_all_commands_are_listed(here: Here) -> None:
     shown = here("--help").out
-    names = ("run", "chat", "plan", "cache", "doctor", "completion", "bench", "eval")
+    names = ("run", "chat", "serve", "plan", "cache", "doctor", "completion", "bench", "eval")
     assert re.findall(r"^  ([a-z]+) +\S", shown.partition("Commands:")[2], re.MULTILINE) == list(names)
     assert re.findall(r"^  ([a-z]+) +\S", here("eval").out.partition("Commands:")[2], re.MULTILINE) == ["kv", "weights"]
 
@@ -88,16 +93,6 @@ def test_a_value_may_begin_with_a_dash(here: Here, arguments: tuple[str, ...], w
 @pytest.mark.usefixtures("wide")
 def test_a_short_option_asks_for_help_too(here: Here) -> None:
     assert here("run", "-h").out == here("run", "--help").out
-
-
-@pytest.mark.parametrize("typed", [("serve",), ("serve", "Qwen/Qwen3-8B", "--port", "8000"), ("serve", "--help")])
-def test_a_server_is_not_in_this_version(here: Here, typed: tuple[str, ...]) -> None:
-    ended = here(*typed)
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err == (
-        "error: command serve was asked; it is not in this version, which has no HTTP server; "
-        "use LLM or AsyncLLM in a Python program, or holdfast run and holdfast chat\n"
-    )
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

@@ -70,7 +70,7 @@ def a_failed_step_leaves_the_state_where_it_was(patch):
 
 @mutant("waits:")
 def a_preempted_sequence_keeps_what_was_stored(patch):
-    real = Scheduler._preempt_youngest
+    real = Scheduler._preempt_last
 
     def preempt(self):
         before = {own.sequence_id: own.num_stored for own in self.running}
@@ -78,7 +78,7 @@ def a_preempted_sequence_keeps_what_was_stored(patch):
         sequence.num_stored = before[sequence.sequence_id]
         return sequence
 
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant("holds what is behind|has not what its window of|is written and has other owners|more than|at most")

@@ -4,6 +4,7 @@ The runner keeps a shadow of the KV pages: each slot holds the hash of the prefi
 whenever attention would read it. A token that comes out right proves that every page was.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from holdfast.config import Limits
 from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine
+from holdfast.engine.pulse import Pulse, open_pulse_file
 from holdfast.engine.scheduler import Scheduler
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
@@ -270,3 +272,16 @@ class Gate:
 
     def open(self, num_steps: int = 10**4) -> None:
         self.allowed.release(num_steps)
+
+    def close(self) -> None:
+        """Hold it again, where no step runs."""
+        self.allowed, self.started = threading.Semaphore(0), threading.Semaphore(0)
+
+
+def own_pulse() -> Pulse:
+    """One that no other process sees."""
+    number = open_pulse_file()
+    try:
+        return Pulse(number)
+    finally:
+        os.close(number)

@@ -277,8 +277,8 @@ def a_preempted_sequence_keeps_its_slot(patch):
             inside.setattr(Scheduler, "_release_slot", lambda self, sequence, track: None)
             return real(self)
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant(r"runs up to \d+")

@@ -13,7 +13,7 @@ from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.cache.pages import FreeRuns, PagePool
 from holdfast.cache.prefix import BlockPart, PrefixCache, PrefixEntry
 from holdfast.engine.page_needs import PageNeeds
-from holdfast.engine.queues import Queues
+from holdfast.engine.queues import Lanes, Queues
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import RequestError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, SequenceState
@@ -143,8 +143,8 @@ def preemption_keeps_num_computed(patch):
         sequence.num_computed = num_computed
         return sequence
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant(r"has not the \d+ outputs that it was given")
@@ -156,8 +156,8 @@ def preemption_drops_the_outputs(patch):
         del sequence.token_ids[sequence.num_prompt_tokens :]
         return sequence
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant(r"the scheduler counts \d+ preemptions of \d+")
@@ -166,8 +166,8 @@ def preemptions_are_counted_twice(patch):
         self.num_preemptions += 1
         return real(self)
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant(r"waits: sequence\.tables=\[\[\d")
@@ -179,15 +179,16 @@ def preemption_keeps_the_pages(patch):
         sequence.tables = tables
         return sequence
 
-    real = Scheduler._preempt_youngest
-    patch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
 @mutant("out of order of arrival")
 def preempted_sequences_go_to_the_back(patch):
     def preempt(self):
         sequence = real(self)
-        self._waiting.move_to_end(sequence.sequence_id)
+        self._waiting.discard(sequence)
+        self._waiting.add(sequence)
         return sequence
 
     real = Queues.preempt
@@ -196,13 +197,7 @@ def preempted_sequences_go_to_the_back(patch):
 
 @mutant("was preempted and is in the step")
 def the_oldest_is_preempted(patch):
-    def preempt(self):
-        oldest = next(iter(self._running))
-        self._running[oldest] = self._running.pop(oldest)
-        return real(self)
-
-    real = Queues.preempt
-    patch.setattr(Queues, "preempt", preempt)
+    patch.setattr(Lanes, "pop_last", Lanes.pop_first)
 
 
 @mutant("was preempted and is in the step")
@@ -419,15 +414,14 @@ def a_blocked_sequence_is_never_tried_again(patch):
 
 @mutant("is not the order of arrival")
 def young_sequences_overtake_the_queue(patch):
-    def oldest_waiting(self):
-        return next(reversed(self._waiting.values()))
-
     def admit(self):
-        self._waiting.move_to_end(next(reversed(self._waiting)), last=False)
+        youngest = self.waiting[-1]
+        self._waiting.discard(youngest)
+        self._waiting.add(youngest, is_oldest=True)
         return real(self)
 
     real = Queues.admit
-    patch.setattr(Queues, "oldest_waiting", property(oldest_waiting))
+    patch.setattr(Queues, "first_waiting", property(lambda self: self.waiting[-1]))
     patch.setattr(Queues, "admit", admit)
 
 

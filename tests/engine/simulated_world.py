@@ -67,6 +67,8 @@ class World:
     """How many sequences may speculate."""
     travels: bool = False
     """Steps go through bytes."""
+    has_priorities: bool = False
+    """Not all sequences are equally important."""
 
     def __post_init__(self) -> None:
         if not self.shadows:
@@ -127,6 +129,12 @@ class World:
         num_pages = int(world.most_pages(longest) * rng.choice((1, 1, 1.2, 1.5, 3)))
         world = replace(world, num_pages=max(num_pages, 4))
         return cls._made_late(world, seed) if seed % 2 else world
+
+    @classmethod
+    def unequal(cls, seed: int) -> "World":
+        """Any of these, with sequences that are more important than others."""
+        makers = (cls.from_seed, cls.late, cls.from_seed, cls.compressed)
+        return replace(makers[seed // 2 % 4](seed), has_priorities=True)
 
     @classmethod
     def _made_late(cls, world: "World", seed: int) -> "World":

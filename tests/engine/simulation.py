@@ -28,6 +28,12 @@ from holdfast.request.step import decode_step, encode_step
 
 SALTS = (b"", b"", b"a", b"b")
 PARAMS = SamplingParams()
+PRIORITIES = {number: SamplingParams(priority=number) for number in (-3, 0, 0, 1, 7)}
+
+
+def rank(sequence: Sequence) -> tuple[int, int]:
+    """What comes first of two sequences has the lower one."""
+    return sequence.params.priority, sequence.sequence_id
 
 
 class Simulation:
@@ -56,6 +62,7 @@ class Simulation:
         """Those that are gone too."""
         self.flights: deque[LiveStep] = deque()
         self.late_rng = Random(f"late events {seed}")
+        self.priority_rng = Random(f"priorities {seed}")
         self.device = FakeDevice(self.world, self.shadow, self.clients.__getitem__, self._see_pages, self.late_rng)
         self.history: list[list[int]] = []
         longest = max(limits.max_model_len, 1)
@@ -65,6 +72,8 @@ class Simulation:
         """What is no event of its own."""
         self.worst_preemptions = 0
         self.num_hit_tokens = 0
+        self._admitted: set[int] = set()
+        """By the last schedule()."""
         self._safe: dict[int, int] = {}
         """Of each that ran after the last admission: up to how many tokens nobody has to be preempted for it."""
         self._evict = self.scheduler.pool.on_evict
@@ -98,6 +107,8 @@ class Simulation:
                 self.reset()
             self.step()
         max_steps = len(self.alive) * self.world.limits.max_model_len * (1 + self.world.run_ahead)
+        if self.world.has_priorities:
+            max_steps *= 2
         for _ in range(max_steps + 1 + self.world.run_ahead):
             if not self.alive and not self.flights:
                 break
@@ -302,7 +313,7 @@ class Simulation:
             sequence_id=self._num_sequences,
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
-            params=PARAMS,
+            params=self._random_params(),
             seed=0,
             max_tokens=max_tokens,
             cache_salt=salt,
@@ -313,11 +324,18 @@ class Simulation:
         self.clients[sequence.sequence_id] = client
         return client
 
+    def _random_params(self) -> SamplingParams:
+        if not self.world.has_priorities:
+            return PARAMS
+        return PRIORITIES[self.priority_rng.choice(tuple(PRIORITIES))]
+
     def _see_changes(self, items: SequenceABC[ScheduledSequence]) -> None:
         """Who was admitted, with which hits, and who was preempted by the schedule() that just ran."""
         in_step = {item.sequence.sequence_id for item in items}
         ran = [client.sequence for client in self.alive.values() if client.is_running]
+        victims: list[Sequence] = []
         num_preempted, num_admitted = self.counts["preempt"], 0
+        self._admitted.clear()
         for sequence_id, client in self.alive.items():
             sequence = client.sequence
             is_running = sequence.state is SequenceState.RUNNING
@@ -330,10 +348,12 @@ class Simulation:
                 client.num_preemptions += 1
                 client.is_placed = False
                 client.num_lost += client.num_held
+                victims.append(sequence)
                 self.counts["preempt"] += 1
             elif is_running and not client.is_running:
                 assert sequence_id in in_step, f"{sequence} was admitted and does not run"
                 client.epoch = self.epoch
+                self._admitted.add(sequence_id)
                 num_admitted += 1
                 self._check_hit(sequence)
                 client.num_found += sequence.num_computed
@@ -345,6 +365,7 @@ class Simulation:
                 client.epoch, client.is_anew = self.epoch, False
             client.is_running = is_running
             self._check_account(client)
+        self._check_victims(victims)
         if self.counts["preempt"] > num_preempted:
             assert not num_admitted, f"{num_admitted} were admitted in a step that preempted"
             has_outgrown = any(one.num_tokens > self._safe.get(one.sequence_id, 0) for one in ran)
@@ -356,6 +377,18 @@ class Simulation:
                 one.sequence_id: one.num_tokens + self.clients[one.sequence_id].num_coming + smallest
                 for one in self.scheduler.running
             }
+
+    def _check_victims(self, victims: list[Sequence]) -> None:
+        """Whoever gave way was less important, or as important and younger, than all that stayed; whoever started, the reverse."""
+        running = [one.sequence for one in self.alive.values() if one.is_running]
+        waiting = [one.sequence for one in self.alive.values() if not one.is_running]
+        if victims and running:
+            first, last = min(map(rank, victims)), max(map(rank, running))
+            assert last < first, f"{first} gave way, and {last} stayed"
+        admitted = [one for one in running if one.sequence_id in self._admitted]
+        if admitted and waiting:
+            last, first = max(map(rank, admitted)), min(map(rank, waiting))
+            assert last < first, f"{last} was admitted before {first}"
 
     def _see_eviction(self, page: int) -> None:
         """A page of a window leaves a hole: its entry stays, as long as it is of use."""
@@ -420,9 +453,14 @@ class Simulation:
         assert len(step.scheduled) <= limits.max_num_seqs, f"{len(step.scheduled)} sequences in a step"
         assert step.num_tokens <= limits.max_num_batched_tokens, f"{step.num_tokens} tokens in a step"
         order = [item.sequence.sequence_id for item in step.scheduled]
-        assert order == [number for number in self.alive if number in order], f"{order} is not the order of arrival"
+        ranks = [rank(item.sequence) for item in step.scheduled if item.sequence.sequence_id not in self._admitted]
+        ranks_new = [rank(item.sequence) for item in step.scheduled if item.sequence.sequence_id in self._admitted]
+        is_right = ranks == sorted(ranks) and ranks_new == sorted(ranks_new)
+        if not self.world.has_priorities:
+            is_right = order == [number for number in self.alive if number in order]
+        assert is_right, f"{order} is not the order of arrival"
         if self._must_run(waits):
-            oldest = next(iter(self.alive))
+            oldest = self._leader().sequence.sequence_id
             assert order[:1] == [oldest], f"the oldest sequence {oldest} does not run: {order}"
         num_rows = sum(1 + len(item.proposals) for item in step.scheduled if item.samples)
         assert num_rows <= limits.sampled_rows, f"{num_rows} rows choose in a step"
@@ -433,7 +471,8 @@ class Simulation:
                 far = max(end, sequence.num_stored + 1) if sequence.num_stored else end
                 num_pages = group.state_pages if group.is_state else -(-far // group.page_tokens)
                 # What a longer step was given, that was then not taken or was forgotten, is kept.
-                is_enough = len(table) == num_pages or (self.world.is_late and len(table) > num_pages)
+                may_have_more = self.world.is_late or self.world.has_priorities
+                is_enough = len(table) == num_pages or (may_have_more and len(table) > num_pages)
                 assert is_enough, f"{sequence} has not {num_pages} pages for {end} tokens"
                 first = max(item.start, sequence.num_stored)
                 for page in table if group.is_state else table[first // group.page_tokens :]:
@@ -489,11 +528,16 @@ class Simulation:
             self.seen["quarantined sequences"] += 1
         self._finish(sequence)
 
+    def _leader(self) -> Client:
+        """Who comes first of those that ran, or of all where nobody did: the most important, then the oldest."""
+        ran = [one for number, one in self.alive.items() if one.is_running and number not in self._admitted]
+        return min(ran or self.alive.values(), key=lambda client: rank(client.sequence))
+
     def _must_run(self, waits: bool) -> bool:
         """The oldest has something left to compute that is not in flight, and nothing to wait for."""
         if not self.alive:
             return False
-        client = next(iter(self.alive.values()))
+        client = self._leader()
         sequence, limits = client.sequence, self.world.limits
         if not self.flights:
             return True
@@ -539,7 +583,7 @@ def main(num_worlds: int, num_events: int, kind: str = "") -> None:
     num_reads = worst = num_hit_tokens = 0
     start = process_time()
     for seed in range(num_worlds):
-        kinds = {"late": World.late, "compressed": World.compressed}
+        kinds = {"late": World.late, "compressed": World.compressed, "unequal": World.unequal}
         simulation = Simulation(seed, kinds.get(kind, World.from_seed)(seed))
         try:
             simulation.run(num_events)

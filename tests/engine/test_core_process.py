@@ -16,7 +16,7 @@ import pytest
 
 from cli.cli_models import make_model
 from engine.fake_core import CHANGE, TABLE
-from engine.fakes import make_engine, run_all, shared_template, shared_tokenizer, solo, text_of, tokens_of
+from engine.fakes import make_engine, own_pulse, run_all, shared_template, shared_tokenizer, solo, text_of, tokens_of
 from holdfast import LLM, AsyncLLM, SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine import core_process
@@ -188,6 +188,21 @@ def test_the_queue_of_the_core_is_known_here(make_remote):
     assert tokens_of(deltas) == solo("x", PARAMS, max_model_len=256)[0]
 
 
+def test_an_idle_core_is_asked_again_and_again_and_nothing_piles_up(make_remote):
+    core = make_remote().core
+    for _ in range(50):
+        core.ask_map()
+        core.watch()
+        taken = core.take_map()
+        assert taken is not None, "the map that was asked for comes before the answer to what was asked after it"
+        assert taken.num_free == taken.num_pages
+    time.sleep(0.2)  # for whatever would come late
+    rest = []
+    while (message := core._take()) is not None:
+        rest.append(message)
+    assert [message for message in rest if not isinstance(message, Heartbeat)] == []
+
+
 def test_the_prefix_cache_is_the_cores(make_remote):
     engine = make_remote()
 
@@ -326,7 +341,7 @@ def test_a_step_that_takes_long_is_no_silence(make_remote):
         engine.step()
     assert time.monotonic() - began >= 3.0
     assert not engine.is_dead
-    assert engine.core.step_seconds > 1.0
+    assert engine.core.pulse().step_seconds > 1.0
     assert [delta.finish_reason for delta in engine.abort("a")] == ["abort"]
 
 
@@ -451,7 +466,7 @@ def test_a_core_that_talks_nonsense_is_ended(said, words):
 
 
 def test_a_core_that_ends_in_the_middle_of_a_message(monkeypatch):
-    code = "import socket, sys; socket.socket(fileno=int(sys.argv[-2])).sendall(bytes.fromhex(sys.argv[1]))"
+    code = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).sendall(bytes.fromhex(sys.argv[1]))"
     said = (frames(READY) + frames(ONE, first=2)[:-3]).hex()
     core = CoreProcess(EngineConfig(), lambda done, total: None, command=(sys.executable, "-c", code, said))
     with pytest.raises(EngineDeadError, match="cut short"):
@@ -467,7 +482,7 @@ class Server:
         self.channel = Channel(ours)
         self.engine = make_engine()
         self._theirs: socket.socket = theirs
-        self.server = CoreServer(Channel(theirs))
+        self.server = CoreServer(Channel(theirs), own_pulse())
         self.thread = threading.Thread(target=self.server.serve, args=(self.engine.core,))
         self.thread.start()
 

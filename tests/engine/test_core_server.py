@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from engine.fakes import make_engine
+from engine.fakes import make_engine, own_pulse
 from engine.test_core import request
 from holdfast.engine import core_process
 from holdfast.engine.core import EngineCore
@@ -45,7 +45,7 @@ def serve(script: list[Message | None]) -> Line:
     engine = make_engine(max_num_batched_tokens=8)
     assert isinstance(engine.core, EngineCore)
     line = Line(script)
-    CoreServer(line).serve(engine.core)  # type: ignore[arg-type]
+    CoreServer(line, own_pulse()).serve(engine.core)  # type: ignore[arg-type]
     numbers = [number for messages in line.sent for number, _ in messages]
     assert numbers == list(range(1, len(numbers) + 1)), "every message once, in order"
     return line
@@ -77,7 +77,7 @@ def test_no_output_waits_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_overdue_goes_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_process, "HELD_SECONDS", 1e12)
     line = Line([])
-    server = CoreServer(line)  # type: ignore[arg-type]
+    server = CoreServer(line, own_pulse())  # type: ignore[arg-type]
     server._held.append(CoreOutputs())
     server.flush_overdue()
     assert steps_by_sending(line) == [1]

@@ -3,11 +3,13 @@
 import struct
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from engine.fake_core import CHANGE, TABLE
 from holdfast.config import EngineConfig, Limits
+from holdfast.engine.memory_map import CoreMap, GroupPages, SequencePages
 from holdfast.engine.messages import (
     Abort,
     CoreFacts,
@@ -18,6 +20,7 @@ from holdfast.engine.messages import (
     Ending,
     Heartbeat,
     LoadingProgress,
+    MapRequest,
     Numbering,
     Ready,
     Refused,
@@ -70,6 +73,17 @@ REPORT = MemoryReport(
     kv_groups=(GroupAccount("window", 3, 16, 4, 2, 8, 0.5),),
 )
 FACTS = CoreFacts(Limits(4, 32, 128, 16, 6), 100, 264, (2, 5), 64)
+CORE_MAP = CoreMap(
+    num_pages=2**33,
+    num_free=5,
+    groups=(GroupPages("whole context", 16, 7, 3), GroupPages("state", 0, 2, 0)),
+    sequences=(
+        SequencePages(2**40, True, 9, 4, 12, 8, 1, -(2**31) + 1, (3, 2), 0.25),
+        SequencePages(3, False, 9, 0, 0, 0, 0, 7, (0, 0), 1.5),
+    ),
+    num_waiting=90,
+    num_steps=2**40,
+)
 MESSAGES = [
     Start(EngineConfig(model="a/b", quantization="fp8", quantization_ignore=("x", "re:y"), memory_limit="3GiB")),
     Submit((REQUEST, CoreRequest(8, (0,), SamplingParams(), 0, 1))),
@@ -97,12 +111,37 @@ MESSAGES = [
     STATS,
     Died("OSError: device lost"),
     Heartbeat(1.5),
+    MapRequest(),
+    CORE_MAP,
+    CoreMap(4, 4, (GroupPages("é", 16, 0, 0),), (), 0, 0),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_comes_back_as_it_was(message):
     assert decode_message(encode_message(message, 5)) == (5, message)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(CORE_MAP, sequences=(CORE_MAP.sequences[1]._replace(num_output_tokens=-1),)),
+        replace(CORE_MAP, sequences=(CORE_MAP.sequences[1]._replace(is_running=2),)),
+        replace(CORE_MAP, sequences=(CORE_MAP.sequences[1]._replace(pages=(1, -1)),)),
+        replace(CORE_MAP, sequences=(CORE_MAP.sequences[1]._replace(pages=(1,)),)),
+        replace(CORE_MAP, num_free=-1),
+    ],
+    ids=["count", "flag", "pages", "groups", "free"],
+)
+def test_a_map_that_cannot_be_is_refused(wrong):
+    with pytest.raises(MessageError):
+        decode_message(encode_message(wrong, 1))
+
+
+def test_phases_of_a_sequence():
+    running, waiting = CORE_MAP.sequences
+    assert (running.phase, waiting.phase) == ("decode", "waiting")
+    assert running._replace(num_computed_tokens=8).phase == "prefill"
 
 
 def test_an_error_comes_back_in_its_own_class_and_words():

@@ -80,8 +80,8 @@ def test_a_claim_has_one_page_to_grow_into_but_never_more_than_it_may_need() -> 
     assert claim(NEEDS, grown(5, 20, num_outputs=4, num_pages=3), longest=24) == 1
 
 
-def newcomer(number: int) -> Sequence:
-    return Sequence(number, [1, 2, 3], 3, SamplingParams(), 0, 4)
+def newcomer(number: int, params: SamplingParams | None = None) -> Sequence:
+    return Sequence(number, [1, 2, 3], 3, params or SamplingParams(), 0, 4)
 
 
 def filled(num_sequences: int) -> tuple[Queues, list[Sequence]]:
@@ -96,7 +96,7 @@ def test_admission_and_preemption_are_each_others_reverse() -> None:
     queues, sequences = filled(4)
     assert [queues.admit() for _ in range(3)] == sequences[:3]
     assert queues.running[-1] is sequences[2]
-    assert queues.oldest_waiting is sequences[3]
+    assert queues.first_waiting is sequences[3]
     assert [queues.preempt() for _ in range(2)] == [sequences[2], sequences[1]]
     assert queues.running == sequences[:1]
     assert queues.waiting == sequences[1:]
@@ -143,6 +143,42 @@ def test_running_before_waiting_is_always_sorted_by_arrival(moves: list[str], ra
         assert [*queues.running, *queues.waiting] == [one for one in arrived if one in queues]
 
 
+@given(st.lists(st.sampled_from(["append", "append", "admit", "preempt", "remove"]), max_size=60), st.randoms())
+def test_the_most_important_starts_first_and_gives_way_last(moves: list[str], random) -> None:
+    queues = Queues()
+    waiting: list[Sequence] = []
+    running: list[Sequence] = []
+    num_arrived = 0
+
+    def rank(one: Sequence) -> tuple[int, int]:
+        return one.params.priority, one.sequence_id
+
+    for move in moves:
+        if move == "append":
+            waiting.append(newcomer(num_arrived, SamplingParams(priority=random.choice((-1, 0, 0, 5)))))
+            queues.append(waiting[-1])
+            num_arrived += 1
+        elif move == "admit" and waiting:
+            first = min(waiting, key=rank)
+            assert queues.first_waiting is first
+            assert queues.admit() is first
+            waiting.remove(first)
+            running.append(first)
+        elif move == "preempt" and running:
+            last = max(running, key=rank)
+            assert queues.preempt() is last
+            running.remove(last)
+            waiting.append(last)
+        elif move == "remove" and waiting + running:
+            one = random.choice(waiting + running)
+            queues.remove(one)
+            (waiting if one in waiting else running).remove(one)
+        queues.check()
+        assert queues.running == sorted(running, key=rank)
+        assert queues.waiting == sorted(waiting, key=rank)
+        assert queues.waiting_up_to(2) == queues.waiting[:2]
+
+
 @pytest.mark.parametrize("state", [SequenceState.RUNNING, SequenceState.FINISHED])
 def test_only_new_sequences_join(state: SequenceState) -> None:
     queues, (one,) = filled(1)
@@ -158,13 +194,16 @@ def test_only_new_sequences_join(state: SequenceState) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda queues: queues._waiting.move_to_end(2, last=False),
-        lambda queues: queues._running.update({3: queues.oldest_waiting}),
-        lambda queues: setattr(queues.oldest_waiting, "state", SequenceState.FINISHED),
-        lambda queues: setattr(queues.oldest_waiting, "sequence_id", 9),
+        lambda queues: queues._waiting._lanes[0].move_to_end(2, last=False),
+        lambda queues: queues._running.add(queues.first_waiting),
+        lambda queues: setattr(queues.first_waiting, "state", SequenceState.FINISHED),
+        lambda queues: setattr(queues.first_waiting, "sequence_id", 9),
         lambda queues: queues._arrivals.pop(2),
+        lambda queues: queues._waiting._priorities.append(3),
+        lambda queues: queues._waiting._lanes.update({1: queues._waiting._lanes.pop(0)}),
+        lambda queues: setattr(queues._waiting, "_num_sequences", 2),
     ],
-    ids=["order", "both", "state", "id", "arrival"],
+    ids=["order", "both", "state", "id", "arrival", "lane", "priority", "count"],
 )
 def test_check_notices_damage(damage) -> None:
     queues, _ = filled(4)
@@ -439,6 +478,7 @@ def test_the_core_has_no_order_but_that_of_its_calls(module) -> None:
     imported |= {str(node.module).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported <= {
         "array",
+        "bisect",
         "collections",
         "dataclasses",
         "hashlib",

@@ -172,8 +172,8 @@ def test_every_preemption_makes_pages_available_at_once(num_events: int, monkeyp
         gains.append(self.pool.num_available - before)
         return sequence
 
-    real = Scheduler._preempt_youngest
-    monkeypatch.setattr(Scheduler, "_preempt_youngest", preempt)
+    real = Scheduler._preempt_last
+    monkeypatch.setattr(Scheduler, "_preempt_last", preempt)
     for seed in range(0, 40, 2):
         Simulation(seed).run(num_events)
     assert len(gains) > 50

@@ -83,6 +83,7 @@ from holdfast.kernels.moe import (  # noqa: E402
     normed_routing,
     routing,
 )
+from holdfast.kernels.sampling import mask_logits  # noqa: E402
 from holdfast.kernels.stream_geometry import stream_parts_spec  # noqa: E402
 from holdfast.kernels.triton_compat import TensorDescriptor  # noqa: E402
 from holdfast.quant.entry_state import pooled_width, state_shape  # noqa: E402
@@ -234,6 +235,12 @@ def streams_of(num_rows: int, hidden: int) -> None:
 def layer_norm_of(dtype: torch.dtype) -> None:
     x = torch.empty(3, 768, dtype=dtype)
     norm.layer_norm(x, x[0], x[1], 1e-5, x)
+
+
+def mask_of(num_rows: int, vocab_size: int) -> None:
+    """Forms of answers over a block of logits."""
+    masks = torch.empty(num_rows, -(-vocab_size // 32), dtype=torch.int32)
+    mask_logits.mask_logits_triton(torch.empty(num_rows, vocab_size), masks)
 
 
 def planes_of(
@@ -665,6 +672,8 @@ CASES: dict[str, Callable[[], None]] = {
     "one row by blocks of odd sizes": lambda: block_scaled_of(101, 4112),
     "one row by blocks in float32": lambda: block_scaled_of(2112, 7168, torch.float32),
     "layer norm": lambda: layer_norm_of(BF16),
+    "masks of 152K tokens": lambda: mask_of(8, 151936),
+    "masks of 100 tokens": lambda: mask_of(1, 100),
     "kv_b of V2-Lite, 1 row": lambda: projections_of(1, 16, 128, 128),
     "kv_b of GLM, 64 rows": lambda: projections_of(64, 20, 192, 256),
     "kv_b of GLM, 900 rows": lambda: projections_of(900, 20, 192, 256),
@@ -760,6 +769,7 @@ def main() -> None:
         latent_quantized_warpgroups,
         latent_tiles,
         latent_warpgroups,
+        mask_logits,
         normed_routing,
         quantize_activations,
         quantized_attention,

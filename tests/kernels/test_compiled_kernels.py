@@ -21,6 +21,7 @@ COMMON_CASES = (
     "chosen tokens, 16 heads in low tiles",
     "top-k of 8K",
     "streams of V4-Flash, 1 row",
+    "masks of 152K tokens",
 )
 """Of each way to write a kernel one that is compiled in a second or three."""
 OTHER_CASES = (
@@ -66,6 +67,7 @@ OTHER_CASES = (
     "one row by blocks of odd sizes",
     "one row by blocks in float32",
     "layer norm",
+    "masks of 100 tokens",
     "kv_b of V2-Lite, 1 row",
     "kv_b of GLM, 64 rows",
     "kv_b of GLM, 900 rows",

@@ -170,7 +170,7 @@ def test_names_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, object]
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("best_of", 4), ("use_beam_search", True), ("structured_outputs", {"json": {}}), ("extra_args", {1: 2})],
+    [("best_of", 4), ("use_beam_search", True), ("guided_decoding", "json"), ("extra_args", {1: 2})],
 )
 def test_names_of_vllm_that_are_missing_say_so(name: str, value: object) -> None:
     with pytest.raises(KeywordError, match=rf"{name}=.* was asked; it is not in this version; \w+"):

@@ -1,7 +1,9 @@
 """Rows to sample from: every kind of setting, a sequence and logits for each, made from a seed."""
 
 import random
+from collections.abc import Sequence as SequenceABC
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +38,9 @@ SETTINGS = {
     "chosen logprob": {"logprobs": 0, "top_p": 0.9, "presence_penalty": 0.7},
     "allowed": {"allowed_token_ids": (1, 0)},
     "greedy allowed": {"temperature": 0.0, "allowed_token_ids": (1,), "logit_bias": {0: 5.0}},
+    "form": {"structured_outputs": {"json_object": True}},
+    "greedy form": {"temperature": 0.0, "structured_outputs": {"json_object": True}, "min_tokens": 50, "logprobs": 2},
+    "form and edits": {"structured_outputs": {"json_object": True}, "top_k": 9, "repetition_penalty": 1.3},
     "everything": {
         "temperature": 0.7,
         "top_k": 25,
@@ -51,6 +56,28 @@ SETTINGS = {
 }
 
 
+class FakeForms:
+    """Masks that are a hash of a sequence's tokens: every second token or so, and the end."""
+
+    def __init__(self, vocab_size: int, eos_token_id: int = min(EOS)) -> None:
+        self._vocab_size, self._eos_token_id = vocab_size, eos_token_id
+        self.asked: list[int] = []
+        """The sequences, by id, whose masks were filled."""
+
+    def allowed(self, sequence: Sequence) -> np.ndarray:
+        chance = np.random.default_rng([sequence.sequence_id + 2**32, *sequence.token_ids])
+        is_allowed_V = chance.random(self._vocab_size) < 0.5
+        is_allowed_V[[self._eos_token_id, chance.integers(self._vocab_size)]] = True
+        return is_allowed_V
+
+    def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: np.ndarray) -> None:
+        for row, sequence in enumerate(sequences):
+            if sequence is not None:
+                self.asked.append(sequence.sequence_id)
+                bits = np.packbits(self.allowed(sequence), bitorder="little")
+                masks_RW[row].view(np.uint8)[: len(bits)] = bits
+
+
 def make_sequence(seed: int = 0, vocab_size: int = 100, **params) -> Sequence:
     tokens = random.Random(seed).choices(range(vocab_size), k=9)
     return Sequence(seed, tokens, 5, SamplingParams(**params), seed * 7919, max_tokens=1000)
@@ -61,7 +88,9 @@ def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.
 
 
 def make_sampler(vocab_size: int, max_rows: int = 64, device: torch.device = DEVICE) -> Sampler:
-    return Sampler(vocab_size, device, max_rows, Ledger())
+    sampler = Sampler(vocab_size, device, max_rows, Ledger())
+    sampler.follow(FakeForms(vocab_size))
+    return sampler
 
 
 def divide_rows(patch: pytest.MonkeyPatch, vocab_size: int, rows_at_once: int) -> None:

@@ -9,16 +9,12 @@ from hypothesis import strategies as st
 
 from counted_work import num_lines
 from holdfast.errors import ModelFormatError, PromptError, TemplateError
+from holdfast.text.chat_messages import MAX_CHAT_CHARS, MAX_DEPTH, MAX_MESSAGES, PlainData, plain_messages
 from holdfast.text.chat_template import (
-    MAX_CHAT_CHARS,
-    MAX_DEPTH,
-    MAX_MESSAGES,
     MAX_TEMPLATE_CHARS,
     ChatTemplate,
-    PlainData,
     chat_template_from_directory,
     chat_template_from_gguf,
-    plain_messages,
 )
 from holdfast.text.jinja_sandbox import ChatSandbox
 from text.template_cases import CHAT_TEMPLATES, MESSAGES, agree

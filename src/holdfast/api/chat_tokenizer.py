@@ -76,7 +76,7 @@ class ChatTokenizer:
             add_generation_prompt,
             continue_final_message,
             tools=tools,
-            **template_options,
+            **template_options,  # type: ignore[arg-type]
         )
         return self._tokenizer.encode_chat(rendered.text, rendered.own) if tokenize else rendered.text
 

@@ -97,9 +97,15 @@ class PagePool:
     into it, so that both have room. Free pages are always used before a cached one is evicted.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_groups: int = 1) -> None:
         assert num_pages >= 1, f"a pool of {num_pages} pages was asked"
         self.num_pages = num_pages
+        self.num_owned_by_group = [0] * num_groups
+        """Pages that sequences hold, by the cache group that they were allocated for ..."""
+        self.num_cached_by_group = [0] * num_groups
+        """... and those that nobody owns and that hold a registered prefix."""
+        self._group_of = [0] * num_pages
+        """That each page was last allocated for."""
         self._num_owners = [0] * num_pages
         self._is_kept = bytearray(num_pages)
         self._free = FreeRuns(num_pages)
@@ -141,11 +147,13 @@ class PagePool:
         """One page with one owner; the one that follows `after` where that is free."""
         return self.allocate_many(1, after)[0]
 
-    def allocate_many(self, num_pages: int, after: int | None = None, num_expected: int = 0) -> list[int]:
+    def allocate_many(
+        self, num_pages: int, after: int | None = None, num_expected: int = 0, group: int = 0
+    ) -> list[int]:
         """Pages with one owner each, in few consecutive runs, the first right after `after` where that is free.
 
         All pages or an error: the caller asks num_available first. `num_expected` is how many the caller will ask for
-        in all, if it knows; a run is then chosen so that they fit too.
+        in all, if it knows; a run is then chosen so that they fit too. `group` is whom they are counted for.
         """
         assert 0 <= num_pages <= self.num_available, f"{num_pages} pages were asked, {self.num_available} are left"
         while self._free.num_pages < num_pages:
@@ -164,6 +172,8 @@ class PagePool:
             pages += self._free.cut(start, skip, min(length, missing))
         for page in pages:
             self._num_owners[page] = 1
+            self._group_of[page] = group
+        self.num_owned_by_group[group] += num_pages
         return pages
 
     def share(self, page: int) -> None:
@@ -171,6 +181,8 @@ class PagePool:
         if self._num_owners[page] == 0:
             assert page in self._cached, f"page {page} is free and cannot be shared"
             del self._cached[page]
+            self.num_cached_by_group[self._group_of[page]] -= 1
+            self.num_owned_by_group[self._group_of[page]] += 1
         self._num_owners[page] += 1
 
     def release(self, page: int) -> None:
@@ -180,8 +192,11 @@ class PagePool:
         self._num_owners[page] = num_owners - 1
         if num_owners > 1:
             return
+        group = self._group_of[page]
+        self.num_owned_by_group[group] -= 1
         if self._is_kept[page]:
             self._cached[page] = None
+            self.num_cached_by_group[group] += 1
         else:
             self._free.put(page)
 
@@ -201,6 +216,7 @@ class PagePool:
         self._is_kept[page] = 0
         if self._num_owners[page] == 0:
             del self._cached[page]
+            self.num_cached_by_group[self._group_of[page]] -= 1
             self._free.put(page)
 
     def _evict(self) -> None:
@@ -219,3 +235,8 @@ class PagePool:
         kept = self.kept_pages()
         idle_kept = [page for page in kept if not self._num_owners[page]]
         assert idle_kept == sorted(cached), f"{cached=} pages, but {idle_kept=} hold a prefix without an owner"
+        for pages, counted in ((owned, self.num_owned_by_group), (cached, self.num_cached_by_group)):
+            found = [0] * len(counted)
+            for page in pages:
+                found[self._group_of[page]] += 1
+            assert found == counted, f"groups have {found} of {pages=}, counted are {counted}"

@@ -22,7 +22,7 @@ def record(
 ) -> dict[str, object]:
     """One run on this machine, now. The first engine of each result is ours."""
     return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": today(),
         "machine": machine(),
         "model": model,
         "settings": settings,
@@ -34,6 +34,11 @@ def record(
         "num_cores": num_cores(),
         **facts,
     }
+
+
+def today() -> str:
+    """The date, as records have it."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def ratios(result: Result) -> dict[str, float]:

@@ -25,6 +25,7 @@ from holdfast.cli.options import (
     PANELS,
     PLAN_SETTINGS,
     SAMPLING_SETTINGS,
+    SERVER,
     SEVERAL_SETTINGS,
     WEIGHT_EVAL_SETTINGS,
     Given,
@@ -78,6 +79,10 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
+    if any(option.name == "config" for option in command.options):
+        from holdfast.cli.config_file import with_config
+
+        arguments = with_config(command.rows, arguments)
     flags = [flag for row in command.rows for flag in row.all_flags]
     places = {option.all_flags[0]: option.metavar for option in command.options if option.panel == ARGUMENTS}
     values = vars(_parsed(parser_of(command), _with_dashes(command, flags, arguments), flags, places))
@@ -232,6 +237,13 @@ def _run_chat(own: Given, engine: Given, sampling: Given) -> int:
     return chat(own["model"], own["system"], engine, sampling, own["memory_report"], own["allow_special_tokens"])
 
 
+def _run_serve(own: Given, engine: Given, sampling: Given) -> None:
+    _refuse_wrong_path(own, engine, sampling)
+    from holdfast.cli.serve import ServeOptions, serve
+
+    serve(ServeOptions(**own), engine)
+
+
 def _run_plan(own: Given, engine: Given, sampling: Given) -> int:
     from holdfast.cli.plan import PlanOptions, plan
 
@@ -256,6 +268,12 @@ def _run_throughput(own: Given, engine: Given, sampling: Given) -> None:
     from holdfast.cli.bench import ThroughputOptions, bench_throughput
 
     bench_throughput(ThroughputOptions(**own), engine)
+
+
+def _run_bench_serve(own: Given, engine: Given, sampling: Given) -> int | None:
+    from holdfast.cli.bench_serve import ServeBenchOptions, bench_serve
+
+    return bench_serve(ServeBenchOptions(**own))
 
 
 def _run_eval_kv(own: Given, engine: Given, sampling: Given) -> None:
@@ -311,6 +329,14 @@ def _measured(name: str, help: str, metavar: str, default: str | None) -> Option
     return Option(name, help, metavar, default, BENCHMARK)
 
 
+def _served(name: str, help: str, metavar: str, default: str | None = None) -> Option:
+    return Option(name, help, metavar, default, SERVER)
+
+
+def _listed(name: str, help: str, metavar: str) -> Option:
+    return Option(name, help, metavar, panel=SERVER, is_repeated=True)
+
+
 MODEL_ARGUMENT = Option(
     "model",
     "A folder in Hugging Face layout, a GGUF file, or a model of the Hub: owner/name, owner/name:Q4_K_M, "
@@ -338,19 +364,16 @@ BENCH_OPTIONS = (
 
 GROUPS = {
     (): ABOUT,
-    ("bench",): "Measure speed on this machine, alone or side by side with transformers.",
+    ("bench",): "Measure speed: of engines on this machine, or of a server anywhere.",
     ("eval",): "Measure what a setting costs in quality.",
 }
 """What commands that begin alike have in common."""
 
-_SERVER = (
-    f"{NOT_HERE}, which has no HTTP server",
-    "use LLM or AsyncLLM in a Python program, or holdfast run and holdfast chat",
-)
+_SERVER = (NOT_HERE, "use holdfast serve [MODEL]")
 _FETCH = (NOT_HERE, "use holdfast run owner/name, which downloads what the cache lacks, or hf download owner/name")
 _LIST = (NOT_HERE, "use holdfast doctor for models that are here, or holdfast plan --list for those known by name")
 ELSEWHERE: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("serve", "server", "api-server"), _SERVER),
+    **dict.fromkeys(("server", "api-server"), _SERVER),
     **dict.fromkeys(("pull", "download"), _FETCH),
     **dict.fromkeys(("list", "ls", "models"), _LIST),
     "complete": (NOT_HERE, "use holdfast run --raw -p TEXT, which continues a bare text"),
@@ -398,6 +421,66 @@ COMMANDS = (
         ),
         ENGINE_SETTINGS,
         SAMPLING_SETTINGS,
+    ),
+    Command(
+        ("serve",),
+        "Serve a model over HTTP: OpenAI's API, a web page with a live memory map, metrics.",
+        (
+            MODEL_ARGUMENT,
+            _served(
+                "host", "Address to listen on; 127.0.0.1 is this machine alone, 0.0.0.0 everybody.", "NAME", "127.0.0.1"
+            ),
+            _served("port", "Port to listen on; 0 takes a free one.", "N", "8000"),
+            _listed(
+                "api_key",
+                "A key that requests must send (Authorization: Bearer KEY). May be repeated. Better: HOLDFAST_API_KEY, or "
+                "HOLDFAST_API_KEYS with commas between, or a file.",
+                "KEY",
+            ),
+            _served("api_key_file", "File with a key on each line, which others may not read.", "FILE"),
+            _listed(
+                "served_model_name",
+                "What the model is called in requests and answers. May be repeated: aliases.",
+                "NAME",
+            ),
+            _listed(
+                "allowed_host", "A name that this server goes by beside localhost and addresses; * is any.", "NAME"
+            ),
+            _listed(
+                "allow_origin", "Origin of pages that may ask, such as https://example.com; none unless told.", "ORIGIN"
+            ),
+            Option("allow_public", "Let everybody who reaches --host use the model, without a key.", panel=SERVER),
+            _served("max_connections", "Most connections at once.", "N", "4096"),
+            _served(
+                "drain_seconds", "For running requests to finish once the server was told to end.", "SECONDS", "30"
+            ),
+            _served(
+                "tool_parser",
+                "How calls of tools are written: auto (by the chat template), or a format's name.",
+                "NAME",
+                "auto",
+            ),
+            _served(
+                "reasoning_parser",
+                "How reasoning is written: auto (by the chat template), none, or a format's name.",
+                "NAME",
+                "auto",
+            ),
+            Option("log_requests", "Log prompts and answers too.", panel=SERVER),
+            _served("log_format", "Lines of the log: text (key=value) or json.", "NAME", "text"),
+            _served("config", "TOML file with options, under their names here; what is typed wins.", "FILE"),
+            MEMORY_REPORT,
+        ),
+        _run_serve,
+        "The model runs in a process of its own, unless --no-core-process says otherwise. SIGTERM and Ctrl-C let running "
+        "requests finish; a second signal does not. Every path but /health, /ready and the page needs a key where keys are "
+        "given; a public --host without one is refused.",
+        (
+            "holdfast serve",
+            "holdfast serve path/to/model --port 8080 --served-model-name my-model",
+            "holdfast serve --host 0.0.0.0 --api-key-file keys.txt --config serve.toml",
+        ),
+        ENGINE_SETTINGS,
     ),
     Command(
         ("plan",),
@@ -508,6 +591,46 @@ COMMANDS = (
             "holdfast bench throughput path/to/model --input-len 512 --json -",
         ),
         engine=ENGINE_SETTINGS,
+    ),
+    Command(
+        ("bench", "serve"),
+        "Put load on a server with OpenAI's API, ours or another: times to tokens, throughput, errors.",
+        (
+            _measured("url", "Where it listens, with or without /v1.", "URL", "http://127.0.0.1:8000"),
+            _measured("model", "Its name there. Left out: the first that the server lists.", "NAME", None),
+            _measured("endpoint", "chat (/v1/chat/completions) or completions (/v1/completions).", "NAME", "chat"),
+            _measured(
+                "clients", "Closed loop: so many at once, each with its next request after an answer.", "N", None
+            ),
+            _measured(
+                "rate", "Open loop: new requests per second, at random times, whatever becomes of others.", "N", None
+            ),
+            _measured(
+                "requests", "How many in all. Left out: 4 for each client and at least 64, or the dataset's.", "N", None
+            ),
+            _measured("input_len", "Lengths of prompts.", "LOW-HIGH", "128"),
+            _measured("output_len", "Lengths of answers.", "LOW-HIGH", "64"),
+            _measured(
+                "dataset",
+                "JSON lines with prompt or messages, and max_tokens, in place of random prompts.",
+                "FILE",
+                None,
+            ),
+            _measured("api_key", "Sent as Authorization: Bearer KEY. Better: HOLDFAST_API_KEY.", "KEY", None),
+            _measured("timeout", "For one request, from its first byte to its last.", "SECONDS", "600"),
+            _measured("seed", "Where random choices start.", "N", "0"),
+            JSON_FILE,
+        ),
+        _run_bench_serve,
+        "Without --clients and --rate there are 8 clients. All answers are streamed, each over a connection of its own, "
+        "which counts in the time to its first token. Tokens are counted by the server where it tells usage, else by "
+        "events, and that is told. Lengths are in tokens of the server: two short requests before the run tell how it "
+        "counts. Exits with 1 where a request failed.",
+        (
+            "holdfast bench serve --clients 8",
+            "holdfast bench serve --url http://gpu-box:8000 --rate 4 --requests 200",
+            "holdfast bench serve --dataset prompts.jsonl --clients 64 --json -",
+        ),
     ),
     Command(
         ("eval", "kv"),

@@ -36,6 +36,8 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "schemes": ("all", *WEIGHT_SCHEMES),
     "gpu": tuple(GPUS),
     "against": ("transformers",),
+    "log_format": ("text", "json"),
+    "host": ("127.0.0.1", "0.0.0.0"),
     "shell": SHELLS,
 }
 """What may be typed behind an option, by the name of its field; where there is no end to it nothing is offered."""

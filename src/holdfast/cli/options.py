@@ -16,8 +16,8 @@ from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
 
 ARGUMENTS, OPTIONS, MODEL, MEMORY, SAMPLING = "Arguments", "Options", "Model", "Memory", "Sampling"
-OUTPUT, BENCHMARK = "Output", "Benchmark"
-PANELS = (ARGUMENTS, OPTIONS, OUTPUT, BENCHMARK, SAMPLING, MODEL, MEMORY)
+OUTPUT, BENCHMARK, SERVER = "Output", "Benchmark", "Server"
+PANELS = (ARGUMENTS, OPTIONS, OUTPUT, BENCHMARK, SERVER, SAMPLING, MODEL, MEMORY)
 """Parts of a help page, in their order."""
 COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 """As in vLLM: small letters count in thousands, capitals in 1024s."""
@@ -112,6 +112,8 @@ class Option:
     panel: str = OPTIONS
     flags: tuple[str, ...] = ()
     """Where it is not called as its field is."""
+    is_repeated: bool = False
+    """Its texts are a list, or None."""
 
     @property
     def all_flags(self) -> tuple[str, ...]:
@@ -124,7 +126,9 @@ class Option:
         if self.panel == ARGUMENTS:
             yield (self.name,), {"metavar": self.metavar, "nargs": "?", "help": help}
         elif self.metavar:
-            yield self.all_flags, {"dest": self.name, "metavar": self.metavar, "default": self.default, "help": help}
+            action = "append" if self.is_repeated else "store"
+            told = {"dest": self.name, "metavar": self.metavar, "default": self.default, "help": help}
+            yield self.all_flags, {**told, "action": action}
         else:
             yield self.all_flags, {"dest": self.name, "action": "store_true", "help": help}
 

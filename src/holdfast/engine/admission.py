@@ -20,6 +20,7 @@ from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateEr
 from holdfast.observability.log import get_logger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate, RenderedChat
+from holdfast.text.grammar import FormCheck
 from holdfast.text.tokenizer import Tokenizer
 
 MAX_CACHE_SALT_CHARS = 256
@@ -164,12 +165,14 @@ class Admission:
         max_queue: int,
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
+        forms: FormCheck | None = None,
     ) -> None:
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._max_queue = max_queue
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._forms = forms
         self._has_told_cut = False
 
     def prepare(self, prompt: object, params: object, cache_salt: str | None = None) -> PreparedRequest:
@@ -204,6 +207,17 @@ class Admission:
             token_ids = self._encoded(lambda tokenizer: tokenizer.encode(text, add_special_tokens=False))
         return self._prepare(text, token_ids, sound_params, salt)
 
+    def check_form(self, params: object) -> None:
+        """Find out whether the form of an answer can be met, where one is asked; compiling it may take seconds."""
+        form = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if form is None:
+            return
+        if self._forms is None:
+            raise RequestError(
+                f"structured_outputs.{form.kind} was asked", "the engine has no tokenizer", "leave tokenizer out"
+            )
+        self._forms.check(form)
+
     def _render(self, messages: object, values: Mapping[str, object], options: ChatOptions) -> RenderedChat:
         template = self._chat_template if options.chat_template is None else self._template_of(options.chat_template)
         if template is None:
@@ -212,7 +226,7 @@ class Admission:
         control = None if is_open or self._tokenizer is None else self._tokenizer.control_tokens
         try:
             # What a conversation may hold is checked there, and only there.
-            rendered = template.render_chat(messages, control, **values)  # type: ignore[arg-type]
+            rendered = template.render_chat(messages, control, tools_in_words=True, **values)  # type: ignore[arg-type]
         except HoldfastError:
             raise
         except Exception as error:
@@ -332,6 +346,7 @@ class Admission:
                 "no generated text can hold it",
                 "remove it",
             )
+        self.check_form(params)
         self._check_ids(params.stop_token_ids, "stop_token_ids", RequestError)
         self._check_ids(tuple(params.logit_bias or ()), "logit_bias", RequestError)
         self._check_ids(params.allowed_token_ids or (), "allowed_token_ids", RequestError)

@@ -10,7 +10,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
-from holdfast.engine.open_text import open_text
+from holdfast.engine.open_text import open_text, open_tokenizer
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
 from holdfast.loading.model_files import open_model
@@ -19,6 +19,8 @@ from holdfast.memory.report import MemoryReport, memory_report
 from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.planning.disk_account import disk_account
 from holdfast.runner.build import BuiltRunner, build_runner
+from holdfast.text.grammar import Grammars, Vocabulary
+from holdfast.text.tokenizer import Tokenizer
 
 
 def build_engine(
@@ -38,10 +40,12 @@ def build_engine(
         refuse_lost_threads(_use_threads)
         # What can be wrong with small files is found before the large ones are read.
         tokenizer, chat_template = open_text(config, model)
-        core = build_core(config, model, on_progress, on_prepare)
+        vocabulary = None if tokenizer is None else _vocabulary(model, lambda: tokenizer)
+        core = build_core(config, model, on_progress, on_prepare, vocabulary=vocabulary)
     finally:
         model.source.close()
-    return Engine(core, tokenizer, chat_template, config.seed, generation=model.generation)
+    generation = model.generation
+    return Engine(core, tokenizer, chat_template, config.seed, generation=generation, vocabulary=vocabulary)
 
 
 def build_core(
@@ -51,14 +55,35 @@ def build_core(
     on_prepare: OnPrepare = prepare_silently,
     *,
     is_remote: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> EngineCore:
-    """The core of an engine; nothing is left behind where it fails. `is_remote`: its front is in another process."""
+    """The core of an engine; nothing is left behind where it fails. `is_remote`: its front is in another process.
+
+    `vocabulary` is the front's, for forms of answers; left out, one is opened when it is needed.
+    """
     built = build_runner(config, model, on_progress, on_prepare)
+    if vocabulary is None:
+        vocabulary = _vocabulary(model, lambda: _reopened_tokenizer(config))
+    grammars = Grammars(vocabulary)
+    built.runner.sampler.follow(grammars)
     try:
-        return _core(config, built, is_remote)
+        return _core(config, built, is_remote, grammars)
     except BaseException:
         built.release()
         raise
+
+
+def _vocabulary(model: OpenModel, open_tokenizer: Callable[[], Tokenizer]) -> Vocabulary:
+    return Vocabulary(open_tokenizer, model.spec.vocab_size, model.generation.eos_token_ids)
+
+
+def _reopened_tokenizer(config: EngineConfig) -> Tokenizer:
+    """The tokenizer of a model whose files were closed."""
+    model = open_model(config.model, config.load_format, config.revision)
+    try:
+        return open_tokenizer(config, model)
+    finally:
+        model.source.close()
 
 
 def _use_threads() -> None:
@@ -66,7 +91,7 @@ def _use_threads() -> None:
     torch.ones(2**20).add_(1)
 
 
-def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool) -> EngineCore:
+def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool, grammars: Grammars) -> EngineCore:
     runner, plan = built.runner, built.plan
     assert plan.cache is not None, f"{plan.declared.name} runs without a cache"
     # A remote front counts those that wait by what it last heard, and meanwhile everybody who ran may wait again.
@@ -88,6 +113,7 @@ def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool) -> EngineCo
         max_queue=config.max_queue,
         memory=_report(built),
         release=built.release,
+        grammars=grammars,
     )
 
 

@@ -19,6 +19,9 @@ token before they choose the next, so that sequences with them never have propos
 **Ctrl-C.** An interrupted wait leaves the steps where they are: on a CPU they are cancelled and scheduled anew, on a
 GPU they stay in flight and are collected by the next call. A result that was there already is kept for it.
 
+**Forms.** A request whose answers have a form (structured outputs) is held until that is compiled, in a thread beside the step
+loop, and joins the queue then; meanwhile the others run on. What goes wrong with it ends that request alone.
+
 An exception of scheduler or runner comes through as it is; nothing here can be used afterwards.
 """
 
@@ -32,8 +35,10 @@ from typing import Protocol
 
 from holdfast.cache.groups import longest_sequence, unrewindable
 from holdfast.config import Limits
+from holdfast.engine.memory_map import MAX_WAITING_SHOWN, CoreMap, GroupPages, SequencePages
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, CoreStats, Ending, SequenceOutput
 from holdfast.engine.ngram import NgramProposer
+from holdfast.engine.pulse import CorePulse
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.memory.report import MemoryReport
@@ -43,10 +48,16 @@ from holdfast.request.sequence import (
     ScheduledSequence,
     Sequence,
     SequenceResult,
+    SequenceState,
     StepResult,
 )
 from holdfast.request.step import Step
+from holdfast.request.structured import StructuredOutputs
 from holdfast.request.wire import refuse
+from holdfast.text.grammar import Grammars
+
+HELD_SECONDS = 0.02
+"""That a step waits for a form to be compiled at the most, where there is nothing else to do."""
 
 Waiting = Callable[[], AbstractContextManager[object]]
 """Entered around every wait: what is inside may be interrupted."""
@@ -114,6 +125,23 @@ class Core(Protocol):
 
     def stats(self) -> CoreStats: ...
 
+    def pulse(self) -> CorePulse | None:
+        """Any thread: how its process is at this moment, seen from outside; None where it is this process."""
+        ...
+
+    def ask_map(self) -> None:
+        """Have a look taken at the pages, between two steps."""
+        ...
+
+    def take_map(self) -> CoreMap | None:
+        """The look that was asked for, once it is here."""
+        ...
+
+    @property
+    def num_queued(self) -> int:
+        """Any thread: sequences that wait, or are on their way there, as far as is known here."""
+        ...
+
     def close(self) -> None:
         """Give all memory back; nothing can run afterwards. May be called twice."""
         ...
@@ -140,6 +168,7 @@ class EngineCore:
         max_queue: int | None = None,
         memory: MemoryReport | None = None,
         release: Callable[[], None] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`max_queue` is what the front is told, where the scheduler takes more (a few may be on their way to it)."""
         assert run_ahead >= 0, f"{run_ahead=}"
@@ -168,6 +197,12 @@ class EngineCore:
         self.run_ahead = run_ahead
         """Steps that are launched before the result of the one before is known; may be changed between two steps."""
         self._release = release
+        self.grammars = grammars
+        """Whoever follows the forms of answers; the runner asks the same one."""
+        self._held: dict[int, Sequence] = {}
+        """Sequences that wait for their form to be compiled, or then for room in the queue."""
+        self._prepared: deque[int] = deque()
+        """Those of them whose form is there."""
         self._in_flight: deque[LiveStep] = deque()
         """The oldest first."""
         self._kept: StepResult | None = None
@@ -179,6 +214,12 @@ class EngineCore:
         self._num_steps = 0
         self._num_proposed_tokens = 0
         self._num_accepted_tokens = 0
+        self._map: CoreMap | None = None
+
+    @property
+    def num_queued(self) -> int:
+        """Any thread: sequences that wait."""
+        return self._num_waiting
 
     @property
     def num_in_flight(self) -> int:
@@ -196,7 +237,11 @@ class EngineCore:
 
     def check_room(self, num_sequences: int) -> None:
         """QueueFullError where so many more find no place to wait."""
-        refuse_full(num_sequences, self.scheduler.num_waiting, self.scheduler.max_queue)
+        refuse_full(num_sequences, self._num_waiting, self.scheduler.max_queue)
+
+    @property
+    def _num_waiting(self) -> int:
+        return self.scheduler.num_waiting + len(self._held)
 
     def submit(self, requests: SequenceABC[CoreRequest]) -> None:
         """Queue the sequences of one request, all or none."""
@@ -204,19 +249,36 @@ class EngineCore:
         if not ids or ids != sorted(set(ids)) or ids[0] < self._num_known:
             refuse(f"it names sequences {ids[:8]}, and new ones begin at {self._num_known}")
         self.check_room(len(requests))
-        scheduler = self.scheduler
         now, sequences = self._clock(), [_sequence(request) for request in requests]
         for sequence in sequences:
             sequence.may_speculate = self._may_speculate(sequence)
-        try:
-            for sequence in sequences:
-                scheduler.add(sequence)
-        except RequestError:
-            for sequence in sequences:
-                scheduler.finish(sequence)
-            raise
+        form = requests[0].params.structured_outputs
+        if form is None:
+            self._queue(sequences)
+        else:
+            self._hold(sequences, form)
         self._num_known = ids[-1] + 1
         self._live.update({sequence.sequence_id: _Live(sequence, now) for sequence in sequences})
+
+    def _queue(self, sequences: list[Sequence]) -> None:
+        try:
+            for sequence in sequences:
+                self.scheduler.add(sequence)
+        except RequestError:
+            for sequence in sequences:
+                self.scheduler.finish(sequence)
+            raise
+
+    def _hold(self, sequences: list[Sequence], form: StructuredOutputs) -> None:
+        """Until their form is compiled."""
+        if self.grammars is None:
+            raise RequestError(
+                f"structured_outputs.{form.kind} was asked", "this core follows no forms", "leave it out"
+            )
+        for sequence in sequences:
+            self.scheduler.check_fits(sequence)
+        self.grammars.begin([sequence.sequence_id for sequence in sequences], form)
+        self._held.update({sequence.sequence_id: sequence for sequence in sequences})
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """End sequences; those that have ended already are passed over."""
@@ -235,10 +297,13 @@ class EngineCore:
 
     def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
         """Launch what can be launched, and give what the oldest step in flight has brought."""
+        failed = self._take_prepared(waiting) if self._held else ()
+        if failed:
+            return CoreOutputs(failed, self.stats())
         if self._live:
             self._fill()
         if not self._in_flight:
-            assert not self._live, f"nobody is scheduled of {len(self._live)} that want to run"
+            assert len(self._live) == len(self._held), f"nobody is scheduled of {len(self._live)} that want to run"
             return CoreOutputs((), self.stats())
         result = self._collect(waiting)
         return CoreOutputs(tuple(self._book(self._in_flight.popleft(), result.results)), self.stats())
@@ -256,7 +321,7 @@ class EngineCore:
         scheduler = self.scheduler
         return CoreStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=self._num_waiting,
             num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -268,12 +333,80 @@ class EngineCore:
             num_accepted_tokens=self._num_accepted_tokens,
         )
 
+    def pulse(self) -> CorePulse | None:
+        """Whoever drives it knows."""
+        return None
+
+    def ask_map(self) -> None:
+        """Look at the pages now."""
+        self._map = self.map()
+
+    def take_map(self) -> CoreMap | None:
+        """The look that was asked for."""
+        taken, self._map = self._map, None
+        return taken
+
+    def map(self) -> CoreMap:
+        """Who holds which pages."""
+        scheduler, pool, now = self.scheduler, self.scheduler.pool, self._clock()
+        counts = zip(scheduler.groups, pool.num_owned_by_group, pool.num_cached_by_group, strict=True)
+        return CoreMap(
+            num_pages=pool.num_pages,
+            num_free=pool.num_free,
+            groups=tuple(GroupPages(group.name, group.page_tokens, owned, cached) for group, owned, cached in counts),
+            sequences=tuple(
+                self._pages_of(sequence, now)
+                for sequence in (*scheduler.running, *scheduler.first_waiting(MAX_WAITING_SHOWN))
+            ),
+            num_waiting=self._num_waiting,
+            num_steps=self._num_steps,
+        )
+
+    def _pages_of(self, sequence: Sequence, now: float) -> SequencePages:
+        return SequencePages(
+            sequence.sequence_id,
+            sequence.state is SequenceState.RUNNING,
+            sequence.num_prompt_tokens,
+            sequence.num_output_tokens,
+            sequence.num_kept,
+            sequence.num_cached_tokens,
+            sequence.num_preemptions,
+            sequence.params.priority,
+            self.scheduler.pages_held(sequence),
+            now - self._live[sequence.sequence_id].submitted_at,
+        )
+
     def close(self) -> None:
         """Give all memory back."""
         release, self._release = self._release, None
+        if self.grammars is not None:
+            self.grammars.close()
         if release is not None:
             self.runner = None  # its views keep the memory alive
             release()
+
+    def _take_prepared(self, waiting: Waiting) -> tuple[SequenceOutput, ...]:
+        """Sequences whose form is compiled join the queue, as far as it has room; the ends of those whose form failed."""
+        grammars, failed = self.grammars, []
+        assert grammars is not None, "forms are followed by nobody"
+        if not self._in_flight and not self._prepared and len(self._held) == len(self._live):
+            with waiting():
+                grammars.wait(HELD_SECONDS)
+        for sequence_ids, error in grammars.ready():
+            for sequence_id in sequence_ids:
+                if sequence_id not in self._held:  # aborted meanwhile
+                    grammars.forget(sequence_id)
+                elif error is None:
+                    self._prepared.append(sequence_id)
+                else:
+                    form = self._held.pop(sequence_id).params.structured_outputs
+                    del self._live[sequence_id]
+                    failed.append(SequenceOutput(sequence_id, ending=Ending("error", error=_form_words(form, error))))
+        while self._prepared and self.scheduler.num_waiting < self.scheduler.max_queue:
+            sequence = self._held.pop(self._prepared.popleft(), None)
+            if sequence is not None:
+                self.scheduler.add(sequence)
+        return tuple(failed)
 
     def _fill(self) -> None:
         runner = self.runner
@@ -360,12 +493,17 @@ class EngineCore:
         params = sequence.params
         if self.proposer is None or params.has_penalties or sequence.bad_word_ids:
             return False
+        if params.structured_outputs is not None:
+            return False
         if params.prompt_logprobs is not None and sequence.num_output_tokens == 0:
             return False
         return not self.proposer.is_waiting(sequence.sequence_id, sequence.num_tokens)
 
     def _finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
+        self._held.pop(sequence.sequence_id, None)
+        if self.grammars is not None:
+            self.grammars.forget(sequence.sequence_id)
         if self.proposer is not None:
             self.proposer.forget(sequence.sequence_id)
 
@@ -376,13 +514,13 @@ class EngineCore:
         params, num_output_tokens = sequence.params, sequence.num_output_tokens
         for place, token_id in enumerate(result.token_ids):
             if not 0 <= token_id < self._vocab_size:
-                self._distrust(sequence)
-                error = _no_token_reason(token_id, sequence, num_output_tokens)
-                return result.token_ids[:place], Ending("error", error=error)
+                return result.token_ids[:place], self._without_token(token_id, sequence, num_output_tokens)
             num_output_tokens += 1
             may_stop = num_output_tokens >= params.min_tokens
             ending: Ending | None = None
-            if may_stop and token_id in self._eos_token_ids and not params.ignore_eos:
+            # A form that is complete lets nothing follow, whatever else was asked.
+            is_end = (may_stop and not params.ignore_eos) or params.structured_outputs is not None
+            if is_end and token_id in self._eos_token_ids:
                 ending = Ending("stop")
             elif may_stop and token_id in params.stop_token_ids:
                 ending = Ending("stop", token_id)
@@ -391,6 +529,18 @@ class EngineCore:
             if ending is not None:
                 return result.token_ids[: place + 1], ending
         return result.token_ids, None
+
+    def _without_token(self, token_id: int, sequence: Sequence, num_output_tokens: int) -> Ending:
+        """How a sequence ends that no token could be chosen for."""
+        form = sequence.params.structured_outputs
+        if form is not None and self.grammars is not None and token_id == NO_TOKEN:
+            if self.grammars.is_complete(sequence.sequence_id):
+                return Ending("stop")
+            failure = self.grammars.failure(sequence.sequence_id)
+            if failure is not None:
+                return Ending("error", error=f"after {num_output_tokens} tokens {_form_words(form, failure)}")
+        self._distrust(sequence)
+        return Ending("error", error=_no_token_reason(token_id, sequence, num_output_tokens))
 
     def _distrust(self, sequence: Sequence) -> None:
         """Numbers that are not finite may lie in pages that others would share."""
@@ -406,6 +556,10 @@ def refuse_full(num_sequences: int, num_waiting: int, max_queue: int) -> None:
             f"{num_waiting} wait and the queue holds {max_queue}",
             "try again later, or raise max_queue",
         )
+
+
+def _form_words(form: StructuredOutputs | None, failure: str) -> str:
+    return f"structured_outputs.{'' if form is None else form.kind} could not be followed: {failure}"
 
 
 def _sequence(request: CoreRequest) -> Sequence:
@@ -446,6 +600,12 @@ def _output(
 
 def _no_token_reason(token_id: int, sequence: Sequence, num_output_tokens: int) -> str:
     where = f"after {num_output_tokens} tokens"
+    form = sequence.params.structured_outputs
+    if token_id == NO_TOKEN and form is not None:
+        return (
+            f"no token could be chosen {where}: of those that structured_outputs.{form.kind} allows none is left that is "
+            "finite and not banned (bad_words, allowed_token_ids)"
+        )
     if token_id == NO_TOKEN and sequence.params.allowed_token_ids is not None:
         return f"no token could be chosen {where}: of allowed_token_ids none is left that is finite and not banned"
     if token_id == NO_TOKEN:

@@ -3,7 +3,8 @@
     this process                               the child: python -m holdfast.engine.core_process
     Engine = Front + CoreProcess  -- Start, Submit, Abort, ... -->  CoreServer: commands between two steps,
     (text, templates, names)      <-- Ready, CoreOutputs, ... ----  EngineCore.step(), outputs without an answer awaited
-                                  <-- Heartbeat ------------------  pulse: a thread, all the time
+                                  <-- Heartbeat ------------------  pulse: a thread, all the time; also a time in
+                                                                    memory of both (engine/pulse.py)
 
 The child never waits for the front: it sends what a step brought and goes on, so that aborts and stop strings reach it
 a few steps late; the front drops what is surplus. Where nobody reads, it stops at a full socket.
@@ -37,6 +38,7 @@ from holdfast.engine.admission import describe
 from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
 from holdfast.engine.core import EngineCore, Waiting, refuse_full
 from holdfast.engine.engine import Engine
+from holdfast.engine.memory_map import CoreMap
 from holdfast.engine.messages import (
     Abort,
     CoreFacts,
@@ -47,6 +49,7 @@ from holdfast.engine.messages import (
     Ending,
     Heartbeat,
     LoadingProgress,
+    MapRequest,
     Message,
     Numbering,
     Ready,
@@ -61,6 +64,7 @@ from holdfast.engine.messages import (
     encode_message,
 )
 from holdfast.engine.open_text import open_text
+from holdfast.engine.pulse import CorePulse, Pulse, open_pulse_file
 from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
@@ -84,7 +88,7 @@ END_SECONDS = (10.0, 2.0)
 """For a child that was asked to end, and then for one that was told to."""
 NUM_LAST_LINES = 20
 COMMAND = (sys.executable, "-P", "-m", "holdfast.engine.core_process")
-"""Two arguments follow: the child's end of the channel, and the process that it belongs to."""
+"""Three arguments follow: the child's end of the channel, the process that it belongs to, and the file of its pulse."""
 _log = get_logger(__name__)
 
 
@@ -142,16 +146,22 @@ class Child:
 
     def __init__(self, command: SequenceABC[str], silence_seconds: float | None = None) -> None:
         ours, theirs = channel_pair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C on a terminal is for this process alone
-                env=_environment(),
-            )
+        number = open_pulse_file()
+        self.pulse = Pulse(number)
+        self.pulse.beat()
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), str(os.getpid()), str(number)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(), number),
+                    start_new_session=True,  # Ctrl-C on a terminal is for this process alone
+                    env=_environment(),
+                )
+        finally:
+            os.close(number)
         self.channel = Channel(ours, silence_seconds=silence_seconds)
         self._patience = min(END_SECONDS[0], silence_seconds or END_SECONDS[0])
         self._sent = Numbering()
@@ -218,14 +228,13 @@ class CoreProcess:
         self._timeout = max(config.core_timeout, LOADING_SECONDS)
         self._received = Numbering()
         self._stats = CoreStats()
+        self._map: CoreMap | None = None
         self._pending: deque[CoreOutputs] = deque()
         self._live: set[int] = set()
         self._unseen: deque[int] = deque()
         """Sequences that were sent, and that the core had not seen when it last spoke."""
         self._num_submitted = 0
         self._death: str | None = None
-        self.step_seconds = 0.0
-        """How long the step of the core had run at its last heartbeat."""
         self._child = Child(command, config.core_timeout)
         # Also runs when nobody holds the engine any more, and before the interpreter ends.
         self._end = weakref.finalize(self, self._child.end)
@@ -244,11 +253,21 @@ class CoreProcess:
         """Of the child."""
         return self._child.process.pid
 
+    def pulse(self) -> CorePulse:
+        """Any thread: how the child is at this moment."""
+        return self._child.pulse.look()
+
     def check_room(self, num_sequences: int) -> None:
-        """QueueFullError where so many more find no place to wait; asked of the core only where it may be so."""
-        if num_sequences > self.facts.max_queue - self._stats.num_waiting - len(self._unseen):
-            self.watch()
-        refuse_full(num_sequences, self._stats.num_waiting + len(self._unseen), self.facts.max_queue)
+        """QueueFullError where so many more find no place to wait; a core with nothing to do is asked first.
+
+        One that runs answers when its step ends, and would hold up everybody for each of those that are refused.
+        """
+        if num_sequences > self.facts.max_queue - self.num_queued:
+            if self._live:
+                self._hear_all()
+            else:
+                self.watch()
+        refuse_full(num_sequences, self.num_queued, self.facts.max_queue)
 
     def submit(self, requests: SequenceABC[CoreRequest]) -> None:
         """Send the sequences of one request. What the core refuses later ends with an error."""
@@ -285,10 +304,28 @@ class CoreProcess:
         self._send(StatsRequest())
         while not self._hear(self._next(waiting)):
             pass
+        # What the core said unasked stands before its answer; left there, it would be taken for the next one.
+        while (message := self._take()) is not None:
+            if not isinstance(message, Heartbeat):
+                self._hear(message)
 
     def stats(self) -> CoreStats:
         """As the core last said."""
         return self._stats
+
+    def ask_map(self) -> None:
+        """Have the child look at its pages between two steps."""
+        self._send(MapRequest())
+
+    def take_map(self) -> CoreMap | None:
+        """What it last saw there."""
+        taken, self._map = self._map, None
+        return taken
+
+    @property
+    def num_queued(self) -> int:
+        """Any thread: sequences that wait, as the core last said, and those that it has not seen."""
+        return self._stats.num_waiting + len(self._unseen)
 
     def close(self) -> None:
         """End the child. May be called twice."""
@@ -351,8 +388,6 @@ class CoreProcess:
             self._die(None)
         except MessageError as error:
             self._die(str(error))
-        if isinstance(message, Heartbeat):
-            self.step_seconds = message.step_seconds
         return message
 
     def _hear_all(self) -> None:
@@ -384,6 +419,8 @@ class CoreProcess:
         elif isinstance(message, CoreStats):
             self._see(message)
             return True
+        elif isinstance(message, CoreMap):
+            self._map = message
         elif isinstance(message, Refused) and message.sequence_ids and isinstance(message.error, RequestError):
             refused = set(message.sequence_ids)
             self._live -= refused
@@ -432,6 +469,7 @@ def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
     with contextlib.suppress(ChannelClosedError):
         while os.getppid() == parent and not channel.is_other_side_gone():
             now = time.monotonic()
+            server.pulse.beat()
             if now - told_at >= HEARTBEAT_SECONDS:
                 told_at = now
                 channel.try_send(server.heartbeat)
@@ -444,12 +482,11 @@ def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
 class CoreServer:
     """The child's side: opens a core, and carries out commands between its steps."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, pulse: Pulse) -> None:
         self._channel = channel
+        self.pulse = pulse
         self._sent = Numbering()
         self._received = Numbering()
-        self._step_began: float | None = None
-        """When the step in progress began."""
         self._held: list[Message] = []
         """What the front is told a little later."""
         self._holding = threading.Lock()
@@ -508,9 +545,10 @@ class CoreServer:
             yield
 
         while self._carry_out_commands(core):
-            self._step_began = began = time.monotonic()
+            began = time.monotonic()
+            self.pulse.begin_step()
             outputs = core.step(awaiting)
-            self._step_began = None
+            self.pulse.end_step()
             now = time.monotonic()
             with self._holding:
                 self._held.append(outputs)
@@ -534,8 +572,7 @@ class CoreServer:
 
     def heartbeat(self) -> bytes:
         """Any thread: one more of them, in its turn."""
-        began = self._step_began
-        return encode_message(Heartbeat(0.0 if began is None else time.monotonic() - began), self._sent.next())
+        return encode_message(Heartbeat(self.pulse.look().step_seconds), self._sent.next())
 
     def _carry_out_commands(self, core: EngineCore) -> bool:
         """Until there is a step to run; False where the core is to end."""
@@ -547,7 +584,8 @@ class CoreServer:
                 if isinstance(message, Shutdown):
                     return False
                 self._carry_out(core, message)
-                is_told = False
+                # Where the front asked how it is, it has just been told; once more each second would fill the channel.
+                is_told = isinstance(message, StatsRequest) or (is_told and isinstance(message, MapRequest))
             elif core.has_unfinished:
                 return True
             else:
@@ -580,6 +618,8 @@ class CoreServer:
                     core.reset_prefix_cache()
                 case StatsRequest():
                     self.send(core.stats())
+                case MapRequest():
+                    self.send(core.map())
                 case _:
                     refuse(f"it is {type(message).__name__}, which a front does not send")
         except RequestError as error:
@@ -622,13 +662,15 @@ def open_core(config: EngineConfig, on_progress: Callable[[int, int], None], on_
 
 
 def main(open_core: OpenCore = open_core) -> None:
-    """The child: its end of the channel, and the process that it belongs to, are its two arguments."""
+    """The child: its end of the channel, the process that it belongs to, and the file of its pulse are its arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to_stderr()
-    number, parent = map(int, sys.argv[1:])
+    number, parent, pulse_number = map(int, sys.argv[1:])
+    own_pulse = Pulse(pulse_number)
+    os.close(pulse_number)
     with socket.socket(fileno=number) as connection:
         channel = Channel(connection)
-        server = CoreServer(channel)
+        server = CoreServer(channel, own_pulse)
         threading.Thread(target=pulse, args=(server, channel, parent), name="holdfast-pulse", daemon=True).start()
         server.run(open_core)
 

@@ -25,6 +25,7 @@ from holdfast.config import Limits
 from holdfast.engine.admission import ChatOptions, PreparedRequest, describe
 from holdfast.engine.core import Core, EngineCore, Waiting
 from holdfast.engine.front import Front
+from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.messages import Ending
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
@@ -34,6 +35,7 @@ from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.grammar import Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 _log = get_logger(__name__)
@@ -130,9 +132,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         *,
         generation: GenerationDefaults | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.core = core
-        self.front = Front(core.facts, tokenizer, chat_template, seed, clock)
+        self.front = Front(core.facts, tokenizer, chat_template, seed, clock, vocabulary)
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.has_chat_template = chat_template is not None
@@ -174,6 +177,10 @@ class Engine:
     ) -> PreparedRequest:
         """The same for a conversation."""
         return self.front.prepare_chat(messages, params, cache_salt, template_options, options)
+
+    def check_form(self, params: object) -> None:
+        """The part of `prepare` that may take seconds: whether the form of an answer can be met. Any thread may call this."""
+        self.front.check_form(params)
 
     def add_request(
         self, request_id: str | None, prompt: object, params: SamplingParams, *, cache_salt: str | None = None
@@ -243,6 +250,17 @@ class Engine:
         if not self.is_dead:
             self._guarded(self.core.watch)
 
+    def ask_map(self) -> None:
+        """Have a look taken at the pages; it comes with a step, or with `watch` where there is none to run."""
+        self.raise_if_dead()
+        with InterruptShield(), self._fatal():
+            self.core.ask_map()
+
+    def take_map(self) -> MemoryMap | None:
+        """Who holds which pages, once the look that was asked for is here."""
+        taken = self.core.take_map()
+        return None if taken is None else self.front.named_map(taken)
+
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now, or of the last message of a core in another process."""
         core = self.core.stats()
@@ -270,6 +288,7 @@ class Engine:
 
     def close(self) -> None:
         """Give all memory back, when every request has ended; nothing can run afterwards. May be called twice."""
+        self.front.close()
         self.core.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -4,6 +4,7 @@ A reader in an event loop has a Mailbox, which the thread fills and wakes it for
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -11,15 +12,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from holdfast.engine.admission import PreparedRequest
+from holdfast.engine.core import refuse_full
 from holdfast.engine.engine import Engine
+from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.outputs import DeltaBuffer
-from holdfast.errors import EngineDeadError, HoldfastError
+from holdfast.engine.pulse import CorePulse
+from holdfast.errors import EngineDeadError, HoldfastError, QueueFullError
 from holdfast.forks import HomeProcess
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 
 WATCH_SECONDS = 1.0
 """How often an engine is looked after that has nothing to do: its core may be a process, which may end."""
+MAP_SECONDS = 0.02
+"""The same while somebody waits for a map that no step will bring."""
+NUM_REMEMBERED = 64
+"""Ends of requests, which the pace is taken from."""
+RETRY_SECONDS = (1.0, 60.0)
+"""That somebody who finds the queue full is told to wait, at the least and at the most."""
 _log = get_logger(__name__)
 
 
@@ -59,6 +69,17 @@ class Mailbox:
         """In the reader's loop: there is something to take."""
         self._arrived.set()
 
+    async def accepted(self) -> None:
+        """Wait until the engine has the request, or raise what it was refused with. Before the first `take`."""
+        while True:
+            await self._arrived.wait()
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+            if self.request_id is not None:
+                return  # what has arrived meanwhile is still to be taken
+            self._arrived.clear()
+
     async def take(self) -> tuple[list[CompletionDelta], bool]:
         """What has arrived since the last time, merged by completion, and whether it was the last of the request."""
         while True:
@@ -72,6 +93,24 @@ class Mailbox:
                     return self._buffer.take(), self._num_unfinished == 0
 
 
+class MapReader:
+    """Somebody in an event loop who waits for a memory map."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+
+    def tell(self) -> None:
+        """Engine's thread: it is here, or never will be."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def wait(self, seconds: float) -> None:
+        """Until then, at the most so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class Health:
     """Whether the engine moves. A hung step shows as seconds that grow while something is unfinished."""
@@ -82,6 +121,10 @@ class Health:
     """Since the last completed step, or since there has been work; 0 when there is none."""
     num_commands: int
     """Requests and aborts that wait for the step in progress to end."""
+    core_silence_seconds: float = 0.0
+    """Since the process of the core last gave a sign of life, which it does all the time; 0 where that is this process."""
+    seconds_in_step: float = 0.0
+    """That the step in progress has run; 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +151,13 @@ class EngineThread:
         self._takes_requests = True
         self._is_idle = True
         self._progressed_at = clock()
+        self._num_posted = 0
+        """Completions of requests that wait for the step in progress to end."""
+        self._finished_at: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        """Of the last requests."""
+        self._map: MemoryMap | None = None
+        self._is_map_asked = False
+        self._map_readers: list[MapReader] = []
         self._thread = threading.Thread(target=self._run, name="holdfast-engine", daemon=True)
         self._thread.start()
 
@@ -118,6 +168,7 @@ class EngineThread:
             self.engine.raise_if_dead()
             if not self._takes_requests:
                 raise EngineDeadError("a request was given", "the engine is shutting down", "make a new engine")
+            self._num_posted += prepared.params.n
             self._post(_Submission(prepared, request_id, mailbox))
 
     def abort(self, request_id: str) -> None:
@@ -146,7 +197,34 @@ class EngineThread:
             is_idle = self._is_idle and not self._commands
             seconds = 0.0 if is_idle else self._clock() - self._progressed_at
             is_alive = self._thread.is_alive() and not self.engine.is_dead
-            return Health(is_alive, len(self._mailboxes), seconds, len(self._commands))
+            pulse = self.engine.core.pulse() or CorePulse(0.0, seconds)
+            return Health(is_alive, len(self._mailboxes), seconds, len(self._commands), *pulse)
+
+    def memory_map(self) -> MemoryMap | None:
+        """The last look at the pages; None before the first."""
+        return self._map
+
+    def ask_map(self, reader: "MapReader | None" = None) -> None:
+        """Have a newer one taken between two steps; one question at a time is on its way. The reader is told of it."""
+        self.home.check()
+        with self._changed:
+            self.engine.raise_if_dead()
+            if not self._takes_requests and not self._thread.is_alive():
+                raise EngineDeadError("a memory map was asked", "the engine has ended", "make a new engine")
+            if reader is not None:
+                self._map_readers.append(reader)
+            if not self._is_map_asked:
+                self._is_map_asked = True
+                self._post(self._look)
+
+    def check_room(self, num_sequences: int) -> None:
+        """QueueFullError where so many more would find no place to wait, as far as is known here."""
+        core = self.engine.core
+        try:
+            refuse_full(num_sequences, core.num_queued + self._num_posted, core.facts.max_queue)
+        except QueueFullError as error:
+            error.retry_after_seconds = self._retry_after_seconds()
+            raise
 
     def drain(self) -> None:
         """Refuse new requests, finish the others, then end; `join` waits for that."""
@@ -180,6 +258,8 @@ class EngineThread:
                 with self._changed:
                     self._progressed_at = self._clock()
                 self._publish(deltas)
+                if self._is_map_asked:
+                    self._take_map()
         except Exception as error:
             _log.error("the engine's thread ended: %s", error)
             self._fail_all(error)
@@ -194,7 +274,7 @@ class EngineThread:
                 if self._is_idle and not self._commands:
                     if not self._takes_requests:
                         return False
-                    self._changed.wait(WATCH_SECONDS)
+                    self._changed.wait(MAP_SECONDS if self._is_map_asked else WATCH_SECONDS)
                 num_commands = len(self._commands)
                 self._is_idle = self._is_idle and num_commands == 0
             # One by one: those behind one that fails must still be found by _fail_all.
@@ -205,19 +285,44 @@ class EngineThread:
             if num_commands == 0:
                 self.engine.watch()
                 self.engine.raise_if_dead()
+                if self._is_map_asked:
+                    self._take_map()
+
+    def _look(self) -> None:
+        self.engine.ask_map()
+        if not self.engine.has_unfinished():
+            self.engine.watch()  # no step would bring it
+            self.engine.raise_if_dead()
+        self._take_map()
+
+    def _take_map(self) -> None:
+        """Tell whoever asked, where it is here."""
+        taken = self.engine.take_map()
+        if taken is None:
+            return
+        with self._changed:
+            self._map, self._is_map_asked = taken, False
+            readers, self._map_readers = self._map_readers, []
+        for reader in readers:
+            reader.tell()
 
     def _carry_out(self, command: "_Submission | Callable[[], None]") -> None:
         if not isinstance(command, _Submission):
             command()
             return
+        with self._changed:
+            self._num_posted -= command.prepared.params.n
         try:
             command.mailbox.request_id = self.engine.submit(command.prepared, command.request_id)
         except HoldfastError as error:
+            if isinstance(error, QueueFullError):
+                error.retry_after_seconds = self._retry_after_seconds()
             command.mailbox.fail(error)
             self._wake([command.mailbox])
             self.engine.raise_if_dead()
         else:
             self._mailboxes[command.mailbox.request_id] = command.mailbox
+            self._wake([command.mailbox])
 
     def _withdraw(self, mailbox: Mailbox) -> None:
         name = mailbox.request_id
@@ -237,6 +342,7 @@ class EngineThread:
         for name, mailbox in filled.items():
             if mailbox.is_complete:
                 del self._mailboxes[name]
+                self._finished_at.append(self._clock())
         self._wake(list(filled.values()))
 
     def _wake(self, mailboxes: list[Mailbox]) -> None:
@@ -250,6 +356,14 @@ class EngineThread:
                 # The loop is closed: its readers went without saying so.
                 for mailbox in waiting:
                     self._withdraw(mailbox)
+
+    def _retry_after_seconds(self) -> float:
+        """When a quarter of those that wait has gone at the pace of the last ones: all who are refused come again together."""
+        finished = list(self._finished_at)
+        if len(finished) < 2:
+            return RETRY_SECONDS[0]
+        seconds_each = max(self._clock() - finished[0], 0.0) / len(finished)
+        return min(max(seconds_each * self.engine.core.num_queued / 4, RETRY_SECONDS[0]), RETRY_SECONDS[1])
 
     def _fail_all(self, cause: Exception) -> None:
         """Nobody waits for an engine that is gone."""
@@ -265,6 +379,10 @@ class EngineThread:
             mailbox.fail(death)
         self._wake(mailboxes)
         self._mailboxes.clear()
+        with self._changed:
+            readers, self._map_readers = self._map_readers, []
+        for reader in readers:
+            reader.tell()
 
 
 def _wake_all(mailboxes: list[Mailbox]) -> None:

@@ -13,15 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.engine.admission import Admission, ChatOptions, PreparedRequest, derive_seed, describe
+from holdfast.engine.memory_map import CoreMap, MemoryMap, RequestPages
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, Ending, SequenceOutput
 from holdfast.engine.outputs import Completion
 from holdfast.errors import RequestError, shown
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.grammar import FormCheck, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 256
+MAX_STEP_BITS = 18
 _log = get_logger(__name__)
 
 
@@ -47,8 +50,13 @@ class Front:
         chat_template: ChatTemplate | None,
         seed: int,
         clock: Callable[[], float],
+        vocabulary: Vocabulary | None = None,
     ) -> None:
-        self._admission = Admission(facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template)
+        """`vocabulary`: the tokenizer's for forms of answers, where somebody shares one."""
+        if vocabulary is None and tokenizer is not None:
+            vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
+        self._forms = forms = None if vocabulary is None else FormCheck(vocabulary)
+        self._admission = Admission(facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms)
         self._tokenizer = tokenizer
         self._seed = seed
         self._clock = clock
@@ -60,6 +68,10 @@ class Front:
         self.num_requests = 0
         self.num_output_tokens = 0
         """Tokens of completions that were alive to get them."""
+        self.steps_by_size = [0] * MAX_STEP_BITS
+        """Steps by their tokens, computed of prompts and chosen: place k counts those of at most 2**k, and of more than half."""
+        self.num_step_tokens = 0
+        self._num_prompt_tokens = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -84,6 +96,10 @@ class Front:
     ) -> PreparedRequest:
         """The same for a conversation."""
         return self._admission.prepare_chat(messages, params, cache_salt, template_options, options)
+
+    def check_form(self, params: object) -> None:
+        """The part of `prepare` that may take seconds: whether the form of an answer can be met. Any thread may call this."""
+        self._admission.check_form(params)
 
     def unused_name(self) -> str:
         """A name that no live request has."""
@@ -127,11 +143,16 @@ class Front:
 
         Outputs of completions that are over are surplus, and dropped.
         """
-        now, ended = self._clock(), []
+        now, ended, num_tokens = self._clock(), [], outputs.stats.num_prompt_tokens - self._num_prompt_tokens
+        self._num_prompt_tokens += num_tokens
         for output in outputs.outputs:
+            num_tokens += len(output.token_ids)
             completion = self._by_sequence.get(output.sequence_id)
             if completion is not None:
                 ended += self._advance(completion, output, now)
+        if num_tokens > 0:
+            self.num_step_tokens += num_tokens
+            self.steps_by_size[min((num_tokens - 1).bit_length(), MAX_STEP_BITS - 1)] += 1
         return ended
 
     def deliver(self) -> list[CompletionDelta]:
@@ -150,6 +171,30 @@ class Front:
         """End every live request; nothing in here can fail."""
         deltas, _ = self._end(self._by_sequence.values(), ending)
         self._undelivered += deltas
+
+    def named_map(self, seen: CoreMap) -> MemoryMap:
+        """A core's look at its pages with the names of requests; those that have ended here are left out."""
+        now, requests = self._clock(), []
+        for sequence in seen.sequences:
+            completion = self._by_sequence.get(sequence.sequence_id)
+            if completion is not None:
+                requests.append(
+                    RequestPages(
+                        completion.request_id,
+                        completion.index,
+                        sequence.phase,
+                        *sequence[2:],
+                        completion.tokens_per_second(now),
+                    )
+                )
+        return MemoryMap(
+            now, seen.num_pages, seen.num_free, seen.groups, tuple(requests), seen.num_waiting, seen.num_steps
+        )
+
+    def close(self) -> None:
+        """End what forms are tried out in."""
+        if self._forms is not None:
+            self._forms.close()
 
     def names(self) -> list[str]:
         """Those of all live requests."""

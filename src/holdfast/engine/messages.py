@@ -2,10 +2,11 @@
 
     front -> core   Start        once: the settings of the engine
                     Submit       the sequences of one request, all or none
-                    Abort, ResetPrefixCache, StatsRequest, Shutdown
+                    Abort, ResetPrefixCache, StatsRequest, MapRequest, Shutdown
     core -> front   LoadingProgress, then Ready: what admission has to know, and who holds how many bytes
                     CoreOutputs  what one step brought, with a look at the core
                     CoreStats    the same look, asked for, or because the core has nothing to do
+                    CoreMap      who holds which pages, asked for
                     Refused      a request that cannot run, or a model that cannot be opened
                     Heartbeat    the process lives, and how long its step has run
                     Died         the core stopped, and why
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 from holdfast import errors
 from holdfast.config import EngineConfig, Limits
+from holdfast.engine.memory_map import CoreMap, GroupPages, SequencePages
 from holdfast.errors import HoldfastError, MemoryPlanError, MessageError, PlanChange, PlanRow, PlanTable
 from holdfast.memory.ledger import Entry
 from holdfast.memory.on_disk import DiskAccount, OnDisk, StoredType
@@ -153,6 +155,11 @@ class StatsRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class MapRequest:
+    """Who holds which pages, as soon as it can."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Let go of the model and end."""
 
@@ -202,11 +209,13 @@ Message = (
     | Abort
     | ResetPrefixCache
     | StatsRequest
+    | MapRequest
     | Shutdown
     | LoadingProgress
     | Ready
     | CoreOutputs
     | CoreStats
+    | CoreMap
     | Refused
     | Died
     | Heartbeat
@@ -295,7 +304,7 @@ def _read_abort(reader: Reader) -> Abort:
     return Abort(reader.ints(0))
 
 
-# CoreOutputs, CoreStats
+# CoreOutputs, CoreStats, CoreMap
 
 
 def _stats_counts(stats: CoreStats) -> list[int]:
@@ -326,6 +335,44 @@ def _read_stats(reader: Reader) -> CoreStats:
     if len(counts) != NUM_COUNTS:
         refuse(f"it counts {len(counts)} things, and there are {NUM_COUNTS}")
     return CoreStats(*counts, kv_usage=reader.float())
+
+
+def _write_map(writer: Writer, message: CoreMap) -> None:
+    groups, sequences = message.groups, message.sequences
+    _write_json(writer, [group.name for group in groups])
+    numbers = [message.num_pages, message.num_free, message.num_waiting, message.num_steps]
+    for group in groups:
+        numbers += group[1:]
+    writer.ints(numbers)
+    # All fields of a sequence but the last two are numbers, and its pages follow them.
+    writer.ints([number for sequence in sequences for number in (*sequence[:-2], *sequence.pages)])
+    _write_floats(writer, [sequence.age_seconds for sequence in sequences])
+
+
+def _read_map(reader: Reader) -> CoreMap:
+    names = json.loads(reader.text())
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        refuse("its cache groups have no names")
+    counts, numbers, ages = reader.ints(0), reader.ints(), _read_floats(reader)
+    num_fields = len(SequencePages._fields) - 2 + len(names)
+    if len(counts) != 4 + 3 * len(names) or len(numbers) != num_fields * len(ages):
+        refuse(f"{len(counts)} and {len(numbers)} numbers are no map of {len(names)} groups, {len(ages)} sequences")
+    groups = tuple(GroupPages(name, *counts[4 + 3 * place : 7 + 3 * place]) for place, name in enumerate(names))
+    rows = (numbers[begin : begin + num_fields] for begin in range(0, len(numbers), num_fields))
+    sequences = tuple(_sequence_pages(row, len(names), age) for row, age in zip(rows, ages, strict=True))
+    num_pages, num_free, num_waiting, num_steps = counts[:4]
+    return CoreMap(num_pages, num_free, groups, sequences, num_waiting, num_steps)
+
+
+def _sequence_pages(row: tuple[int, ...], num_groups: int, age_seconds: float) -> SequencePages:
+    num_facts = len(row) - num_groups
+    sequence_id, is_running, prompt, output, computed, cached, preemptions, priority = row[:num_facts]
+    pages = row[num_facts:]
+    if is_running not in (0, 1) or min(sequence_id, prompt, output, computed, cached, preemptions, *pages) < 0:
+        refuse(f"sequence {sequence_id} has numbers that are no counts")
+    return SequencePages(
+        *(sequence_id, bool(is_running), prompt, output, computed, cached, preemptions, priority, pages, age_seconds)
+    )
 
 
 def _write_outputs(writer: Writer, message: CoreOutputs) -> None:
@@ -563,6 +610,7 @@ _FORMS: dict[type, tuple[int, Callable[..., None], Callable[[Reader], Message]]]
     ResetPrefixCache: (19, _write_nothing, lambda reader: ResetPrefixCache()),
     StatsRequest: (20, _write_nothing, lambda reader: StatsRequest()),
     Shutdown: (21, _write_nothing, lambda reader: Shutdown()),
+    MapRequest: (22, _write_nothing, lambda reader: MapRequest()),
     LoadingProgress: (32, _write_progress, _read_progress),
     Ready: (33, _write_ready, _read_ready),
     CoreOutputs: (34, _write_outputs, _read_outputs),
@@ -574,5 +622,6 @@ _FORMS: dict[type, tuple[int, Callable[..., None], Callable[[Reader], Message]]]
         lambda writer, message: writer.float(message.step_seconds),
         lambda reader: Heartbeat(reader.float()),
     ),
+    CoreMap: (39, _write_map, _read_map),
 }
 _READERS = {kind: read for kind, _, read in _FORMS.values()}

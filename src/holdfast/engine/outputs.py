@@ -91,6 +91,12 @@ class Completion:
     def sequence_id(self) -> int:
         return self.request.sequence_id
 
+    def tokens_per_second(self, now: float) -> float:
+        """Of output, since the first token; 0 before the second."""
+        if self._first_token_at is None or now <= self._first_token_at:
+            return 0.0
+        return max(self._num_output_tokens - 1, 0) / (now - self._first_token_at)
+
     def advance(self, output: SequenceOutput, now: float) -> CompletionDelta | None:
         """What a step has brought: tokens up to a stop string, if they made one, and the end; None for neither."""
         self._queue_seconds = output.queue_seconds

@@ -1,7 +1,10 @@
-"""Queues: sequences that wait and that run, in order of arrival; SlotPool: the places of those that run; no torch."""
+"""Queues: sequences that wait and that run, by priority and arrival; SlotPool: the places of those that run; no torch."""
 
 import heapq
+from bisect import insort
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
 
 from holdfast.request.sequence import Sequence, SequenceState
 
@@ -34,12 +37,78 @@ class SlotPool:
         assert slots == list(range(self.num_slots)), f"slots {sorted(self._free)} are free, {sorted(taken)} are taken"
 
 
-class Queues:
-    """Holds each sequence in exactly one place and keeps its state in step. Every move is O(1)."""
+class Lanes:
+    """Sequences by priority, the lowest number first, and in order of arrival among equals. Moves at either end are O(1)."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Sequence] = {}
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._lanes: dict[int, OrderedDict[int, Sequence]] = {}
+        """None is empty."""
+        self._priorities: list[int] = []
+        """Sorted. As many as there are lanes: nearly always one."""
+        self._num_sequences = 0
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The most important first."""
+        return (sequence for priority in self._priorities for sequence in self._lanes[priority].values())
+
+    @property
+    def first(self) -> Sequence:
+        return next(iter(self._lanes[self._priorities[0]].values()))
+
+    def add(self, sequence: Sequence, *, is_oldest: bool = False) -> None:
+        """Behind all others of its priority, or before them."""
+        priority = sequence.params.priority
+        lane = self._lanes.get(priority)
+        if lane is None:
+            lane = self._lanes[priority] = OrderedDict()
+            insort(self._priorities, priority)
+        lane[sequence.sequence_id] = sequence
+        if is_oldest:
+            lane.move_to_end(sequence.sequence_id, last=False)
+        self._num_sequences += 1
+
+    def pop_first(self) -> Sequence:
+        """The oldest of the most important."""
+        sequence = self.first
+        self.discard(sequence)
+        return sequence
+
+    def pop_last(self) -> Sequence:
+        """The youngest of the least important."""
+        sequence = next(reversed(self._lanes[self._priorities[-1]].values()))
+        self.discard(sequence)
+        return sequence
+
+    def discard(self, sequence: Sequence) -> None:
+        """Nothing happens where it is not here."""
+        priority = sequence.params.priority
+        lane = self._lanes.get(priority)
+        if lane is None or lane.pop(sequence.sequence_id, None) is None:
+            return
+        self._num_sequences -= 1
+        if not lane:
+            del self._lanes[priority]
+            self._priorities.remove(priority)
+
+    def check(self) -> None:
+        """Every lane has somebody, and its place; everybody is listed under their id."""
+        assert self._priorities == sorted(self._lanes), f"{self._priorities} of {sorted(self._lanes)}"
+        assert all(self._lanes.values()), f"a lane of {self._priorities} is empty"
+        listed = [one for lane in self._lanes.values() for one in lane.items()]
+        assert len(listed) == self._num_sequences, f"{len(listed)} are listed, {self._num_sequences} counted"
+        for sequence_id, sequence in listed:
+            assert sequence.sequence_id == sequence_id, f"{named(sequence)} is listed as {sequence_id}"
+
+
+class Queues:
+    """Holds each sequence in exactly one place and keeps its state in step. Every move is O(1) among equals."""
+
+    def __init__(self) -> None:
+        self._running = Lanes()
+        self._waiting = Lanes()
         self._arrivals: dict[int, int] = {}
         self._num_arrived = 0
 
@@ -56,55 +125,63 @@ class Queues:
 
     @property
     def running(self) -> list[Sequence]:
-        """A copy, oldest first."""
-        return list(self._running.values())
+        """A copy, in order."""
+        return list(self._running)
 
     @property
     def waiting(self) -> list[Sequence]:
-        """A copy, oldest first."""
-        return list(self._waiting.values())
+        """A copy, in order."""
+        return list(self._waiting)
+
+    def waiting_up_to(self, most: int) -> list[Sequence]:
+        """The first of them, at most so many."""
+        return list(islice(self._waiting, most))
 
     @property
-    def oldest_waiting(self) -> Sequence:
-        return next(iter(self._waiting.values()))
+    def first_waiting(self) -> Sequence:
+        return self._waiting.first
 
     def append(self, sequence: Sequence) -> None:
-        """A new sequence waits, behind all others."""
+        """A new sequence waits, behind all others of its priority."""
         is_new = sequence not in self and sequence.state is SequenceState.WAITING and not any(sequence.tables)
         assert is_new, f"{named(sequence)} is not new: {sequence.state} {sequence.tables=}"
         self._arrivals[sequence.sequence_id] = self._num_arrived
         self._num_arrived += 1
-        self._waiting[sequence.sequence_id] = sequence
+        self._waiting.add(sequence)
 
     def admit(self) -> Sequence:
-        """The oldest that waits becomes the youngest that runs."""
-        sequence_id, sequence = self._waiting.popitem(last=False)
-        self._running[sequence_id] = sequence
+        """The first that waits becomes the youngest that runs of its priority."""
+        sequence = self._waiting.pop_first()
+        self._running.add(sequence)
         sequence.state = SequenceState.RUNNING
         return sequence
 
     def preempt(self) -> Sequence:
-        """The youngest that runs becomes the oldest that waits."""
-        sequence_id, sequence = self._running.popitem()
-        self._waiting[sequence_id] = sequence
-        self._waiting.move_to_end(sequence_id, last=False)
+        """The last that runs becomes the oldest that waits of its priority."""
+        sequence = self._running.pop_last()
+        self._waiting.add(sequence, is_oldest=True)
         sequence.state = SequenceState.WAITING
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out for good, wherever it is; nothing happens when it is not here."""
         sequence.state = SequenceState.FINISHED
-        self._arrivals.pop(sequence.sequence_id, None)
-        self._waiting.pop(sequence.sequence_id, None)
-        self._running.pop(sequence.sequence_id, None)
+        if self._arrivals.pop(sequence.sequence_id, None) is not None:
+            self._waiting.discard(sequence)
+            self._running.discard(sequence)
 
     def check(self) -> None:
-        """Every sequence once, in its state, in order of arrival."""
-        ids = [*self._running, *self._waiting]
+        """Every sequence once, in its state, in order; of equals, those that run arrived before those that wait."""
+        self._running.check()
+        self._waiting.check()
+        ids = [sequence.sequence_id for lanes in (self._running, self._waiting) for sequence in lanes]
         assert sorted(ids) == sorted(self._arrivals), f"queues hold {ids}, known are {sorted(self._arrivals)}"
-        arrivals = [self._arrivals[sequence_id] for sequence_id in ids]
-        assert arrivals == sorted(arrivals), f"running and waiting are out of order of arrival: {arrivals}"
-        for queue, state in ((self._running, SequenceState.RUNNING), (self._waiting, SequenceState.WAITING)):
-            for sequence_id, sequence in queue.items():
-                assert sequence.sequence_id == sequence_id, f"{named(sequence)} is listed as {sequence_id}"
+        arrivals: dict[int, list[int]] = {}
+        for lanes, state in ((self._running, SequenceState.RUNNING), (self._waiting, SequenceState.WAITING)):
+            priorities = [sequence.params.priority for sequence in lanes]
+            assert priorities == sorted(priorities), f"those {state.value} are out of order: {priorities}"
+            for sequence in lanes:
                 assert sequence.state is state, f"{named(sequence)} is listed as {state.value}"
+                arrivals.setdefault(sequence.params.priority, []).append(self._arrivals[sequence.sequence_id])
+        for priority, order in arrivals.items():
+            assert order == sorted(order), f"running and waiting of {priority=} are out of order of arrival: {order}"

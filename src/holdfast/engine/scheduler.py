@@ -1,11 +1,11 @@
-"""Scheduler: who runs next, how many of their tokens, on which pages; first come, first served; no torch.
+"""Scheduler: who runs next, how many of their tokens, on which pages; by priority, then first come, first served; no torch.
 
-Laid end to end, running before waiting, the sequences are always sorted by arrival. Admission moves the border one to
-the right, preemption one to the left; besides that, sequences only join at the right end and leave from anywhere.
+Of equal priority, laid end to end, running before waiting, the sequences are always sorted by arrival. Admission moves the
+border one to the right, preemption one to the left; besides that, they only join at the right end and leave from anywhere.
 
     add() -> [ waiting ... ] --admit--> [ running ... ] --finish()--> [ quarantine ] --> gone
                     ^                          |
-                    '------- preempt ----------'   the youngest, when an older one needs its pages
+                    '------- preempt ----------'   the last, when one before it needs its pages
 
 **Steps in flight.** schedule() may be called again before the step that it gave has ended. A step in flight is believed
 as far as positions go: `num_scheduled` is behind its last one, and a token that it chooses is *coming*, so that a
@@ -33,9 +33,10 @@ overlap: there a sequence that starts on a hit of h tokens computes the last `to
 written for those (`num_stored` is h until they are computed), so that they may lie on pages of others, and windows are wide
 enough for them to see what they saw the first time. For everything that follows about pages it is as far as h.
 
-**Order.** Every running sequence arrived before every waiting one, and both queues are in order of arrival. Admission
-takes the oldest that waits and makes it the youngest that runs; preemption does the reverse. Nothing else moves. So
-among those that run, admissions happened in order of arrival too.
+**Order.** A sequence comes before another if its priority is a lower number or, of equals, if it arrived before. Both queues
+are in this order. Admission takes the first that waits, preemption the last that runs; nothing else moves. So nobody who
+runs is pushed out by one that waits, and of equals every running one arrived before every waiting one, and was admitted
+in order of arrival. As long as lower numbers keep coming higher ones wait: whoever gives priorities answers for that.
 
 **Admission.** A waiting sequence starts only when its *claim* fits beside the claims of all that run. A claim is what a
 sequence may still take out of the pool, at the most, until every token known or coming is computed and, in each group,
@@ -47,23 +48,27 @@ smallest pages. In a step that preempted someone nobody is admitted.
 
 **Preemption frees memory at once**, because it happens only with nothing in flight. A sequence that is admitted on a hit
 of h tokens takes a new page in every group that keeps rows, because h ends a page in all of them and the token at h is
-never part of a hit, and its states are its own. What it computed can be shared only with sequences admitted later, which
-are preempted first. So each preemption makes pages available, as long as some group still holds the newest token, or a
-state, between steps: every one but a window of 1, which at the end of a page holds nothing. Where all groups are such,
-a preemption may free nothing, and the next one follows; nothing below needs more.
+never part of a hit, and its states are its own. What it computed can be shared only with sequences admitted later; of
+equals these are preempted first. So each preemption makes pages available, as long as some group still holds the newest
+token, or a state, between steps: every one but a window of 1, which at the end of a page holds nothing. Where all groups
+are such, or one gives way whose pages a more important one shares, a preemption may free nothing, and the next one
+follows; nothing below needs more.
 
-**Liveness.** Whoever calls books the oldest step in flight whenever schedule() gives None or an empty step. Then the
-oldest sequence advances by at least one token in every step that is given with nothing in flight, and in between it
-goes on or waits for what is in flight: N sequences finish within N * max_model_len such steps once they stop arriving:
-1. If it waits, nothing runs (order), so once the steps in flight are booked nothing is in quarantine and every page and
-   slot is available. What it starts on and what it claims then are together no more than the sum of its groups' bounds,
-   with or without a hit, and add() has checked that this fits: admitted.
+**Liveness.** Whoever calls books the oldest step in flight whenever schedule() gives None or an empty step. Then the first
+that runs advances by at least one token in every step that is given with nothing in flight, and in between it goes on or
+waits for what is in flight: N equal sequences finish within N * max_model_len such steps once they stop arriving:
+1. If nothing runs, then once the steps in flight are booked nothing is in quarantine and every page and slot is
+   available. What the first that waits starts on and what it claims then are together no more than the sum of its
+   groups' bounds, with or without a hit, and add() has checked that this fits: admitted.
 2. If it runs and has positions left that are not in flight, it is served first, with the whole token budget. If a page
    is missing, schedule() gives None until nothing is in flight; then those behind it are preempted; at the latest when
    it is alone every page that it does not hold is available. What it holds once it has grown is in each group within
    the bound that add() has summed up, so these suffice.
 3. If it runs and has none left, what it needs is in flight, and booking brings its token.
-4. It is never preempted, because only the youngest is, and only for one that is at least as old.
+4. It is never preempted, because only the last is, and only for one that is before it.
+5. Not all equal: while the first of all waits, nobody else is admitted, so that the first that runs ends, and the next, each
+   within max_model_len, until it is admitted; from then on it is the first that runs, and ends within as much. What the
+   first that runs had computed until then may be lost, once for each such admission: 2 * N * max_model_len in all.
 This needs a caller that finishes a sequence once it has max_tokens of output, or got no token where it should have.
 """
 
@@ -190,8 +195,8 @@ class Scheduler:
         assert limits.sampled_rows >= limits.max_num_seqs, f"{limits.max_sampled_rows=} {limits.max_num_seqs=}"
         self.limits = limits
         self.max_queue = max_queue
-        self.pool = PagePool(num_pages)
         self.groups = tuple(groups) or (CacheGroup("whole context", limits.page_tokens),)
+        self.pool = PagePool(num_pages, len(self.groups))
         self.prefix = PrefixCache(self.pool, self.groups, prefix_root, prefix_hash)
         self._caches_prefixes = enable_prefix_caching and can_hit(self.groups)
         self._needs = PageNeeds(limits, num_pages, self.groups)
@@ -229,13 +234,17 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """A copy, oldest first."""
+        """A copy, in order."""
         return self._queues.running
 
     @property
     def waiting(self) -> list[Sequence]:
-        """A copy, oldest first."""
+        """A copy, in order."""
         return self._queues.waiting
+
+    def first_waiting(self, most: int) -> list[Sequence]:
+        """At most so many of those that wait, the next ones."""
+        return self._queues.waiting_up_to(most)
 
     @property
     def kv_usage(self) -> float:
@@ -245,11 +254,21 @@ class Scheduler:
     def pages_by_group(self) -> dict[str, int]:
         """Pages that sequences hold now, by the name of the group; one that several hold counts once."""
         held: dict[str, int] = {}
-        holders = [sequence.tables for sequence in self.running] + [left.tables for left in self._quarantine]
-        for index, group in enumerate(self.groups):
-            pages = dict.fromkeys(page for tables in holders for page in tables[index] if page != HOLE)
-            held[group.name] = held.get(group.name, 0) + len(pages)
+        for group, num_owned in zip(self.groups, self.pool.num_owned_by_group, strict=True):
+            held[group.name] = held.get(group.name, 0) + num_owned
         return held
+
+    def pages_held(self, sequence: Sequence) -> tuple[int, ...]:
+        """Pages of a sequence in each group, those that it shares included; counted without looking at its tables."""
+        num_kept = sequence.num_kept
+        return tuple(
+            len(table) - min(group.first_page(num_kept), len(table))
+            for group, table in zip(self.groups, sequence.tables, strict=True)
+        )
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """RequestError for a sequence that can never run."""
+        self._needs.max_pages(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Appends a new sequence to the queue, or refuses one that can never run or that finds the queue full."""
@@ -264,7 +283,7 @@ class Scheduler:
         self._tracks[sequence.sequence_id] = Track(self._needs.longest(sequence), max_pages, chain)
 
     def schedule(self, propose: Propose | None = None) -> LiveStep | None:
-        """The next step: running sequences in order of arrival, then waiting ones as far as limits and pages allow.
+        """The next step: running sequences in order, then waiting ones as far as limits and pages allow.
 
         Steps may be in flight. None where only booking one of them can show how to go on: pages are missing, or are in
         quarantine. Without items where there is nothing to run now; such a step has no number and is not in flight.
@@ -276,7 +295,7 @@ class Scheduler:
         running = self._queues.running
         guesses = None if propose is None or self._has_states else Guesses(propose, self._spare_rows())
         for num_before, sequence in enumerate(running):
-            # Victims are the youngest, so everybody after the first victim is one too, and nobody before it.
+            # Victims are the last, so everybody after the first victim is one too, and nobody before it.
             if budget == 0 or sequence.state is not SequenceState.RUNNING:
                 break
             track = self._tracks[sequence.sequence_id]
@@ -430,7 +449,7 @@ class Scheduler:
         """
         missing = self._needs.missing(sequence.tables, num_tokens)
         while sum(missing) > self.pool.num_available:
-            if self._in_flight or self._preempt_youngest() is sequence:
+            if self._in_flight or self._preempt_last() is sequence:
                 return False
         self._extend(sequence, num_tokens, missing)
         return True
@@ -442,10 +461,10 @@ class Scheduler:
             f"{named(sequence)} goes on after max_tokens: {num_tokens=} {track.longest=}"
         )
         num_known, budget = len(sequence.token_ids), self.limits.max_num_batched_tokens
-        for group, table, num_missing in zip(self.groups, sequence.tables, missing, strict=True):
+        for index, (group, table, num_missing) in enumerate(zip(self.groups, sequence.tables, missing, strict=True)):
             after = table[-1] if table and table[-1] != HOLE else None
             num_expected = min(group.pages_for(num_known) - len(table), group.most_pages(num_known, budget))
-            table += self.pool.allocate_many(num_missing, after, num_expected)
+            table += self.pool.allocate_many(num_missing, after, num_expected, index)
         track.capacity = self._needs.capacity(sequence.tables)
         track.end = max(track.end, num_tokens)
         track.is_grown = True
@@ -494,7 +513,7 @@ class Scheduler:
         track.is_told = False
         self._start(sequence, self.prefix.miss())
 
-    def _preempt_youngest(self) -> Sequence:
+    def _preempt_last(self) -> Sequence:
         assert not self._in_flight, f"a sequence is preempted with {self.num_in_flight} steps in flight"
         sequence = self._queues.preempt()
         self._release_pages(sequence)
@@ -507,7 +526,7 @@ class Scheduler:
     def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
         while self.num_waiting and budget > 0 and self._slots.num_free:
-            sequence = self._queues.oldest_waiting
+            sequence = self._queues.first_waiting
             if self._is_still_blocked(sequence):
                 return
             if claims is None:
@@ -680,6 +699,7 @@ class Scheduler:
         assert len(set(pages)) == len(pages), f"{named(sequence)} holds a page twice"
         for group, table in zip(self.groups, tables, strict=True):
             self._check_table(sequence, group, table)
+        assert len(pages) == sum(self.pages_held(sequence)), f"{named(sequence)} holds {pages}, counted otherwise"
         num_full, num_registered = sequence.num_kept // self.prefix.block_tokens, track.chain.num_blocks
         assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} blocks, {num_full=}"
 

@@ -187,6 +187,7 @@ _SAMPLING_REASONS = {
     "rows": "parameters of each row",
     "columns": "log-probabilities of each row",
     "block": "edited rows, a block at a time",
+    "masks": "tokens that structured outputs allow, a bit each",
     "edits": "penalised, biased and banned logits",
     "chunk_largest": "argmax by chunk of the vocabulary",
     "chunk_argmax": "argmax by chunk of the vocabulary",
@@ -202,6 +203,11 @@ _SAMPLING_REASONS = {
 def rows_per_block(vocab_size: int, max_rows: int) -> int:
     """Rows that are worked on together on a CPU."""
     return min(max_rows, max(1, BLOCK_ELEMENTS // vocab_size))
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits with a bit for each token."""
+    return -(-vocab_size // 32)
 
 
 def edited_rows_per_block(vocab_size: int, max_rows: int) -> int:
@@ -224,6 +230,7 @@ def sampling_terms(max_rows: int, vocab_size: int, device_kind: str) -> tuple[Te
             min(rows * vocab_size, EDIT_ENTRIES) * _edit_entry_bytes(),
             "penalised, biased and banned logits",
         ),
+        Term("sampling/masks", rows * mask_words(vocab_size) * _INT32, _SAMPLING_REASONS["masks"]),
         Term(
             "sampling/results",
             vocab_size * _INT32 + max_rows * _result_bytes(),
@@ -241,6 +248,7 @@ def device_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
         TensorSpec("block_argmax", (min(rows, MAX_LOGIT_ROWS),), "int64"),
         *host_specs(max_rows, vocab_size),
         TensorSpec("block", (edited_rows_per_block(vocab_size, max_rows), vocab_size), "float32"),
+        TensorSpec("masks", (edited_rows_per_block(vocab_size, max_rows), mask_words(vocab_size)), "int32"),
         *logit_scratch_specs(rows, vocab_size),
     )
 
@@ -256,6 +264,11 @@ def host_specs(max_rows: int, vocab_size: int) -> tuple[TensorSpec, ...]:
         TensorSpec("columns", (rows, NUM_COLUMNS), "float64"),
         TensorSpec("edits", (num_edits, 2), "int32"),
     )
+
+
+def host_mask_spec(max_rows: int, vocab_size: int) -> TensorSpec:
+    """Masks in pinned memory: those of a whole step, since the device reads one block of them when it is done with another."""
+    return TensorSpec("masks", (max_rows, mask_words(vocab_size)), "int32")
 
 
 def _row_bytes(vocab_size: int) -> int:

@@ -8,7 +8,8 @@ from functools import wraps
 from typing import TypeVar
 
 from holdfast.errors import KeywordError, RequestError, shown
-from holdfast.request.vllm_names import SAMPLING_NAMES, settle
+from holdfast.request.structured import StructuredOutputs
+from holdfast.request.vllm_names import SAMPLING_NAMES, own_structured, settle
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -19,6 +20,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_SEED = 2**64
+MAX_PRIORITY = 2**31 - 1
 _SOUND = "_is_sound"
 _Params = TypeVar("_Params", bound=type)
 
@@ -34,7 +36,7 @@ def _with_vllm_names(params_class: _Params) -> _Params:
                 f"SamplingParams({shown(values[0])}, ...) was asked", "its fields have names", "write temperature=0.8"
             )
         names = {field.name for field in fields(params_class)}
-        construct(self, **settle(options, names, SAMPLING_NAMES, KeywordError).options)
+        construct(self, **settle(own_structured(options), names, SAMPLING_NAMES, KeywordError).options)
 
     params_class.__init__ = settled_init
     return params_class
@@ -72,6 +74,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Texts that are not generated: the last token of each, with and without a space before it, is ruled out where
     the answer so far ends in the others."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that an answer must have; a dict of its fields is taken too. Only what keeps to it can be chosen, and the answer
+    ends where it is complete, whatever min_tokens and ignore_eos say. A stop string or max_tokens may cut it short."""
     seed: int | None = None
     """Fixes the random choices of this request whatever runs beside it; None takes one from the engine's seed."""
     stop: tuple[str, ...] = ()
@@ -98,6 +103,9 @@ class SamplingParams:
     """Keep only this many of the prompt's last tokens; -1 keeps what the context has room for."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt, even where another one began alike."""
+    priority: int = 0
+    """Requests that wait start in this order, the lowest number first, and in order of arrival among equals. Where pages run
+    out, the highest number gives way first. As long as lower numbers keep coming, higher ones wait."""
 
     def __post_init__(self) -> None:
         if self.seed == -1 and not isinstance(self.seed, bool):
@@ -110,6 +118,8 @@ class SamplingParams:
                     "allowed_token_ids=[] was asked", "no token could be chosen", "name some, or leave it out"
                 )
             _set(self, "allowed_token_ids", ids)
+        if self.structured_outputs is not None:
+            _set(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.truncate_prompt_tokens is not None:
             _integer(self, "truncate_prompt_tokens", -1, 2**31 - 1)
             if self.truncate_prompt_tokens == 0:
@@ -130,6 +140,7 @@ class SamplingParams:
         _number(self, "presence_penalty", -2.0, 2.0)
         _number(self, "frequency_penalty", -2.0, 2.0)
         _integer(self, "min_tokens", 0, 2**31 - 1)
+        _integer(self, "priority", -MAX_PRIORITY, MAX_PRIORITY)
         if self.seed is not None:
             _integer(self, "seed", 0, MAX_SEED - 1)
         if self.max_tokens is not None:
@@ -163,7 +174,7 @@ class SamplingParams:
             _set(self, name, value)
             return
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        settled = settle({name: value}, own, SAMPLING_NAMES, KeywordError)
+        settled = settle(own_structured({name: value}), own, SAMPLING_NAMES, KeywordError)
         changed = replace(self, **settled.options)
         for key in own:
             _set(self, key, getattr(changed, key))

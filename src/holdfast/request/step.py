@@ -181,6 +181,8 @@ def write_params(writer: Writer, params: SamplingParams) -> None:
     told = {name: value for name, value in own.items() if value != defaults.get(name)}
     if params.logit_bias is not None:
         told["logit_bias"] = list(params.logit_bias.items())
+    if params.structured_outputs is not None:
+        told["structured_outputs"] = params.structured_outputs.as_dict()
     writer.text(json.dumps(told, separators=(",", ":")))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from holdfast.errors import ConfigError, HoldfastError, NameAbsentError, shown
+from holdfast.errors import ConfigError, HoldfastError, KeywordError, NameAbsentError, shown
 
 NOT_HERE = "it is not in this version"
 
@@ -63,7 +63,7 @@ _ONE = "one GPU runs a model here: take quantization, a KV format or a larger GP
 _TEXT = "only text is read here: leave it out"
 _LORA = "merge the adapter into the weights and open the merged folder"
 _DRAFT = "use speculative: ngram:4 proposes from the text itself; answers are the same"
-_GRAMMAR = "leave it out, and check answers in your program; allowed_token_ids narrows a choice"
+_GRAMMAR = "use SamplingParams(structured_outputs={...}), with json, regex, choice, grammar or json_object"
 _POOL = "text generation alone is here: leave it out"
 _MAMBA = "no model with such layers runs here"
 _EDIT = "change config.json in a copy of the model's folder"
@@ -125,7 +125,7 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_same("there is no LoRA here", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"),
     **_same("there is no LoRA here", "lora_extra_vocab_size", "long_lora_scaling_factors", "max_prompt_adapters"),
     **_only(_LORA, names="lora_modules qlora_adapter_name_or_path default_mm_loras lora_target_modules"),
-    **_same("there is no guided decoding here", "guided_decoding_backend"),
+    **_same("llguidance follows every form of structured outputs", "guided_decoding_backend"),
     **_only(_GRAMMAR, {}, names="structured_outputs_config"),
     **_only("split answers in your program", "", names="reasoning_parser reasoning_config logits_processor_pattern"),
     **_only(_TEXT, {}, names="limit_mm_per_prompt mm_processor_kwargs media_io_kwargs"),
@@ -234,7 +234,7 @@ SAME_SAMPLING_NAMES = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
     *("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids"),
-    *("bad_words", "truncate_prompt_tokens", "skip_reading_prefix_cache"),
+    *("bad_words", "truncate_prompt_tokens", "skip_reading_prefix_cache", "structured_outputs"),
 )
 """Fields of SamplingParams that are called the same in both."""
 _BEAMS = "use n, with temperature above 0, and take the best by cumulative_logprob"
@@ -245,7 +245,7 @@ SAMPLING_NAMES: Mapping[str, Foreign] = {
     **_only("use n", 1, names="best_of"),
     **_only(_BEAMS, False, names="use_beam_search early_stopping"),
     **_only(_BEAMS, 1.0, names="length_penalty"),
-    **_only(_GRAMMAR, names="structured_outputs guided_decoding"),
+    **_only(_GRAMMAR, names="guided_decoding"),
     **_only("use logit_bias, bad_words or allowed_token_ids", names="logits_processors"),
     **_only("leave it out: nothing here reads it", {}, names="extra_args"),
     **_only("use logprobs", names="logprob_token_ids prompt_logprob_token_ids prompt_logprob_start"),
@@ -259,7 +259,7 @@ SAMPLING_NAMES: Mapping[str, Foreign] = {
 
 CALL_NAMES: Mapping[str, Foreign] = {
     **_only(_LORA, names="lora_request prompt_adapter_request"),
-    **_only("requests run in the order in which they come", 0, names="priority"),
+    **_only("use SamplingParams(priority=...)", 0, names="priority"),
     **_only(_GRAMMAR, names="guided_options_request"),
     **_only(_TEXT, {}, names="mm_processor_kwargs multi_modal_data mm_cache_salt"),
     **_only("encode the prompt yourself: llm.get_tokenizer()", {}, names="tokenization_kwargs"),
@@ -332,6 +332,33 @@ def settle(
             raise refuse(f"{name}={shown(value)} was asked", NOT_HERE, known.words)
         quiet[name] = value
     return Settled(left, quiet)
+
+
+GUIDED_NAMES: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+}
+"""Older names of vLLM for structured_outputs with one field, and that field."""
+
+
+def own_structured(options: Mapping[str, object]) -> dict[str, object]:
+    """The same options with vLLM's older names as structured_outputs; None asks for nothing."""
+    guided = {own: options[name] for name, own in GUIDED_NAMES.items() if options.get(name) is not None}
+    left = {name: value for name, value in options.items() if name not in GUIDED_NAMES}
+    decoding = left.get("guided_decoding")
+    if isinstance(decoding, Mapping):
+        del left["guided_decoding"]
+        guided |= {str(name): value for name, value in decoding.items() if value is not None}
+    if guided:
+        if left.get("structured_outputs") is not None:
+            raise KeywordError(
+                f"structured_outputs and guided_{next(iter(guided))} were asked", "an answer has one form", "name one"
+            )
+        left["structured_outputs"] = guided
+    return left
 
 
 _AS_DICT = 'try {"method": "ngram", "num_speculative_tokens": 4}, or speculative=ngram:4'

@@ -200,7 +200,7 @@ class Slots:
             _refuse_item(step, item, "has proposals, and chooses none")
         if seat.num_tokens != sequence.num_tokens:
             _refuse_item(step, item, "has proposals for what follows a token that is not known yet")
-        if sequence.params.has_penalties or sequence.bad_word_ids:
+        if sequence.params.has_penalties or sequence.params.structured_outputs is not None or sequence.bad_word_ids:
             _refuse_item(step, item, "has proposals, and its choices depend on one another")
         self._check_tokens(step, item, item.proposals)
 

@@ -1,15 +1,18 @@
-"""ChatTemplate: messages, checked and copied, to a prompt by the Jinja template of a model; no torch."""
+"""ChatTemplate: messages and tools to a prompt, by the Jinja template of a model; no torch."""
 
-import math
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ModelFormatError, PromptError, TemplateError, shown
 from holdfast.loading.sources.files import read_json_object, read_small_file
+from holdfast.text.chat_messages import PlainData, plain_messages
 from holdfast.text.control_tokens import ControlTokens, Span, unmarked
 from holdfast.text.tokenizer import CONFIG_FILE, special_tokens_of
+from holdfast.text.tool_messages import as_plain_chat, has_tools, with_argument_objects, with_names_of_tools
 
 if TYPE_CHECKING:
     import jinja2
@@ -19,14 +22,6 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_CHARS = 128 * 2**10
 MAX_REASON_CHARS = 300
-MAX_MESSAGES = 10_000
-MAX_CHAT_CHARS = 16 * 2**20
-MAX_CHAT_VALUES = 200_000
-"""Strings, numbers, lists and dicts in all messages together."""
-MAX_DEPTH = 24
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names that clients give the reasoning of an answer; templates read the first, some the second."""
-_EXAMPLE = 'write {"role": "user", "content": "Hello"}'
 
 
 CONTENT_VARIABLES = ("messages", "tools", "documents")
@@ -73,9 +68,13 @@ class ChatTemplate:
         control: ControlTokens | None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools_in_words: bool = False,
         **extra: object,
     ) -> RenderedChat:
-        """The same, and which control tokens in it are the messages' own; without `control` none is looked for."""
+        """The same, and which control tokens in it are the messages' own; without `control` none is looked for.
+
+        A template that knows no tools passes over them; with `tools_in_words` it is given them in the messages.
+        """
         if continue_final_message and add_generation_prompt:
             raise PromptError(
                 "continue_final_message was asked beside add_generation_prompt",
@@ -93,12 +92,45 @@ class ChatTemplate:
         }
         # One rendering at a time: the budget belongs to the sandbox, and threads would not be faster.
         with self._lock:
-            text = self._rendered(variables, data.num_chars, len(messages))
+            text, variables = self._first_rendered(self._ways(variables, data, tools_in_words), data)
             own = () if control is None else self._own_tokens(text, variables, control, data.num_chars)
         if continue_final_message:
             text = _until_final(text, variables["messages"])
             own = tuple((start, end) for start, end in own if end <= len(text))
         return RenderedChat(text, own)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it lists tools by itself."""
+        return re.search(r"\btools\b", self.source) is not None
+
+    def _ways(self, variables: dict[str, object], data: PlainData, in_words: bool) -> list[dict[str, object]]:
+        """What the template is given, in the order to try: templates differ in what they take calls of tools to be."""
+        messages, tools = variables["messages"], variables["tools"]
+        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        if "developer" not in self.source:
+            # Templates pass over roles that they do not know, without a word.
+            messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+        if not tools and not has_tools(messages):
+            return [{**variables, "messages": messages}]
+        messages = with_names_of_tools(messages)
+        if in_words and not self.takes_tools:
+            chats = [as_plain_chat(messages, tools, data, in_system) for in_system in (True, False)]
+            return [{**variables, "messages": chat, "tools": None} for chat in chats]
+        return [{**variables, "messages": chat} for chat in (with_argument_objects(messages, data), messages)]
+
+    def _first_rendered(self, ways: list[dict[str, object]], data: PlainData) -> tuple[str, dict[str, object]]:
+        """What comes of the first way that the template takes; the error of the first where it takes none."""
+        failure: TemplateError | None = None
+        for variables in ways:
+            messages = variables["messages"]
+            assert isinstance(messages, list), f"{messages=} are no plain messages"
+            try:
+                return self._rendered(variables, data.num_chars, len(messages)), variables
+            except TemplateError as error:
+                failure = failure or error
+        assert failure is not None, "no way was tried"
+        raise failure
 
     def _rendered(self, variables: Mapping[str, object], num_chars: int, num_messages: int) -> str:
         template, sandbox = self._compile()
@@ -259,107 +291,3 @@ def _utf8_text(data: bytes, file_name: str) -> str:
         raise ModelFormatError(
             f"{file_name} is not UTF-8 at byte {error.start}", "templates are UTF-8", "download the model again"
         ) from error
-
-
-class PlainData:
-    """Copies values that templates may hold, and counts them; everything else raises PromptError."""
-
-    def __init__(self) -> None:
-        self.num_chars = 0
-        self.num_values = 0
-
-    def copy(self, value: object, name: str, depth: int = 0) -> object:
-        """The value in exact built-in types: subclasses could bring methods of their own."""
-        self._count(name)
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, str):
-            return self._text(value, name)
-        if isinstance(value, int) and value.bit_length() <= 128:
-            return int(value)
-        if isinstance(value, float) and math.isfinite(value):
-            return float(value)
-        if depth >= MAX_DEPTH:
-            raise PromptError(f"{name} is nested more than {MAX_DEPTH} deep", "no template reads that", "flatten it")
-        if isinstance(value, Mapping):
-            return {
-                self._key(key, name): self.copy(item, f"{name}[{key!r:.40}]", depth + 1) for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.copy(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(value)]
-        raise PromptError(
-            f"{name} is {shown(value)}",
-            "strings, finite numbers, lists and dicts can be given to a template",
-            "convert it to one of them",
-        )
-
-    def _key(self, key: object, name: str) -> str:
-        if not isinstance(key, str):
-            raise PromptError(f"{name} has the key {shown(key)}", "keys are strings", "convert it with str()")
-        return self._text(key, name)
-
-    def _text(self, text: str, name: str) -> str:
-        self.num_chars += len(text)
-        if self.num_chars > MAX_CHAT_CHARS:
-            raise PromptError(
-                f"{name} ends a chat of more than {MAX_CHAT_CHARS} characters", "no model reads that much", "shorten it"
-            )
-        return str.__str__(text)
-
-    def _count(self, name: str) -> None:
-        self.num_values += 1
-        if self.num_values > MAX_CHAT_VALUES:
-            raise PromptError(
-                f"{name} ends a chat of more than {MAX_CHAT_VALUES} values", "no model reads that much", "shorten it"
-            )
-
-
-def plain_messages(messages: Sequence[Mapping[str, object]], data: PlainData) -> list[dict[str, object]]:
-    """The messages with their content as one string each; text parts are joined by line breaks."""
-    if not isinstance(messages, list | tuple):
-        raise PromptError(f"messages are {shown(messages)}", "a list of dicts works", f"in a list, {_EXAMPLE}")
-    if not messages:
-        raise PromptError("a chat without messages was given", "there is nothing to answer", _EXAMPLE)
-    if len(messages) > MAX_MESSAGES:
-        raise PromptError(f"{len(messages)} messages were given", f"at most {MAX_MESSAGES} work", "drop the oldest")
-    return [_plain_message(message, index, data) for index, message in enumerate(messages)]
-
-
-def _plain_message(message: object, index: int, data: PlainData) -> dict[str, object]:
-    name = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise PromptError(f"{name} is {shown(message)}", "a message is a dict with role and content", _EXAMPLE)
-    plain = data.copy(message, name)
-    assert isinstance(plain, dict), f"{plain=} is no copy of a message"
-    if not isinstance(plain.get("role"), str) or not plain["role"]:
-        raise PromptError(f"{name} has the role {shown(plain.get('role'))}", "a role is a word such as user", _EXAMPLE)
-    if "content" in plain or "tool_calls" not in plain:
-        plain["content"] = _content(plain, name)
-    reasoning = next((plain[key] for key in _REASONING if plain.get(key) is not None), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    return plain
-
-
-def _content(message: Mapping[str, object], name: str) -> str | None:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None and "tool_calls" in message:
-        return None
-    if isinstance(content, list) and content:
-        texts = [_part_text(part, f"{name}['content'][{index}]") for index, part in enumerate(content)]
-        return "\n".join(texts)
-    raise PromptError(f"{name} has the content {shown(content)}", "a string or a list of text parts works", _EXAMPLE)
-
-
-def _part_text(part: object, name: str) -> str:
-    if isinstance(part, str):
-        return part
-    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
-    if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, dict) else part
-        raise PromptError(
-            f"{name} is a part of type {shown(kind)}", "only text is read here", 'write {"type": "text", "text": "..."}'
-        )
-    return text

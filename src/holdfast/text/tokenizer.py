@@ -177,6 +177,10 @@ class Tokenizer:
         """One token as it stands inside a text; bytes that are no whole character show as U+FFFD."""
         return (self._pieces.piece(token_id) or b"").decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What one token adds inside a text; None for ids that no token has."""
+        return self._pieces.piece(token_id)
+
     def text_stream(self, skip_special_tokens: bool) -> TextStream:
         """A text to be built from token ids as they come."""
         return TextStream(self._pieces, skip_special_tokens)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.kernels.sampling import argmax, edit_logits, last_tokens, logprobs, sample
+from holdfast.kernels.sampling import argmax, edit_logits, last_tokens, logprobs, mask_logits, sample
 from holdfast.memory.ledger import Ledger
 from holdfast.planning import terms
 from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -15,7 +15,7 @@ from holdfast.runner.sampling.batch import Choice, SequenceSample
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.logit_edits import EditStaging
-from runner.sampling_rows import EOS, SETTINGS, divide_rows
+from runner.sampling_rows import EOS, SETTINGS, FakeForms, divide_rows
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -34,7 +34,9 @@ def make_rows(vocab_size: int, num_rows: int) -> tuple[torch.Tensor, list[Sequen
 
 
 def samplers(vocab_size: int, max_rows: int) -> tuple[DeviceSampler, HostSampler]:
-    return DeviceSampler(vocab_size, CPU, max_rows, Ledger()), HostSampler(vocab_size, max_rows)
+    on_device, on_host = DeviceSampler(vocab_size, CPU, max_rows, Ledger()), HostSampler(vocab_size, max_rows)
+    on_device.mask_source = on_host.mask_source = FakeForms(vocab_size)
+    return on_device, on_host
 
 
 def choose(chooser: DeviceSampler | HostSampler, logits, sequences, chosen_by_graph=None) -> list[SequenceSample]:
@@ -110,7 +112,7 @@ def test_poison_stays_in_its_row():
     logits[1::3] = -torch.inf
     samples = choose(on_device, logits, sequences)
     assert samples == choose(on_host, logits, sequences)
-    assert [own.token_id for own in samples].count(NO_TOKEN) == 15
+    assert [own.token_id for own in samples].count(NO_TOKEN) == 17
 
 
 def test_what_a_graph_has_found_is_believed():
@@ -214,10 +216,11 @@ def test_the_ledger_holds_what_the_terms_say():
 
 def test_by_kernels(monkeypatch, device):
     """Every setting through the kernels; the last place of an exponential is too little to change a token here."""
-    for module in (argmax, edit_logits, last_tokens, logprobs, sample):
+    for module in (argmax, edit_logits, last_tokens, logprobs, mask_logits, sample):
         monkeypatch.setattr(module, "can_run", lambda tensor: True)
     logits, sequences = make_rows(100, len(SETTINGS))
     on_device, on_host = DeviceSampler(100, device, len(SETTINGS), Ledger()), HostSampler(100, len(SETTINGS))
+    on_device.mask_source = on_host.mask_source = FakeForms(100)
     found = choose(on_device, logits.to(device), sequences)
     expected = choose(on_host, logits, sequences)
     assert [own.token_id for own in found] == [other.token_id for other in expected]

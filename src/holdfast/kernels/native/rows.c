@@ -1,4 +1,4 @@
-// Row-wise work: RMS norm, the gate of an MLP, activations, and the way of a fused projection into pages.
+// Row-wise work: RMS norm, the gate of an MLP, activations, the way of a fused projection into pages, masks of logits.
 #include "vector.h"
 
 #define ROWS_PER_THREAD 16  // below this a second thread costs more than it brings
@@ -139,5 +139,21 @@ void holdfast_write_heads(const float *qkv, const int64_t *positions, const int6
         }
         memcpy(v_plane + slots[row] * num_kv_heads * head_dim, source + (num_heads + num_kv_heads) * head_dim,
                num_kv_heads * head_dim * sizeof(float));
+    }
+}
+
+// -inf wherever the bit of a token is 0; all other logits stay as they are.
+void holdfast_mask_logits(float *logits, const uint32_t *masks, long num_rows, long size) {
+    long num_words = (size + 31) / 32;
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD / 4)
+    for (long row = 0; row < num_rows; row++) {
+        const uint32_t *words = masks + row * num_words;
+        for (long word = 0; word < num_words; word++) {
+            uint32_t bits = words[word];
+            if (bits == UINT32_MAX) continue;
+            float *x = logits + row * size + 32 * word;
+            long count = size - 32 * word < 32 ? size - 32 * word : 32;
+            for (long i = 0; i < count; i++) x[i] = (bits >> i) & 1 ? x[i] : -INFINITY;
+        }
     }
 }

@@ -54,6 +54,7 @@ class Choice(NamedTuple):
             or bool(params.logit_bias)
             or self.may_not_end
             or params.allowed_token_ids is not None
+            or params.structured_outputs is not None
             or bool(sequence.bad_word_ids)
         )
 
@@ -63,10 +64,13 @@ class Choice(NamedTuple):
 
     @property
     def is_late(self) -> bool:
-        """Must it wait for a token that the host does not have yet? What counts or compares tokens must; a position does not."""
-        sequence = self.sequence
+        """Must it wait for a token that the host does not have yet? What counts, compares or follows tokens must; a position
+        does not."""
+        sequence, params = self.sequence, self.sequence.params
         return self.position > len(sequence.token_ids) and (
-            sequence.params.has_penalties or any(len(word) > 1 for word in sequence.bad_word_ids)
+            params.has_penalties
+            or params.structured_outputs is not None
+            or any(len(word) > 1 for word in sequence.bad_word_ids)
         )
 
 

@@ -8,7 +8,7 @@ Two steps may be under way. The device works on them one after the other, so its
 step and reads of it lies in pinned memory of that step's own. Rows that are late (batch.py) are chosen when the tokens of the
 step before have been read; the logits of their step lie in the workspace until the next forward pass, which comes after.
 
-S sequences, T prompt positions, V vocabulary, R rows that are worked on together, F fields of a row, C columns, X any rows,
+S sequences, T prompt positions, V vocabulary, R rows that are worked on together, M rows of a step with masks, F fields of a row, C columns, X any rows,
 N slots
 """
 
@@ -25,11 +25,12 @@ from holdfast.kernels.sampling.argmax import LogitScratch, argmax
 from holdfast.kernels.sampling.edit_logits import copy_rows
 from holdfast.kernels.sampling.last_tokens import keep_tokens, resolve_tokens
 from holdfast.kernels.sampling.logprobs import logprob_rows
+from holdfast.kernels.sampling.mask_logits import mask_logits
 from holdfast.kernels.sampling.sample import sample_tokens
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_specs
+from holdfast.planning.terms import PROMPT_ROWS, device_specs, edited_rows_per_block, host_mask_spec, host_specs
 from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, SequenceSample, logit_row
 from holdfast.runner.sampling.logit_edits import (
@@ -41,6 +42,7 @@ from holdfast.runner.sampling.logit_edits import (
     allowed_tokens,
 )
 from holdfast.runner.sampling.logprobs import read_logprobs
+from holdfast.runner.sampling.masks import MaskSource, fill_masks, has_masks
 
 MAX_UNDER_WAY = 2
 """Steps whose choices may be on the device at once."""
@@ -56,6 +58,7 @@ class _Doubles:
             spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=is_cuda) for spec in specs
         }
         self.chosen_S, self.rows_XF, self.columns_SC = host["chosen"], host["rows"], host["columns"]
+        self.masks_MW = host["masks"]
         self.fields = self.rows_XF.numpy().reshape(-1)
         self.staging = EditStaging(host["edits"], device_edits_E2)
         self._done = torch.cuda.Event() if is_cuda else None
@@ -89,13 +92,15 @@ class DeviceSampler:
         self._last_tokens_N = tensors["last_tokens"].zero_()
         self._block_argmax_R, self._block_RV = tensors["block_argmax"], tensors["block"]
         self._rows_XF, self._columns_SC = tensors["rows"], tensors["columns"]
+        self._masks_RW = tensors["masks"]
         self._scratch = LogitScratch.of(tensors)
-        specs = host_specs(max_rows, vocab_size)
+        specs = (*host_specs(max_rows, vocab_size), host_mask_spec(max_rows, vocab_size))
         self._doubles = deque(_Doubles(specs, tensors["edits"]) for _ in range(MAX_UNDER_WAY))
         self._vocab_size = vocab_size
         self._rows_at_once = self._block_argmax_R.shape[0]
         self._edited_at_once = edited_rows_per_block(vocab_size, max_rows)
         self._seen = SeenTokens(vocab_size, max_rows)
+        self.mask_source: MaskSource | None = None
 
     def resolve(self, ids_T: torch.Tensor) -> None:
         """Put tokens in the places of ids that stand for the newest token of a slot."""
@@ -133,7 +138,7 @@ class DeviceSampler:
         for start in range(0, table.num_direct, self._rows_at_once):
             rows_RF = rows.direct_XF[start : start + self._rows_at_once]
             sample_tokens(logits_SV, argmax_S, rows_RF, argmax_S, chosen_S, self._scratch)
-        self._choose_edited(step, table.edited, rows.edited_XF, doubles.staging)
+        self._choose_edited(step, table.edited, rows.edited_XF, doubles)
         choosing = DeviceChoosing(self, doubles, table, rows, step, keep_slots_S, waits=bool(table.late))
         if not choosing.waits:
             self.finish(choosing)
@@ -142,7 +147,7 @@ class DeviceSampler:
     def finish(self, choosing: "DeviceChoosing") -> None:
         """Enqueue late rows, log-probabilities, and the way of the results."""
         table, rows, step, doubles = choosing.table, choosing.rows, choosing.step, choosing.doubles
-        self._choose_edited(step, table.late, rows.late_XF, doubles.staging)
+        self._choose_edited(step, table.late, rows.late_XF, doubles, first_mask=len(table.edited))
         if choosing.keep_slots_S is not None and not table.is_plain:
             keep_tokens(step.chosen_S, choosing.keep_slots_S, self._last_tokens_N)
         self._measure(step.logits_SV, step.argmax_S, step.chosen_S, rows.asked_XF)
@@ -195,16 +200,23 @@ class DeviceSampler:
         return self._rows_XF[:num_rows]
 
     def _choose_edited(
-        self, step: "_ChoosingRows", rows: list[int], rows_XF: torch.Tensor, staging: EditStaging
+        self, step: "_ChoosingRows", rows: list[int], rows_XF: torch.Tensor, doubles: _Doubles, first_mask: int = 0
     ) -> None:
-        """A block of rows at a time."""
+        """A block of rows at a time; on the host the masks of all blocks of a step lie one behind the other."""
         for start in range(0, len(rows), self._edited_at_once):
             rows_RF = rows_XF[start : start + self._edited_at_once]
             block_RV = self._block_RV[: rows_RF.shape[0]]
             block_argmax_R = self._block_argmax_R[: rows_RF.shape[0]]
             copy_rows(step.logits_SV, rows_RF, block_RV)
             edited = [step.choices[row] for row in rows[start : start + self._edited_at_once]]
-            self._edit(EditedBlock(block_RV, step.logits_SV, rows_RF), edited, step.eos_token_ids, staging)
+            self._edit(EditedBlock(block_RV, step.logits_SV, rows_RF), edited, step.eos_token_ids, doubles.staging)
+            if has_masks(edited):
+                first = first_mask + start
+                masks_RW = doubles.masks_MW[first : first + len(edited)]
+                fill_masks(self.mask_source, edited, step.eos_token_ids, masks_RW.numpy())
+                device_masks_RW = self._masks_RW[: len(edited)]
+                device_masks_RW.copy_(masks_RW, non_blocking=True)
+                mask_logits(block_RV, device_masks_RW)
             argmax(block_RV, block_argmax_R, self._scratch)
             sample_tokens(block_RV, block_argmax_R, rows_RF, step.argmax_S, step.chosen_S, self._scratch)
 

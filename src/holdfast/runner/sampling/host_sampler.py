@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.planning.terms import MAX_NARROW_TOP_K, NUM_BUCKETS, rows_per_block
+from holdfast.kernels.sampling.mask_logits import mask_logits
+from holdfast.planning.terms import MAX_NARROW_TOP_K, NUM_BUCKETS, mask_words, rows_per_block
 from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, RowParameters, SamplingBatch, SequenceSample
 from holdfast.runner.sampling.logit_edits import EditContext, SeenTokens, edit_rows
@@ -34,6 +35,7 @@ from holdfast.runner.sampling.logprobs import (
     read_logprobs,
     weights,
 )
+from holdfast.runner.sampling.masks import MaskSource, fill_masks, has_masks
 
 _SHIFTS = (20, 9, 0)
 """A key has 31 bits: 11, 11 and 9 of them."""
@@ -61,6 +63,8 @@ class HostSampler:
         self._rows_per_block = rows_per_block(vocab_size, max_rows)
         self._vocabulary_V = torch.arange(vocab_size, dtype=torch.int32)
         self._seen = SeenTokens(vocab_size, max_rows)
+        self._masks_RW = torch.zeros((self._rows_per_block, mask_words(vocab_size)), dtype=torch.int32)
+        self.mask_source: MaskSource | None = None
 
     def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
         """Into the first places of `argmax_S`; nothing is kept."""
@@ -166,6 +170,10 @@ class HostSampler:
         block = [choices[row] for row in rows]
         if any(choice.is_edited for choice in block):
             edit_rows(logits_RV, block, EditContext(eos_token_ids, self._seen, self._vocab_size))
+        if has_masks(block):
+            masks_RW = self._masks_RW[: len(block)]
+            fill_masks(self.mask_source, block, eos_token_ids, masks_RW.numpy())
+            mask_logits(logits_RV, masks_RW)
         return logits_RV
 
 

@@ -193,7 +193,8 @@ def _bans(choice: Choice, context: EditContext) -> Edits | None:
     sequence = choice.sequence
     params = sequence.params
     banned = _last_of_bad_words(sequence) if sequence.bad_word_ids else []
-    if choice.may_not_end:
+    # Where an answer has a form, whether it may end is part of its mask.
+    if choice.may_not_end and params.structured_outputs is None:
         banned += params.stop_token_ids
         banned += () if params.ignore_eos else context.eos_token_ids
     return _in_vocabulary(dict.fromkeys(banned, -np.inf), context.vocab_size) if banned else None

@@ -4,6 +4,7 @@ The order of operations is the one that vLLM's users know:
 
 raw logits -> log-probabilities
            -> allowed tokens alone -> penalties -> logit bias -> bans: bad words, an end before min_tokens
+           -> the mask of a form (structured outputs)
            -> temperature -> min_p -> top_k -> top_p -> one token, by a random number that (seed, position) gives
 
 Every filter keeps the first tokens of one order: the more likely first, and the smaller id among equals. The token is
@@ -20,9 +21,11 @@ import torch
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence, TokenLogprobs
+from holdfast.request.structured import StructuredOutputs
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
+from holdfast.runner.sampling.masks import MaskSource
 
 _EVERY_EDIT = SamplingParams(
     repetition_penalty=1.1,
@@ -32,6 +35,7 @@ _EVERY_EDIT = SamplingParams(
     stop_token_ids=(0,),
     allowed_token_ids=(0,),
     logprobs=1,
+    structured_outputs=StructuredOutputs(json_object=True),
 )
 
 
@@ -57,6 +61,10 @@ class Sampler:
     def keeps_tokens(self) -> bool:
         """Whether the newest token of each slot stays on the device, so that a step can begin before the host knows it."""
         return isinstance(self._chooser, DeviceSampler)
+
+    def follow(self, source: MaskSource) -> None:
+        """Have this one say which tokens the forms of answers leave; before, such rows can choose nothing."""
+        self._chooser.mask_source = source
 
     def warm(self, logits_SV: torch.Tensor) -> None:
         """Compile every kernel for logits that lie like these; their values do not matter."""

@@ -1,0 +1,219 @@
+"""`holdfast serve`: a model behind OpenAI's API: port, keys and limits checked, the model opened, served until told to end; no torch."""
+
+import ipaddress
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from holdfast.cli.opened_model import OpenedModel, model_name, open_visibly, refuse_bare_ids, report_file
+from holdfast.cli.options import Given, read_count, read_number
+from holdfast.cli.terminal import write_line
+from holdfast.config import EngineConfig
+from holdfast.errors import ConfigError, RequestError, shown
+
+if TYPE_CHECKING:
+    from holdfast.server.keys import Keys
+    from holdfast.server.service import ServerLimits, Service
+
+NEEDED = ("fastapi", "uvicorn", "httptools", "pydantic", "prometheus_client")
+"""Libraries of the server, which the engine does without."""
+MAX_NAME_CHARS = 256
+MAX_DRAIN_SECONDS = 3600.0
+MAX_CONNECTIONS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What was typed, as text."""
+
+    model: str | None
+    host: str
+    port: str
+    api_key: list[str] | None
+    api_key_file: str | None
+    served_model_name: list[str] | None
+    allow_origin: list[str] | None
+    allowed_host: list[str] | None
+    allow_public: bool
+    max_connections: str
+    drain_seconds: str
+    log_requests: bool
+    log_format: str
+    tool_parser: str
+    reasoning_parser: str
+    config: str | None
+    memory_report: str | None
+
+
+def serve(options: ServeOptions, engine_options: Given) -> None:
+    """Serve a model until a signal ends it. Whatever can be wrong is told before a weight is read."""
+    refuse_missing_libraries()
+    from holdfast.server.app import make_app
+    from holdfast.server.keys import collect_keys
+    from holdfast.server.logs import RequestLog
+    from holdfast.server.run import WaitingDoor, address_of, bind_socket, raise_file_limit, run_server
+    from holdfast.server.traces import open_traces
+
+    config = EngineConfig.from_options(model=options.model, **{"core_process": True, **engine_options})
+    refuse_bare_ids(config)
+    report = report_file(options.memory_report)
+    limits, port = read_limits(options), read_port(options.port)
+    keys = collect_keys(options.api_key or (), options.api_key_file)
+    refuse_open_door(options, keys)
+    names = read_names(options.served_model_name)
+    origins = read_origins(options.allow_origin or ())
+    hosts = (*(options.allowed_host or ()), options.host)
+    log_format = read_choice("--log-format", options.log_format, ("text", "json"))
+    check_parsers(options)
+    traces = open_traces((names or (model_name(config),))[0])
+    with bind_socket(options.host, port) as listener:
+        started = time.monotonic()
+        told = raise_file_limit(limits.max_connections)
+        if told is not None:
+            write_line(f"note: {told}")
+        if options.api_key:
+            write_line("note: other users of this machine see --api-key; HOLDFAST_API_KEY and --api-key-file hide it")
+        with WaitingDoor(listener):
+            opened = open_visibly(config, report)
+        service = _service(opened, options, names, limits)
+        log = RequestLog("json" if log_format == "json" else "text", wants_text=options.log_requests)
+        app = make_app(service, keys, allowed_hosts=hosts, allowed_origins=origins, log=log, traces=traces)
+        ready = f"{service.name} is ready at {address_of(listener)} after {time.monotonic() - started:.1f} s"
+        try:
+            run_server(app, service, listener, lambda: write_line(f"{ready} ({_who(keys)})"), owns_process=True)
+        finally:
+            if traces is not None:
+                traces.close()
+
+
+def _service(opened: OpenedModel, options: ServeOptions, names: tuple[str, ...], limits: "ServerLimits") -> "Service":
+    from holdfast.api.async_llm import AsyncLLM
+    from holdfast.server.service import Service
+
+    return Service(
+        AsyncLLM.from_engine(opened.engine),
+        names or (opened.name.removesuffix(".gguf"),),
+        limits,
+        tool_parser=options.tool_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
+
+
+def _who(keys: "Keys") -> str:
+    if not len(keys):
+        return "without a key"
+    return "with a key" if len(keys) == 1 else f"with one of {len(keys)} keys"
+
+
+def refuse_missing_libraries() -> None:
+    """In words, where the engine was installed without its server."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "holdfast serve was asked", f"{', '.join(missing)} is not installed", "run pip install 'holdfast[server]'"
+        )
+
+
+def refuse_open_door(options: ServeOptions, keys: "Keys") -> None:
+    """Whoever reaches a public address may use the machine: never by accident."""
+    if is_loopback(options.host) or len(keys) or options.allow_public:
+        return
+    raise ConfigError(
+        f"--host {shown(options.host)[1:-1]} was asked",
+        "others than this machine reach it, and no API key was given",
+        "give --api-key-file or HOLDFAST_API_KEY; or --allow-public, and everybody may use it",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host: every address that it stands for."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+def check_parsers(options: ServeOptions) -> None:
+    """A name that no format has is told before a model is opened."""
+    from holdfast.text.reasoning import choose_reasoning_parser
+    from holdfast.text.tool_calls import choose_tool_parser
+
+    for option, choose, name in (
+        ("--tool-parser", choose_tool_parser, options.tool_parser),
+        ("--reasoning-parser", choose_reasoning_parser, options.reasoning_parser),
+    ):
+        try:
+            choose(None, name)
+        except RequestError as error:
+            raise ConfigError(f"{option} {shown(name)} was asked", error.has, error.do) from error
+
+
+def read_port(text: str) -> int:
+    """A port; 0 takes one that is free."""
+    port = read_count(text)
+    if not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ConfigError(
+            f"--port {shown(text)} was asked", "a whole number from 0 to 65535 works", "write --port 8000"
+        )
+    return port
+
+
+def read_limits(options: ServeOptions) -> "ServerLimits":
+    """The limits that have options."""
+    from holdfast.server.service import ServerLimits
+
+    connections = read_count(options.max_connections)
+    if not isinstance(connections, int) or not 1 <= connections <= MAX_CONNECTIONS:
+        raise ConfigError(
+            f"--max-connections {shown(options.max_connections)} was asked",
+            f"a whole number from 1 to {MAX_CONNECTIONS} works",
+            "write --max-connections 4096",
+        )
+    seconds = read_number(options.drain_seconds)
+    if isinstance(seconds, str) or not 0 <= seconds <= MAX_DRAIN_SECONDS:
+        raise ConfigError(
+            f"--drain-seconds {shown(options.drain_seconds)} was asked",
+            f"a number from 0 to {MAX_DRAIN_SECONDS:.0f} works",
+            "write --drain-seconds 30",
+        )
+    return ServerLimits(max_connections=connections, drain_seconds=seconds)
+
+
+def read_names(given: Iterable[str] | None) -> tuple[str, ...]:
+    """The names that a model goes by, the first one in answers; none were given: none."""
+    names = [part.strip() for text in given or () for part in text.split(",")]
+    for name in names:
+        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise ConfigError(
+                f"--served-model-name {shown(name)} was asked",
+                f"a name has 1 to {MAX_NAME_CHARS} printable characters",
+                "write --served-model-name my-model",
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def read_origins(given: Iterable[str]) -> tuple[str, ...]:
+    """Origins of pages that may ask: https://example.com, or * for all."""
+    origins = [part.strip().rstrip("/") for text in given for part in text.split(",")]
+    for origin in origins:
+        scheme, _, rest = origin.partition("://")
+        if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest or not rest.isprintable()):
+            raise ConfigError(
+                f"--allow-origin {shown(origin)} was asked",
+                "an origin is a scheme and a host, and nothing behind it",
+                "write --allow-origin https://example.com",
+            )
+    return tuple(origins)
+
+
+def read_choice(option: str, text: str, choices: tuple[str, ...]) -> str:
+    """One of a few words."""
+    if text not in choices:
+        raise ConfigError(
+            f"{option} {shown(text)} was asked", f"{', '.join(choices)} work", f"write {option} {choices[0]}"
+        )
+    return text

@@ -1,0 +1,71 @@
+"""Pulse: when a core process last gave a sign of life, and since when its step runs, in memory that its front sees too; no torch.
+
+The child writes two times of the clock that all processes of a machine share; the front reads them whenever it is asked,
+without a message and without waiting for anybody: a front whose thread is held up still knows how its core is.
+"""
+
+import mmap
+import os
+import tempfile
+import time
+from typing import NamedTuple
+
+_NUM_BYTES = 16
+_BEAT, _STEP = 0, 1
+_NO_STEP = 0.0
+
+
+class CorePulse(NamedTuple):
+    """A look at a core process from outside."""
+
+    silence_seconds: float
+    """Since its last sign of life."""
+    step_seconds: float
+    """That its step has run; 0 where there is none."""
+
+
+class Pulse:
+    """Two times, each written by one process in one piece. Both sides may be asked from any thread."""
+
+    def __init__(self, number: int) -> None:
+        """Over an open file of this number, which may be closed afterwards."""
+        self._times = memoryview(mmap.mmap(number, _NUM_BYTES)).cast("d")
+
+    def beat(self) -> None:
+        """The process lives."""
+        self._times[_BEAT] = time.monotonic()
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._times[_STEP] = time.monotonic()
+
+    def end_step(self) -> None:
+        """No step runs."""
+        self._times[_STEP] = _NO_STEP
+
+    def look(self) -> CorePulse:
+        """How it is now."""
+        began, now = self._times[_STEP], time.monotonic()
+        step_seconds = 0.0 if began == _NO_STEP else max(now - began, 0.0)
+        return CorePulse(max(now - self._times[_BEAT], 0.0), step_seconds)
+
+
+def open_pulse_file() -> int:
+    """The number of a file without a name, large enough for a pulse; whoever asked closes it."""
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("holdfast-pulse")
+    else:
+        with tempfile.TemporaryFile() as file:
+            number = os.dup(file.fileno())
+    os.ftruncate(number, _NUM_BYTES)
+    return number if number > 2 else _above_standard(number)
+
+
+def _above_standard(number: int) -> int:
+    """Where standard streams are closed a file may have got one of their numbers, which a child puts its own streams at."""
+    import fcntl  # a system without it has no such numbers
+
+    try:
+        return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(number)

@@ -1,0 +1,66 @@
+"""Masks of a step: which tokens the forms of answers leave, filled on the host row by row, in the order of a block.
+
+R rows of a block, W words of 32 bits
+
+A form has the last word. An end that is not wanted yet (min_tokens, ignore_eos) is ruled out only where something else may
+follow: where a form is complete the answer ends. What other wishes leave of a mask may be nothing; then the sequence fails.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceABC
+from typing import Protocol
+
+import numpy as np
+
+from holdfast.request.sequence import Sequence
+from holdfast.runner.sampling.batch import Choice
+
+EVERY_TOKEN = -1
+"""A word of ones."""
+_WORD_BITS = 32
+
+
+class MaskSource(Protocol):
+    """Whoever follows the forms of sequences."""
+
+    def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: np.ndarray) -> None:
+        """Bit t of row i: whether token t may follow what sequences[i] has; rows of None stay as they are."""
+        ...
+
+
+def has_masks(choices: Iterable[Choice]) -> bool:
+    """Whether some of these rows follow a form."""
+    return any(choice.sequence.params.structured_outputs is not None for choice in choices)
+
+
+def fill_masks(
+    source: MaskSource | None, choices: SequenceABC[Choice], eos_token_ids: frozenset[int], masks_RW: np.ndarray
+) -> None:
+    """The masks of all rows of a block; every token where a row follows no form, none where nobody follows it."""
+    followed = [None if choice.sequence.params.structured_outputs is None else choice.sequence for choice in choices]
+    for row, sequence in enumerate(followed):
+        masks_RW[row] = EVERY_TOKEN if sequence is None else 0
+    if source is None:
+        return
+    source.fill(followed, masks_RW)
+    for row, choice in enumerate(choices):
+        unwanted = _unwanted_ends(choice, eos_token_ids)
+        if followed[row] is not None and unwanted:
+            _rule_out(masks_RW[row], unwanted)
+
+
+def _unwanted_ends(choice: Choice, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    params = choice.sequence.params
+    ends = eos_token_ids if params.ignore_eos or choice.may_not_end else frozenset()
+    return ends.union(params.stop_token_ids) if choice.may_not_end else ends
+
+
+def _rule_out(mask_W: np.ndarray, token_ids: Iterable[int]) -> None:
+    """Clear the bits of these tokens, unless no other is left."""
+    rest_W = mask_W.copy()
+    bits_W = rest_W.view(np.uint32)
+    for token_id in token_ids:
+        if token_id < _WORD_BITS * len(bits_W):
+            bits_W[token_id // _WORD_BITS] &= ~np.uint32(1 << (token_id % _WORD_BITS))
+    if rest_W.any():
+        mask_W[:] = rest_W

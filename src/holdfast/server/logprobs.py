@@ -1,0 +1,72 @@
+"""Log-probabilities as answers have them: OpenAI's two shapes, for chats and for completions."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from holdfast.request.outputs import Logprob, PositionLogprobs
+from holdfast.text.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""What stands for a token that could not be chosen: JSON has no infinity."""
+
+
+class ChatLogprobWriter:
+    """Positions of a chat's answer as `logprobs.content`."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+
+    def entries(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> list[dict[str, Any]]:
+        """One entry a token."""
+        return [self._entry(token, position) for token, position in zip(token_ids, positions, strict=True)]
+
+    def _entry(self, token_id: int, position: PositionLogprobs) -> dict[str, Any]:
+        top = _most_likely(position, self._num_top)
+        entry = self._token(token_id, position[token_id])
+        entry["top_logprobs"] = [self._token(token, logprob) for token, logprob in top]
+        return entry
+
+    def _token(self, token_id: int, logprob: Logprob) -> dict[str, Any]:
+        return {
+            "token": logprob.decoded_token,
+            "logprob": max(logprob.logprob, LEAST_LOGPROB),
+            "bytes": list(self._tokenizer.token_bytes(token_id) or b""),
+        }
+
+
+class CompletionLogprobWriter:
+    """Positions of a completion as `logprobs`; offsets go on from piece to piece."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._num_chars = 0
+
+    def entries(self, token_ids: Iterable[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, list[Any]]:
+        """The lists of `logprobs`; a place without log-probabilities, the first of a prompt, is null in two of them."""
+        written: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for token_id, position in zip(token_ids, positions, strict=True):
+            text = self._tokenizer.token_text(token_id)
+            written["text_offset"].append(self._num_chars)
+            written["tokens"].append(text)
+            self._num_chars += len(text)
+            if position is None:
+                written["token_logprobs"].append(None)
+                written["top_logprobs"].append(None)
+                continue
+            own = position[token_id]
+            top = [(token_id, own), *_most_likely(position, self._num_top)]
+            written["token_logprobs"].append(max(own.logprob, LEAST_LOGPROB))
+            # By text, as OpenAI has it: of two tokens with one text the more likely one is told.
+            by_text: dict[str, float] = {}
+            for _, logprob in top:
+                number = max(logprob.logprob, LEAST_LOGPROB)
+                by_text[logprob.decoded_token] = max(by_text.get(logprob.decoded_token, number), number)
+            written["top_logprobs"].append(by_text)
+        return written
+
+
+def _most_likely(position: PositionLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+    ranked = sorted(position.items(), key=lambda item: item[1].rank)
+    return ranked[:num_top]

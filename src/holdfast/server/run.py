@@ -1,0 +1,309 @@
+"""run_server: a server's life from a bound port to its exit code: ready, watch over the engine, drain, end; no torch.
+
+bind_socket     before a model is opened: a port in use is told at once
+WaitingDoor     while it opens: whoever comes is told so (503), and is not left waiting
+run_server      until a signal or the engine's death:
+    SIGTERM, SIGINT   draining: new requests get 503, running ones finish; what is left after drain_seconds ends with
+                      an error, half-open connections end at once; a second signal ends all of it; exit code 0
+    engine dead       its requests have an error already; EngineDeadError, so that a supervisor starts another
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, shown
+from holdfast.observability.log import get_logger
+from holdfast.server.connections import GuardedConfig, GuardedProtocol, raw_answer
+from holdfast.server.errors import UNAVAILABLE, ApiError
+from holdfast.server.service import ServerLimits, Service
+
+BACKLOG = 2048
+SWEEP_SECONDS = 0.25
+"""Between two looks at connections and the engine."""
+LAST_WORDS_SECONDS = 0.7
+"""For errors to be written when the time to drain is over, or the engine has died."""
+IMPATIENT_SECONDS = 0.2
+"""The same after a second signal."""
+ENGINE_END_SECONDS = (0.7, 3.0)
+"""For the step in progress and the end of its process, where time is short and where it is not. A core process that is
+left behind ends by itself when this one does."""
+END_SECONDS = 1.8
+"""From the end of the time to drain to that of the process, whatever its threads are busy with."""
+DOOR_SECONDS = 0.2
+SPARE_FILES = 64
+"""Open beside the connections: libraries, the model, the channel to its core, logs."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = get_logger("holdfast.server")
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; nobody else may have the port."""
+    asked = f"http://{shown(host)[1:-1]}:{port} was to be served"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(asked, "there is no such host on this machine", "give --host an address of it") from error
+    family, kind, number, _, address = found[0]
+    listener = socket.socket(family, kind, number)
+    try:
+        # Only so that a port whose last server has just ended is free again; two servers never share one.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise HoldfastError(asked, "another program listens there", "end it, or take another --port") from error
+        if error.errno in (errno.EACCES, errno.EPERM):
+            raise HoldfastError(asked, "this user may not", "take a --port above 1023") from error
+        raise HoldfastError(asked, error.strerror or "it cannot be", "take another --host or --port") from error
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL under which a listener is found on this machine."""
+    name, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, str(name))
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def raise_file_limit(max_connections: int) -> str | None:
+    """Let this process open as many files as it may; words where those are too few for its connections."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft != unlimited and soft < max_connections + SPARE_FILES:
+        return (
+            f"--max-connections {max_connections} was asked; this process may open {soft} files (ulimit -n); "
+            f"about {max(soft - SPARE_FILES, 0)} connections will be taken at once"
+        )
+    return None
+
+
+class WaitingDoor:
+    """Answers 503 to whoever comes while a model is opened. One at a time, and none of them for long."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._end, self._told = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="holdfast-door", daemon=True)
+
+    def __enter__(self) -> "WaitingDoor":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._end.close()
+        self._thread.join()
+        self._told.close()
+
+    def _run(self) -> None:
+        words = "an answer was asked; the model is being loaded; ask again in a while"
+        error = ApiError(503, words, UNAVAILABLE, code="loading", headers={"Retry-After": "2"})
+        while True:
+            ready, _, _ = select.select([self._listener, self._told], [], [])
+            if self._told in ready:
+                return
+            with contextlib.suppress(OSError):
+                connection, _ = self._listener.accept()
+                with connection:
+                    connection.settimeout(DOOR_SECONDS)
+                    with contextlib.suppress(OSError):
+                        connection.recv(2**16)  # an unread request would take the answer with it
+                    connection.sendall(raw_answer(error))
+                    connection.shutdown(socket.SHUT_WR)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with sweeps over its connections, a watch over the engine, and an end that comes in time."""
+
+    config: GuardedConfig
+
+    def __init__(self, app: ASGIApp, service: Service, on_ready: Callable[[], None], *, owns_process: bool) -> None:
+        super().__init__(GuardedConfig(app, service.limits))
+        self.service = service
+        self._on_ready = on_ready
+        self._owns_process = owns_process
+        self.death: EngineDeadError | None = None
+        self.end_by = float("inf")
+        """By the clock, when all should be over."""
+        self._is_told = asyncio.Event()
+        """Set when the server is to end."""
+
+    @property
+    def limits(self) -> ServerLimits:
+        return self.config.limits
+
+    @property
+    def guarded(self) -> list[GuardedProtocol]:
+        """Every connection."""
+        return [one for one in self.server_state.connections if isinstance(one, GuardedProtocol)]
+
+    def tell(self) -> None:
+        """A signal: the first one drains, the second one ends."""
+        if self.should_exit:
+            self.force_exit = True
+            self.end_by = time.monotonic()
+        self.should_exit = True
+        self._is_told.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        """Both signals, for as long as the server runs."""
+        loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.tell)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    async def main_loop(self) -> None:
+        """Until it is told to end, or the engine has died."""
+        self._on_ready()
+        while not self.should_exit:
+            await self.on_tick(0)  # the date of answers
+            for _ in range(round(1 / SWEEP_SECONDS)):
+                self.sweep()
+                self._look_at_engine()
+                if self.should_exit:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SWEEP_SECONDS):
+                        await self._is_told.wait()
+
+    def sweep(self) -> None:
+        """Close connections that have had their time."""
+        now = asyncio.get_running_loop().time()
+        for connection in self.guarded:
+            if connection.is_overdue(now):
+                connection.cut()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain: what runs may finish for a while, then it ends with an error; nothing else is waited for."""
+        if self.service.state == "ready":
+            self.service.state = "draining"
+        started = time.monotonic()
+        patience = LAST_WORDS_SECONDS if self.death is not None else self.limits.drain_seconds
+        self.end_by = started + patience + LAST_WORDS_SECONDS + ENGINE_END_SECONDS[0]
+        if self._owns_process:
+            _leave_after(patience + END_SECONDS, 0 if self.death is None else 1)
+        await self._drain(started + patience)
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        self._part_idle()
+        deadline = time.monotonic() + (IMPATIENT_SECONDS if self.force_exit else LAST_WORDS_SECONDS)
+        while self._is_busy() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in self.guarded:
+            connection.real.abort()
+        await asyncio.sleep(0)
+
+    async def _drain(self, deadline: float) -> None:
+        """Until nothing runs, the time is over, or a second signal came. The door stays open, to say 503."""
+        self._part_idle()
+        while self.server_state.tasks and not self.force_exit:
+            if time.monotonic() >= deadline:
+                _log.warning("%d requests did not end in time", len(self.server_state.tasks))
+                return
+            await asyncio.sleep(0.02)
+            self.sweep()
+            self._part_idle()
+            self._look_at_engine()
+            if self.death is not None:
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
+
+    def _part_idle(self) -> None:
+        """No connection is kept for a next request, and none is waited for that has not sent a whole one."""
+        for connection in self.guarded:
+            connection.shutdown()
+
+    def _is_busy(self) -> bool:
+        unsent = any(connection.real.get_write_buffer_size() for connection in self.guarded)
+        return unsent or bool(self.server_state.tasks)
+
+    def _look_at_engine(self) -> None:
+        if self.death is not None:
+            return
+        death = _death_of(self.service)
+        if death is not None:
+            self.death = death
+            self.service.state = "dead"
+            self.should_exit = True
+
+
+def _death_of(service: Service) -> EngineDeadError | None:
+    try:
+        if service.llm.health().is_alive:
+            return None
+        service.llm.raise_if_dead()
+    except EngineDeadError as error:
+        return error
+    return EngineDeadError("requests were to be answered", "the engine's thread has ended", "start the server again")
+
+
+def run_server(
+    app: ASGIApp,
+    service: Service,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    *,
+    owns_process: bool = False,
+) -> None:
+    """Serve until told to end; raises where the engine died. The model is let go of either way.
+
+    Where the process is the server's own it is over in bounded time, with whatever is still busy in it.
+    """
+    server = Server(app, service, on_ready, owns_process=owns_process)
+    try:
+        asyncio.run(server.serve([listener]))
+    finally:
+        end_engine(service, server.end_by - time.monotonic())
+    if server.death is not None:
+        raise server.death
+
+
+def end_engine(service: Service, seconds: float) -> None:
+    """Let go of the model; a step that lasts is not waited for."""
+    ending = threading.Thread(target=service.llm.shutdown, name="holdfast-end", daemon=True)
+    ending.start()
+    least, most = ENGINE_END_SECONDS
+    ending.join(min(max(seconds, least), most))
+    if ending.is_alive():
+        _log.info("the model has not ended yet, and is not waited for")
+
+
+def _leave_after(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()

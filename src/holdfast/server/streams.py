@@ -1,0 +1,246 @@
+"""Streams: answers written as server-sent events, and requests that end in the engine as soon as their client has gone.
+
+A reader that is slower than the model makes `send` wait; meanwhile its deltas are merged where they arrive
+(engine/engine_thread.py), so that what waits is never more than the answer itself.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from holdfast.engine.admission import PreparedRequest
+from holdfast.errors import EngineDeadError
+from holdfast.observability.log import get_logger
+from holdfast.request.outputs import CompletionDelta
+from holdfast.server.errors import UNAVAILABLE, ApiError, failed_answer, from_exception, is_our_fault
+from holdfast.server.logs import RequestRecord, record_of
+from holdfast.server.service import Service, service_of
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies would keep events until a buffer is full
+]
+_Result = TypeVar("_Result")
+_log = get_logger("holdfast.server")
+
+
+def new_id(prefix: str) -> str:
+    """A name for an answer, which the engine knows its request by."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+@dataclass(slots=True)
+class Counted:
+    """Tokens of one answer, of all its prompts and completions."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_reasoning_tokens: int | None = None
+
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI's `usage`."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+        if self.num_reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning_tokens}
+        return usage
+
+
+class Answer:
+    """One request on its way through the engine: its deltas, and what is counted and logged of them."""
+
+    def __init__(self, request: Request, prepared: PreparedRequest, answer_id: str, counted: Counted) -> None:
+        self._service: Service = service_of(request)
+        self._record: RequestRecord = record_of(request)
+        self.prepared = prepared
+        self._id = answer_id
+        self.counted = counted
+        counted.num_prompt_tokens += len(prepared.prompt_token_ids)
+        self._record.num_prompt_tokens = counted.num_prompt_tokens
+
+    async def deltas(self) -> AsyncGenerator[list[CompletionDelta], None]:
+        """What was added since the last time; an empty list first, when the queue has the request.
+
+        ApiError where a completion failed: nothing of the answer can be relied on then.
+        """
+        counted, record, prepared = self.counted, self._record, self.prepared
+        with self._service.metrics.request(prepared.params.n) as watch:
+            watch.prompt(len(prepared.prompt_token_ids))
+            async with aclosing(self._service.llm.answer(prepared, self._id)) as batches:
+                async for deltas in batches:
+                    for delta in deltas:
+                        watch.take(delta)
+                        counted.num_output_tokens += len(delta.token_ids)
+                        if record.first_token_seconds is None:
+                            record.first_token_seconds = time.monotonic() - record.started_at
+                        if delta.finish_reason is not None:
+                            self._finish(delta)
+                    yield deltas
+
+    def log_text(self, text: str | None) -> None:
+        """For a log that was asked to hold answers."""
+        if self._record.wants_text:
+            self._record.answer = text
+
+    def _finish(self, delta: CompletionDelta) -> None:
+        if delta.index == 0:
+            self.counted.num_cached_tokens += delta.num_cached_tokens
+        self._record.num_cached_tokens = self.counted.num_cached_tokens
+        self._record.num_output_tokens = self.counted.num_output_tokens
+        self._record.finish_reason = delta.finish_reason
+        if delta.finish_reason not in ("error", "abort"):
+            return
+        if delta.finish_reason == "abort" or not self._service.llm.health().is_alive:
+            raise EngineDeadError("an answer was asked", "the engine has stopped", "try again later")
+        raise failed_answer(f"an answer was asked; it failed: {delta.error}; change the request")
+
+
+def ended_early() -> ApiError:
+    """For an answer that was not whole when the time to drain was over."""
+    return ApiError(503, "an answer was being given; the server ends; ask another one", UNAVAILABLE, code="draining")
+
+
+async def first_of(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """The same pieces after the first one, which is empty, came: a refusal is then an answer of its own, not an event."""
+    await anext(pieces)
+    return pieces
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[_Result, None]],
+) -> AsyncGenerator[tuple[int, _Result], None]:
+    """What several streams give, with the place of each, as it comes; all are closed with this one.
+
+    Beside the first piece, one of each stream is taken before any is given: all of them have begun then.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+    reading: dict[asyncio.Future[_Result], int] = {}
+    try:
+        begun = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        reading = {task: place for place, task in enumerate(begun)}
+        await asyncio.gather(*begun)
+        while reading:
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=reading.__getitem__):
+                place = reading.pop(task)
+                try:
+                    piece = task.result()
+                except StopAsyncIteration:
+                    continue
+                reading[asyncio.ensure_future(anext(streams[place]))] = place
+                yield place, piece
+    finally:
+        await _end(*reading)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def gathered(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """What several works give, done side by side; when one fails, the others end too."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(*tasks)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Await some work, unless the client goes first: the work is cancelled then, and with it its request in the engine."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        record_of(request).is_cut = True
+        raise ClientDisconnect
+    except asyncio.CancelledError:
+        if service_of(request).state == "ready":
+            raise
+        raise ended_early() from None  # the server ends, and the client is told
+    finally:
+        await _end(task, watcher)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has gone; what it sends after its body is of no interest."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """An answer of server-sent events. Its pieces are closed when it is over, however it ends."""
+
+    def __init__(
+        self, request: Request, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(None, 200, headers, "text/event-stream")
+        self._pieces = pieces
+        self._record = record_of(request)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write until the pieces or the client are gone."""
+        writer = asyncio.ensure_future(self._write(send))
+        watcher = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((writer, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+            else:
+                self._record.is_cut = True
+        except asyncio.CancelledError:
+            await _end(writer)
+            await self._write_last(send, ended_early())
+            raise
+        finally:
+            await _end(writer, watcher)
+            await self._pieces.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            async for piece in self._pieces:
+                if piece:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except OSError:
+            self._record.is_cut = True  # the connection is gone
+        except Exception as error:
+            await self._write_last(send, self._last_words(error))
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_last(self, send: Send, error: ApiError) -> None:
+        """An error that comes when the answer has begun is its last event."""
+        self._record.error = error.code or error.kind
+        await send({"type": "http.response.body", "body": error.event(), "more_body": False})
+
+    def _last_words(self, error: Exception) -> ApiError:
+        told = from_exception(error)
+        if is_our_fault(error):
+            _log.error("request %s failed: %s", self._record.request_id, type(error).__name__, exc_info=error)
+        return told

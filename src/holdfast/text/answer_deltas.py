@@ -1,0 +1,133 @@
+"""What an answer is made of as it streams: content, reasoning and calls of tools, in pieces; no torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_HELD_SPACE_CHARS = 2**14
+"""White space that may turn out to stand beside a marker; a longer run is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the text of an answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the reasoning that comes before it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of one call: first its name, alone; then its arguments, as JSON text in pieces."""
+
+    index: int
+    """Of the call in the answer, from 0."""
+    name: str | None
+    """With the first delta of a call and with no other."""
+    arguments: str = ""
+
+
+AnswerDelta = ContentDelta | ReasoningDelta | ToolCallDelta
+
+
+class DeltaList:
+    """Deltas in order, neighbours of one kind as one."""
+
+    def __init__(self) -> None:
+        self._done: list[AnswerDelta] = []
+        self._parts: list[str] = []
+        self._kind: type[ContentDelta] | type[ReasoningDelta] | int = ContentDelta
+        """Of the parts: a number is the index of the call whose arguments they are."""
+
+    def add(self, kind: type[ContentDelta] | type[ReasoningDelta] | int, text: str) -> None:
+        """More text of one kind."""
+        if not text:
+            return
+        if kind != self._kind:
+            self._close()
+            self._kind = kind
+        self._parts.append(text)
+
+    def begin_call(self, index: int, name: str) -> None:
+        """A call, whose arguments follow."""
+        self._close()
+        self._done.append(ToolCallDelta(index, name))
+
+    def take(self) -> list[AnswerDelta]:
+        """All of them, once."""
+        self._close()
+        done, self._done = self._done, []
+        return done
+
+    def _close(self) -> None:
+        text = "".join(self._parts)
+        self._parts.clear()
+        if not text:
+            return
+        kind = self._kind
+        self._done.append(ToolCallDelta(kind, None, text) if isinstance(kind, int) else kind(text))
+
+
+class HeldSpace:
+    """White space at the end of a text so far, kept back until it is known whether it counts."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._num_chars = 0
+        self._is_over = False
+
+    def show(self, text: str) -> str:
+        """What may be shown now of what was held and this text."""
+        body = text.rstrip()
+        shown = self.release() + body if body else ""
+        if body:
+            self._is_over = False
+        space = text[len(body) :]
+        if self._is_over:
+            return shown + space
+        self._held.append(space)
+        self._num_chars += len(space)
+        if self._num_chars > MAX_HELD_SPACE_CHARS:
+            self._is_over = True
+            return shown + self.release()
+        return shown
+
+    def release(self) -> str:
+        """What is held."""
+        held = "".join(self._held)
+        self._held.clear()
+        self._num_chars = 0
+        return held
+
+    def drop(self) -> None:
+        """It stands beside a marker and does not count."""
+        self.release()
+        self._is_over = False
+
+
+def partial_end(text: str, marker: str) -> int:
+    """Characters at the end of the text that may be the beginning of a marker."""
+    first = text.find(marker[0], max(len(text) - len(marker) + 1, 0))
+    while first >= 0:
+        if marker.startswith(text[first:]):
+            return len(text) - first
+        first = text.find(marker[0], first + 1)
+    return 0
+
+
+def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
+    """The same deltas with neighbours of one kind as one."""
+    whole = DeltaList()
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta):
+            if delta.name is not None:
+                whole.begin_call(delta.index, delta.name)
+            whole.add(delta.index, delta.arguments)
+        else:
+            whole.add(type(delta), delta.text)
+    return whole.take()

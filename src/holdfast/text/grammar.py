@@ -1,0 +1,320 @@
+"""Grammars: forms of answers compiled, and which tokens a sequence may take next, as bits; llguidance follows them; no torch.
+
+    front   FormCheck        whether a form can be met: found out once, before its request costs anything else
+    core    Grammars         a matcher for each sequence, compiled beside the step loop
+    runner  Grammars.fill    the masks of a step, from the tokens that the sequences have by then
+
+A vocabulary is made of the bytes that our detokenizer gives for each token, so that what a grammar has seen is the text that
+the caller gets. It is made when the first form is asked for. Matchers of one request share what they have built; those of
+different requests share nothing, so that none can use up the bounds of another.
+
+R rows, W words of 32 bits
+"""
+
+import importlib.util
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceABC
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.errors import RequestError
+from holdfast.request.sequence import Sequence
+from holdfast.request.structured import StructuredOutputs
+from holdfast.text.grammar_guard import GrammarGuard, llguidance_text, parser_limits, plain_error
+from holdfast.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MAX_VERDICT_BYTES = 2**20
+"""Of what is remembered of forms: a digest, and why one was refused."""
+VERDICT_BYTES = 128
+"""Of one of these, beside its words."""
+ANY_OBJECT = '{"type":"object"}'
+HARD_WORDS = ('"allOf"', '"pattern', '"not"', '"if"', '"format"', '"$dynamicRef"', '"x-guidance"')
+"""What a schema must hold for its compiler to compare expressions; a schema without them compiles in proportion to its size."""
+MASK_THREADS = 8
+"""Most threads that fill masks, and ..."""
+SHARED_ROWS = 16
+"""... rows from which on they do: one takes about 0.1 ms, and to wake another thread may take as long."""
+
+
+def form_text(form: StructuredOutputs) -> tuple[str, str]:
+    """The kind of a form, and its text: of choices a JSON list."""
+    if form.json_object:
+        return "json", ANY_OBJECT
+    if form.choice is not None:
+        return "choice", json.dumps(form.choice, ensure_ascii=False)
+    return form.kind, form.json or form.regex or form.grammar or ""
+
+
+class Vocabulary:
+    """Tokens as llguidance knows them, made at the first use. Any thread may ask."""
+
+    def __init__(
+        self, open_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        self._open_tokenizer = open_tokenizer
+        self.vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._made: LLTokenizer | None = None
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the model has a token that ends an answer."""
+        return bool(self._eos_token_ids)
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask; where no token ends an answer, one more bit than the model has tokens stands for the end."""
+        return -(-(self.vocab_size + (not self.has_end)) // 32)
+
+    def get(self) -> "LLTokenizer":
+        """The vocabulary, made now if it was not."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _make(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        tokenizer = self._open_tokenizer()
+        ends = self._eos_token_ids or [self.vocab_size]
+        num_tokens = self.vocab_size + (not self.has_end)
+        wrapped = TokenizerWrapper(_TokenBytes(tokenizer, self.vocab_size, num_tokens, ends))
+        return LLTokenizer(wrapped, n_vocab=num_tokens, eos_token=ends)
+
+
+class _TokenBytes:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, num_tokens: int, ends: list[int]) -> None:
+        self.eos_token_id = ends[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        special = {token_id for token_id in tokenizer.special_token_ids if token_id < vocab_size}
+        self.tokens = [tokenizer.token_bytes(token_id) or b"" for token_id in range(vocab_size)]
+        self.tokens += [b"<|end of the form|>"] * (num_tokens - vocab_size)
+        self.special_token_ids = sorted(special | set(ends))
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def compile_form(form: StructuredOutputs, vocabulary: Vocabulary) -> "LLMatcher":
+    """A matcher at the beginning of an answer; ValueError with what is wrong where there can be none."""
+    from llguidance import LLMatcher
+
+    try:
+        matcher = LLMatcher(vocabulary.get(), llguidance_text(*form_text(form)), log_level=0, limits=parser_limits())
+    except RequestError:
+        raise
+    except Exception as error:
+        raise ValueError(plain_error(str(error)) or type(error).__name__) from error
+    if matcher.is_error():
+        raise ValueError(plain_error(matcher.get_error()))
+    return matcher
+
+
+def refuse_missing(form: StructuredOutputs) -> None:
+    """Where the library is not installed."""
+    if importlib.util.find_spec("llguidance") is None:
+        raise RequestError(
+            f"structured_outputs.{form.kind} was asked", "llguidance is not installed", "pip install holdfast[server]"
+        )
+
+
+class FormCheck:
+    """Whether forms can be met. Any thread may ask; what was found out is remembered, within a bound."""
+
+    def __init__(self, vocabulary: Vocabulary, guard: GrammarGuard | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._guard = guard or GrammarGuard()
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._num_bytes = 0
+
+    def check(self, form: StructuredOutputs) -> None:
+        """RequestError where an answer of this form cannot be written, or not be followed in time."""
+        refuse_missing(form)
+        kind, text = form_text(form)
+        digest = blake2b(f"{kind}\0{text}".encode(), digest_size=32).digest()
+        with self._lock:
+            is_known, error = digest in self._verdicts, self._verdicts.get(digest)
+        if not is_known:
+            error = self._error(form, kind, text)
+            self._remember(digest, error)
+        if error is not None:
+            raise RequestError(f"structured_outputs.{form.kind} was asked", error, "ask for a simpler or another form")
+
+    def close(self) -> None:
+        """End the child that forms are tried out in, if there is one."""
+        self._guard.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is remembered."""
+        return self._num_bytes
+
+    def _error(self, form: StructuredOutputs, kind: str, text: str) -> str | None:
+        is_easy = kind == "choice" or (kind == "json" and not any(word in text for word in HARD_WORDS))
+        error = None if is_easy else self._guard.error(kind, text)
+        if error is not None:
+            return error
+        try:
+            matcher = compile_form(form, self._vocabulary)
+        except ValueError as failure:
+            return str(failure)
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return plain_error(matcher.get_error())
+        return None if any(mask) else "no token of the vocabulary can begin it"
+
+    def _remember(self, digest: bytes, error: str | None) -> None:
+        with self._lock:
+            if digest in self._verdicts:
+                return
+            self._verdicts[digest] = error
+            self._num_bytes += _verdict_bytes(error)
+            while self._num_bytes > MAX_VERDICT_BYTES:
+                _, oldest = self._verdicts.popitem(last=False)
+                self._num_bytes -= _verdict_bytes(oldest)
+
+
+def _verdict_bytes(error: str | None) -> int:
+    return VERDICT_BYTES + 4 * len(error or "")
+
+
+@dataclass(eq=False, slots=True)
+class _Following:
+    """Where one sequence is in its form."""
+
+    matcher: "LLMatcher"
+    num_consumed: int = 0
+    """Output tokens that the matcher has seen."""
+    failure: str | None = None
+
+
+class Prepared(NamedTuple):
+    """Sequences whose form was compiled, and what was wrong with it, if anything was."""
+
+    sequence_ids: tuple[int, ...]
+    error: str | None
+
+
+class Grammars:
+    """The forms of the sequences of one core. One thread at a time; compiling happens beside it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._following: dict[int, _Following] = {}
+        self._compiling: dict[Future[LLMatcher], tuple[int, ...]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+
+    def __len__(self) -> int:
+        """Sequences that are followed."""
+        return len(self._following)
+
+    def begin(self, sequence_ids: SequenceABC[int], form: StructuredOutputs) -> None:
+        """Compile the form of these sequences, without waiting; `ready` tells when that is done."""
+        refuse_missing(form)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "holdfast-grammars")
+        compiling = self._threads.submit(compile_form, form, self._vocabulary)
+        self._compiling[compiling] = tuple(sequence_ids)
+
+    def wait(self, seconds: float) -> None:
+        """Until one that is being compiled is done, if there is any; no longer than so. May be interrupted."""
+        if self._compiling:
+            wait(self._compiling, seconds, FIRST_COMPLETED)
+
+    def ready(self) -> list[Prepared]:
+        """Those that are done since the last time."""
+        done = [compiling for compiling in self._compiling if compiling.done()]
+        return [self._prepared(compiling, self._compiling.pop(compiling)) for compiling in done]
+
+    def _prepared(self, compiling: "Future[LLMatcher]", sequence_ids: tuple[int, ...]) -> Prepared:
+        error = compiling.exception()
+        if error is not None:
+            return Prepared(sequence_ids, plain_error(str(error)) or type(error).__name__)
+        matcher = compiling.result()
+        for nth, sequence_id in enumerate(sequence_ids):
+            self._following[sequence_id] = _Following(matcher.deep_copy() if nth else matcher)
+        return Prepared(sequence_ids, None)
+
+    def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: "np.ndarray") -> None:
+        """Bit t of row i: whether token t may follow what sequences[i] has; none where its form cannot be followed. Rows of
+        None stay as they are."""
+        import numpy as np  # here, so that a wrong path is told before anything heavy is read
+
+        num_words = self._vocabulary.num_words
+        is_own = masks_RW.shape[1] == num_words and masks_RW.flags.c_contiguous
+        words_RW = masks_RW if is_own else np.zeros((len(sequences), num_words), np.int32)
+        followed = [(row, self._advanced(sequence)) for row, sequence in enumerate(sequences) if sequence is not None]
+        moving = [(one.matcher, row) for row, one in followed if one is not None and one.failure is None]
+        self._compute(moving, words_RW)
+        for row, one in followed:
+            if one is not None and one.failure is None and one.matcher.is_error():
+                one.failure = plain_error(one.matcher.get_error())
+            if one is None or one.failure is not None:
+                words_RW[row] = 0
+            if not is_own:
+                masks_RW[row] = words_RW[row, : masks_RW.shape[1]]
+
+    def _advanced(self, sequence: Sequence) -> _Following | None:
+        """A sequence's place behind all of its tokens; None for one that has ended, whose last steps bring nothing."""
+        one = self._following.get(sequence.sequence_id)
+        if one is None or one.failure is not None:
+            return one
+        new = sequence.token_ids[sequence.num_prompt_tokens + one.num_consumed :]
+        if new and not one.matcher.consume_tokens(new):
+            one.failure = plain_error(one.matcher.get_error())
+        one.num_consumed += len(new)
+        return one
+
+    def _compute(self, moving: list[tuple["LLMatcher", int]], words_RW: "np.ndarray") -> None:
+        num_bytes = words_RW.shape[1] * words_RW.itemsize
+        begin = words_RW.ctypes.data
+        if len(moving) < SHARED_ROWS:
+            for matcher, row in moving:
+                matcher.unsafe_compute_mask_ptr(begin + row * num_bytes, num_bytes)
+            return
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(min(MASK_THREADS, os.cpu_count() or 1))
+        self._executor.unsafe_compute_mask_ptr(moving, begin, num_bytes, words_RW.shape[0])
+
+    def is_complete(self, sequence_id: int) -> bool:
+        """Whether nothing but the end can follow, and the model has no token for it."""
+        one = self._following.get(sequence_id)
+        if one is None or one.failure is not None or self._vocabulary.has_end:
+            return False
+        return one.matcher.is_stopped() and not one.matcher.is_error()
+
+    def failure(self, sequence_id: int) -> str | None:
+        """Why a sequence's form could not be followed any further, where that is so."""
+        one = self._following.get(sequence_id)
+        return None if one is None else one.failure
+
+    def forget(self, sequence_id: int) -> None:
+        """The sequence has ended."""
+        self._following.pop(sequence_id, None)
+
+    def close(self) -> None:
+        """End the thread; what it compiles is not waited for."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
+        self._following.clear()
+        self._compiling.clear()

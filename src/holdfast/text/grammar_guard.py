@@ -1,0 +1,210 @@
+"""GrammarGuard: forms of answers compiled once in a process of their own, which ends where one takes too long; no torch.
+
+A form comes with a request. What its compiler does has bounds of its own (fuel, states, sizes), but not everywhere: whether
+several patterns can hold at once takes a time that grows without end. Native code cannot be stopped in a thread, so a form
+is tried out in a child first, under limits that the kernel keeps: seconds of its processor, and bytes. A child that reaches
+one is gone, and the next form gets another.
+
+This file is also the child: it runs by its path, and imports nothing of the package.
+"""
+
+import contextlib
+import json
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import IO, Any
+
+CPU_SECONDS = 2
+"""Of a child's processor for one form, and the rest of a second that has begun."""
+WALL_SECONDS = 15.0
+"""The same by the clock, on a machine that has no time for it."""
+CHILD_BYTES = 2 * 2**30
+"""Addresses that a child may have."""
+MAX_ERROR_CHARS = 240
+WHITESPACE = r"(\x20|\n[\x20\t]{0,40})"
+"""Between two parts of JSON: a space, or a new line with its indent. Without a bound a model may write nothing else."""
+LIMITS = {
+    "max_items_in_row": 2500,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+"""Beside llguidance's own fuel for every step: room for an object of 512 optional properties, up to about 20 MB of states,
+no work ahead of need, and errors that repeat nothing of the text."""
+
+
+def llguidance_text(kind: str, text: str) -> str:
+    """A form as llguidance takes it; `text` is a schema, a regex, a grammar, or choices as a JSON list."""
+    from llguidance import LLMatcher
+
+    if kind == "json":
+        # What a schema says of this itself (x-guidance) does not count: an answer is JSON.
+        return LLMatcher.grammar_from_json_schema(
+            text, overrides={"whitespace_pattern": WHITESPACE, "item_separator": ",", "key_separator": ":"}
+        )
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(ascii_classes(text))
+    if kind == "choice":
+        text = f"start: {' | '.join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))}"
+    elif "::=" in text:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        text = any_to_lark(text)
+    # By itself a text could be a grammar of llguidance's own kind too.
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_"}
+
+
+def ascii_classes(regex: str) -> str:
+    r"""The same expression with \d and \w as JSON schemas mean them, and most people: digits and letters of ASCII alone."""
+    found: list[str] = []
+    is_in_class, place = False, 0
+    while place < len(regex):
+        one = regex[place]
+        pair = regex[place : place + 2]
+        if one == "\\":
+            if len(pair) < 2:
+                raise ValueError("it ends in a backslash")
+            listed = _CLASSES.get(pair[1].lower())
+            is_negated = pair[1].isupper()
+            if listed is None or (is_in_class and is_negated):
+                found.append(pair)
+            elif is_in_class:
+                found.append(listed)
+            else:
+                found.append(f"[{'^' * is_negated}{listed}]")
+            place += 2
+            continue
+        if one == "[" and not is_in_class:
+            is_in_class = True
+            lead = next(lead for lead in ("[^]", "[]", "[^", "[") if regex.startswith(lead, place))
+            found.append(lead)  # a bracket that comes first is a character
+            place += len(lead)
+            continue
+        is_in_class = is_in_class and one != "]"
+        found.append(one)
+        place += 1
+    return "".join(found)
+
+
+def parser_limits() -> Any:  # noqa: ANN401 - llguidance may be missing
+    """The bounds of compiling and of every step."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**LIMITS)
+
+
+def plain_error(text: str) -> str:
+    """What a compiler said, in one bounded line that repeats no more than it must."""
+    text = text.replace("<non-verbose/>", " ").partition("\n   1 |")[0]
+    text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "use anyOf")
+    line = "".join(one if one.isprintable() else " " for one in text)
+    line = " ".join(line.split())
+    return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 3]}..."
+
+
+class GrammarGuard:
+    """One child at a time, started when it is needed. Any thread may ask; they take turns."""
+
+    def __init__(self, cpu_seconds: int = CPU_SECONDS, wall_seconds: float = WALL_SECONDS) -> None:
+        self._cpu_seconds, self._wall_seconds = cpu_seconds, wall_seconds
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._end = weakref.finalize(self, lambda: None)
+
+    def error(self, kind: str, text: str) -> str | None:
+        """Why this form cannot be compiled; None where it can."""
+        with self._lock:
+            child = self._started()
+            line = json.dumps([kind, text]).encode() + b"\n"
+            answer = b""
+            try:
+                assert child.stdin is not None, "it was opened with a pipe"
+                child.stdin.write(line)
+                child.stdin.flush()
+                answer = self._answer(child)
+            except OSError:  # it ended at the form before
+                pass
+            if not answer.endswith(b"\n"):
+                self._end()
+                self._child = None
+                return f"it takes more than {self._cpu_seconds} seconds to compile, or more memory than there is for it"
+            return json.loads(answer)
+
+    def close(self) -> None:
+        """End the child, in the middle of a form too; the next one starts another."""
+        self._end()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._child is None or self._child.poll() is not None:
+            self._end()
+            command = [sys.executable, "-P", str(Path(__file__).resolve()), str(self._cpu_seconds)]
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C on a terminal is for this process alone
+            )
+            # Also runs when nobody holds the guard any more, and before the interpreter ends.
+            self._end = weakref.finalize(self, _end_child, self._child)
+        return self._child
+
+    def _answer(self, child: subprocess.Popen[bytes]) -> bytes:
+        """One line, as far as it came in time."""
+        assert child.stdout is not None, "it was opened with a pipe"
+        end, answer = time.monotonic() + self._wall_seconds, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while not answer.endswith(b"\n") and selector.select(max(end - time.monotonic(), 0.0)):
+                piece = child.stdout.read1(2**16)  # pyright: ignore[reportAttributeAccessIssue] - it is buffered
+                if not piece:
+                    break
+                answer += piece
+        return answer
+
+
+def _end_child(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def try_out(kind: str, text: str) -> str | None:
+    """In the child: compile a form without a vocabulary; why that cannot be, if it cannot."""
+    from llguidance import LLMatcher
+
+    try:
+        error = LLMatcher.validate_grammar(llguidance_text(kind, text), None, limits=parser_limits())
+    except Exception as failure:
+        return plain_error(str(failure)) or type(failure).__name__
+    return None if not error or error.startswith("WARNING") else plain_error(error)
+
+
+def serve(requests: IO[bytes], answers: IO[bytes], cpu_seconds: int) -> None:
+    """The child: one form a line, until there are no more."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
+    for line in requests:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        most = int(usage.ru_utime + usage.ru_stime) + 1 + cpu_seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        kind, text = json.loads(line)
+        answers.write(json.dumps(try_out(kind, text)).encode() + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[1]))

@@ -1,0 +1,306 @@
+"""`holdfast bench serve`: answers read however they are cut, loads and figures, every kind of error, what is refused."""
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.cli_models import Ended, Here
+from cli.fake_openai import KEY, FakeServer, fake_server
+from holdfast.cli.bench_client import AnswerReader, BadAnswerError, Reply, Url, ask
+from holdfast.cli.bench_load import (
+    CHAT,
+    Figures,
+    Fit,
+    Sizes,
+    Spread,
+    Target,
+    as_work,
+    drive,
+    percentile,
+    random_work,
+    settle,
+)
+from holdfast.errors import ConfigError
+
+CHUNKED = (
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n5;x=y\r\nhello\r\n1\r\n \r\nA\r\n"
+    b"0123456789\r\n0\r\n\r\n"
+)
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeServer]:
+    with fake_server() as running:
+        yield running
+
+
+@pytest.fixture
+def bench(fake: FakeServer, here: Here, monkeypatch: pytest.MonkeyPatch) -> "Bench":
+    monkeypatch.delenv("HOLDFAST_API_KEY", raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    fake.bodies.clear()
+    return Bench(fake, here)
+
+
+class Bench:
+    """Runs the command against the fake."""
+
+    def __init__(self, fake: FakeServer, here: Here) -> None:
+        self.fake, self._here = fake, here
+
+    def __call__(self, *words: object) -> Ended:
+        return self._here("bench", "serve", "--url", self.fake.url, *words)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 1000])
+def test_an_answer_is_read_however_it_is_cut(size: int) -> None:
+    reader = AnswerReader()
+    pieces = [reader.feed(CHUNKED[begin : begin + size]) for begin in range(0, len(CHUNKED), size)]
+    assert b"".join(pieces) == b"hello 0123456789"
+    assert (reader.status, reader.is_complete) == (200, True)
+
+
+def test_answers_with_a_length_and_without() -> None:
+    sized, endless = AnswerReader(), AnswerReader()
+    assert sized.feed(b"HTTP/1.1 404 Not Found\r\nContent-Length: 3\r\n\r\nabcd") == b"abc"
+    assert (sized.status, sized.is_complete) == (404, True)
+    assert endless.feed(b"HTTP/1.0 200 OK\r\n\r\nab") == b"ab"
+    assert not endless.is_complete
+    endless.end()
+    assert endless.is_complete
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"SSH-2.0\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"x" * 70_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 70_000,
+    ],
+)
+def test_what_is_no_answer_is_told(data: bytes) -> None:
+    with pytest.raises(BadAnswerError):
+        AnswerReader().feed(data)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"HTTP/1.1 200", CHUNKED[:-5], b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nab"]
+)
+def test_an_end_that_comes_too_soon_is_told(sent: bytes) -> None:
+    reader = AnswerReader()
+    reader.feed(sent)
+    with pytest.raises(BadAnswerError, match="closed"):
+        reader.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("http://a.b:81", "http://a.b:81"),
+        ("http://a.b/v1/", "http://a.b:80"),
+        ("https://a.b/x/v1", "https://a.b:443/x"),
+        ("http://[::1]:9", "http://[::1]:9"),
+    ],
+)
+def test_urls(text: str, address: str) -> None:
+    url = Url.read(text, "k")
+    assert url.address == address
+    assert b"Authorization: Bearer k\r\n" in url.request("GET", "/v1/models")
+    assert "k" not in repr(url).partition("is_secure")[2].replace("is_secure", "")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "127.0.0.1:8000", "ftp://x", "http://x:99999", "http://u:p@x", "http://x y", "http://x\r\n"]
+)
+def test_wrong_urls_are_refused(text: str) -> None:
+    if text == "http://x\r\n":  # a line break at the end is nobody's fault, and goes
+        assert Url.read(text).address == "http://x:80"
+        return
+    with pytest.raises(ConfigError, match="--url"):
+        Url.read(text)
+
+
+def test_a_key_with_a_line_break_is_refused() -> None:
+    with pytest.raises(ConfigError, match="line break"):
+        Url.read("http://x", "abc\r\nX: y")
+
+
+def test_figures_are_what_the_clock_said() -> None:
+    first = Reply(10.0, 13.0, [11.0, 12.0, 13.0], 5, 5, "length")
+    second = Reply(10.0, 14.0, [12.0, 14.0], 7, None, "stop")
+    failed = Reply(10.0, 20.0, error="HTTP 429", words="full")
+    figures = Figures.of([first, second, failed], 0.25)
+    assert (figures.num_finished, figures.errors, figures.examples) == (2, {"HTTP 429": 1}, {"HTTP 429": "full"})
+    assert figures.seconds == 10.0
+    assert (figures.num_input_tokens, figures.num_output_tokens) == (12, 7)
+    assert not figures.is_counted_by_server
+    assert figures.ttft.percentiles[0] == 1.5
+    assert figures.tpot.mean == pytest.approx((2 / 4 + 2 / 1) / 2)
+    assert figures.itl == Spread.of([1.0, 1.0, 2.0])
+    assert figures.per_second(figures.num_output_tokens) == 0.7
+    assert figures.as_dict()["client_cpu_seconds"] == 0.25
+
+
+def test_percentiles() -> None:
+    assert [percentile(range(101), percent) for percent in (0, 50, 99, 100)] == [0, 50, 99, 100]
+    assert percentile([1.0, 2.0], 50) == 1.5
+    assert math.isnan(percentile([], 50))
+
+
+def test_prompts_have_the_servers_tokens(fake: FakeServer) -> None:
+    target = Target(Url.read(fake.url), "good", CHAT, 10.0, {})
+    settled, fit = asyncio.run(settle(target, wants_all=True))
+    assert (fit, settled.extra) == (Fit(7.0, 2.0), {"ignore_eos": True})
+    work = random_work(CHAT, 20, Sizes((27, 107), (3, 5)), fit, random.Random(0))
+    replies = asyncio.run(drive(settled.send, work, 4, None, lambda *counts: None))
+    assert all(27 <= (reply.num_input_tokens or 0) <= 107 for reply in replies)
+    assert all(3 <= (reply.num_output_tokens or 0) <= 5 for reply in replies)
+
+
+def test_clients_wait_and_arrivals_do_not() -> None:
+    now, most = 0, 0
+
+    async def send(item: object, start: float | None) -> Reply:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.02)
+        now -= 1
+        return Reply(start or 0.0, 1.0)
+
+    work = [as_work(CHAT, "x", 1)] * 40
+    replies = asyncio.run(drive(send, work, 3, None, lambda *counts: None))
+    assert (len(replies), most) == (40, 3)
+    now, most = 0, 0
+    replies = asyncio.run(drive(send, work, None, 5000.0, lambda *counts: None))
+    assert len(replies) == 40
+    assert most > 3
+
+
+def test_a_table_and_a_record(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    ended = bench("--clients", "3", "--requests", "9", "--output-len", "4", "--json", file, "--api-key", "secret")
+    assert ended.code == 0, ended
+    for words in ("good at", "3 clients", "time to first token (TTFT)", "p99", "output tokens", "36"):
+        assert words in ended.out
+    text = file.read_text()
+    record = json.loads(text)
+    result = record["results"][0]
+    assert (result["finished"], result["output_tokens"], result["errors"]) == (9, 36, {})
+    assert (record["clients"], record["rate"], record["model"]) == (3, None, "good")
+    assert "secret" not in text
+    assert len(bench.fake.bodies) == 9 + 2
+    assert all(body["stream"] and body["stream_options"] == {"include_usage": True} for body in bench.fake.bodies)
+
+
+def test_hundreds_of_streams_at_once(bench: Bench) -> None:
+    ended = bench("--clients", "300", "--requests", "300", "--output-len", "3", "--json", "-")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["results"][0]["output_tokens"] == 900
+    assert bench.fake.most_at_once > 100
+
+
+def test_an_open_loop(bench: Bench) -> None:
+    ended = bench("--rate", "500", "--requests", "20", "--endpoint", "completions", "--output-len", "2-3")
+    assert (ended.code, "500 requests/s (Poisson)" in ended.out) == (0, True), ended
+    assert all("prompt" in body for body in bench.fake.bodies)
+
+
+def test_a_dataset(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two"}], "max_tokens": 5}\n')
+    ended = bench("--dataset", file, "--requests", "3", "--output-len", "2")
+    assert ended.code == 0, ended
+    asked = [(body["messages"][-1]["content"], body["max_tokens"]) for body in bench.fake.bodies[2:]]
+    assert sorted(asked) == [("one", 2), ("one", 2), ("two", 5)]
+    assert "ignore_eos" not in bench.fake.bodies[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("uncounted", "by events: the server tells no usage"),
+        ("plain", "cannot be told to ignore the end"),
+        ("doneless", "output tokens"),
+    ],
+)
+def test_servers_that_do_less(bench: Bench, model: str, words: str) -> None:
+    ended = bench("--model", model, "--requests", "4", "--output-len", "3")
+    assert ended.code == 0, ended
+    assert words in ended.out + ended.err
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("busy", "4 x HTTP 429: the queue is full"),
+        ("failing", "4 x an error in the stream: it broke"),
+        ("cut", "4 x closed before the end"),
+    ],
+)
+def test_errors_are_counted_by_kind(bench: Bench, model: str, kind: str) -> None:
+    ended = bench("--model", model, "--requests", "4", "--output-len", "6")
+    assert ended.code == 1
+    assert "4 of 4 requests failed" in ended.out
+    assert kind in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model", "keyed"), "HTTP 401: wrong key; give --api-key, or HOLDFAST_API_KEY"),
+        (("--model", "garbage"), "no HTTP answer"),
+        (("--model", "silent"), "closed without an answer"),
+        (("--model", "whole"), "no stream"),
+        (("--url", "http://127.0.0.1:1"), "no connection"),
+        (("--clients", "2", "--rate", "2"), "choose one of them"),
+        (("--clients", "0"), "--clients '0' was asked"),
+        (("--rate", "nan"), "--rate 'nan' was asked"),
+        (("--requests", "x"), "--requests 'x' was asked"),
+        (("--timeout", "-1"), "--timeout '-1' was asked"),
+        (("--endpoint", "edits"), "chat, completions work"),
+        (("--input-len", "9-3"), "--input-len '9-3' was asked"),
+        (("--dataset", "nowhere.jsonl"), "No such file"),
+        (("--json", "no/such/folder.json"), "its folder does not exist"),
+        (("--clients", "65000"), "files"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_is_told_in_words(bench: Bench, words: tuple[str, ...], told: str) -> None:
+    import resource
+
+    if words == ("--clients", "65000") and resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 65000:
+        pytest.skip("so many files may be open here")
+    ended = bench(*words)
+    assert ended.code in (1, 2)
+    assert told in ended.err, ended
+    assert "Traceback" not in ended.err
+
+
+def test_a_key_is_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench("--model", "keyed", "--requests", "2", "--api-key", KEY).code == 0
+    monkeypatch.setenv("HOLDFAST_API_KEY", KEY)
+    assert bench("--model", "keyed", "--requests", "2").code == 0
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "{}", '{"prompt": 3}', '{"prompt": "x", "max_tokens": 0}', ""])
+def test_wrong_datasets_are_refused(bench: Bench, tmp_path: Path, line: str) -> None:
+    file = tmp_path / "wrong.jsonl"
+    file.write_text(f"{line}\n")
+    ended = bench("--dataset", file)
+    assert ended.code == 2, ended
+    assert "--dataset" in ended.err
+
+
+def test_a_client_that_leaves(fake: FakeServer) -> None:
+    body = as_work(CHAT, "x", 50).body(CHAT, "good", {})
+    reply, _ = asyncio.run(ask(Url.read(fake.url), "/v1/chat/completions", body, 10.0, abort_after=1))
+    assert reply.error == "left"
+    assert 1 <= len(reply.texts) < 50

@@ -1,0 +1,101 @@
+"""--config: a TOML file with the names of options; what is typed wins, and what is wrong is told with the nearest name."""
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.commands import COMMANDS
+from holdfast.cli.config_file import with_config
+from holdfast.errors import ConfigError
+
+SERVE = next(command for command in COMMANDS if command.path == ("serve",))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    made = tmp_path / "serve.toml"
+    made.touch(0o600)
+    return made
+
+
+def expanded(file: Path, text: str, *typed: str) -> list[str]:
+    file.write_text(text)
+    found = with_config(SERVE.rows, [*typed, "--config", str(file)])
+    place = found.index("--config")
+    return [*found[:place], *found[place + 2 :]]
+
+
+def test_without_a_file_nothing_changes() -> None:
+    assert with_config(SERVE.rows, ["a-model", "--port", "1"]) == ["a-model", "--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("port = 8080", ["--port=8080"]),
+        ('host = "0.0.0.0"\nallow-public = true', ["--host=0.0.0.0", "--allow-public"]),
+        ("allow_public = false", []),
+        ("drain-seconds = 2.5", ["--drain-seconds=2.5"]),
+        ('served-model-name = ["a", "b"]', ["--served-model-name=a", "--served-model-name=b"]),
+        ('api-key = "k"', ["--api-key=k"]),
+        ("max_model_len = 4096", ["--max-model-len=4096"]),
+        ('max-model-len = "4K"', ["--max-model-len=4K"]),
+        ("gpu_memory_utilization = 0.5", ["--gpu-memory-utilization=0.5"]),
+        ("enable-prefix-caching = false", ["--no-enable-prefix-caching"]),
+        ("enable-prefix-caching = true", ["--enable-prefix-caching"]),
+        ("no-core-process = true", ["--no-core-process"]),
+        ("core-process = false", ["--no-core-process"]),
+        ("kv-protected-layers = [0, 1, 30]", ["--kv-protected-layers=0,1,30"]),
+    ],
+)
+def test_keys_are_the_names_of_options(file: Path, text: str, arguments: list[str]) -> None:
+    assert expanded(file, text) == arguments
+
+
+def test_what_is_typed_wins(file: Path) -> None:
+    text = 'port = 1\nserved-model-name = ["a"]\nhost = "::1"'
+    assert expanded(file, text, "--port", "2", "--served-model-name=b") == [
+        "--host=::1",
+        "--port",
+        "2",
+        "--served-model-name=b",
+    ]
+
+
+def test_the_model_is_a_key_too(file: Path) -> None:
+    assert expanded(file, 'model = "there"', "--port", "2") == ["--port", "2", "there"]
+    assert expanded(file, 'model = "there"', "here", "--port", "2") == ["here", "--port", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "did you mean port?"),
+        ("max-conections = 1", "did you mean max-connections?"),
+        ("zzzz = 1", "no option"),
+        ('config = "other"', "no option"),
+        ("[server]\nport = 1", "no option"),
+        ("port = {a = 1}", "a text, a number"),
+        ("port = true", "a text, a number"),
+        ('allow-public = "yes"', "true or false"),
+        ("port = ", "not TOML"),
+        ("port = 1\nport = 2", "not TOML"),
+    ],
+)
+def test_mistakes_are_told(file: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
+        expanded(file, text)
+
+
+def test_keys_that_everybody_could_read(file: Path) -> None:
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        expanded(file, 'api-key = "k"')
+    assert expanded(file, "port = 1") == ["--port=1"]
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for name in ("missing", "", "bytes"):
+        with pytest.raises(ConfigError):
+            with_config(SERVE.rows, ["--config", str(tmp_path / name)])

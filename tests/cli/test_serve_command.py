@@ -1,0 +1,142 @@
+"""`holdfast serve`: mistakes are one line before a weight is read; the real command serves and ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.cli_models import MAIN, Here
+from holdfast.cli import serve as module
+
+WRONG = {
+    "no such path": (("./missing/model", "--port", "0"), "missing/model"),
+    "bad port": (("--port", "x"), "--port 'x' was asked"),
+    "large port": (("--port", "65536"), "from 0 to 65535"),
+    "public without a key": (("--host", "0.0.0.0"), "no API key was given"),
+    "public v6 without a key": (("--host", "::"), "no API key was given"),
+    "unknown host": (("--host", "nowhere.invalid", "--allow-public"), "no such host"),
+    "bad key": (("--api-key", "a b"), "an API key was given"),
+    "missing key file": (("--api-key-file", "missing"), "API keys of 'missing' were asked"),
+    "bad name": (("--served-model-name", ""), "--served-model-name"),
+    "bad origin": (("--allow-origin", "example.com"), "--allow-origin"),
+    "bad connections": (("--max-connections", "0"), "--max-connections"),
+    "bad drain": (("--drain-seconds", "-1"), "--drain-seconds"),
+    "nan drain": (("--drain-seconds", "nan"), "--drain-seconds"),
+    "bad format": (("--log-format", "xml"), "--log-format"),
+    "bad tool parser": (("--tool-parser", "x"), "--tool-parser"),
+    "bad reasoning parser": (("--reasoning-parser", "x"), "--reasoning-parser"),
+    "no tokenizer": (("--tokenizer", "none"), "--tokenizer none"),
+    "unknown option": (("--prot", "1"), "did you mean --port?"),
+    "bad engine option": (("--max-num-seqs", "0"), "max_num_seqs"),
+    "missing config": (("--config", "missing"), "--config 'missing' was asked"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOLDFAST_API_KEY", "HOLDFAST_API_KEYS", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_are_one_line(here: Here, tiny: Path, name: str) -> None:
+    typed, words = WRONG[name]
+    model = () if name == "no such path" else (str(tiny),)
+    started = time.monotonic()
+    ended = here("serve", *model, *typed)
+    assert ended.code in (1, 2)
+    assert ended.out == ""
+    assert words in ended.err
+    assert ended.err.count("\n") == 1
+    assert time.monotonic() - started < 10
+
+
+def test_a_port_in_use(here: Here, tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ended = here("serve", str(tiny), "--port", str(port))
+    assert ended.code == 1
+    assert ended.err == (
+        f"error: http://127.0.0.1:{port} was to be served; another program listens there; end it, or take another --port\n"
+    )
+
+
+def test_libraries_that_are_missing(here: Here, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else object())
+    ended = here("serve", str(tiny))
+    assert ended.code == 2
+    assert "uvicorn is not installed; run pip install 'holdfast[server]'" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("nowhere.invalid", False),
+    ],
+)
+def test_who_reaches_a_host(host: str, is_loopback: bool) -> None:
+    assert module.is_loopback(host) == is_loopback
+
+
+def test_the_command(tiny: Path, tmp_path: Path) -> None:
+    """From the command line and a config file to an answer, and out again with SIGTERM."""
+    config = tmp_path / "serve.toml"
+    config.touch(0o600)
+    config.write_text(
+        f'model = "{tiny}"\nport = 0\napi-key = "key-1"\nserved-model-name = ["mine", "alias"]\nlog-format = "json"\n'
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MAIN, "serve", "--config", str(config), "--drain-seconds", "5"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stderr is not None
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if " is ready at http://" in line:
+                    break
+            assert lines[-1].startswith("mine is ready at http://127.0.0.1:"), lines
+            assert lines[-1].endswith("(with a key)\n")
+            port = int(lines[-1].split("http://127.0.0.1:")[1].split()[0])
+            assert answered(port, "GET", "/v1/models")[0] == 401
+            status, body = answered(port, "GET", "/v1/models", "key-1")
+            assert (status, [model["id"] for model in body["data"]]) == (200, ["mine", "alias"])
+            asked = {"model": "alias", "prompt": "Hello", "max_tokens": 4}
+            status, body = answered(port, "POST", "/v1/completions", "key-1", asked)
+            assert (status, body["usage"]["completion_tokens"] <= 4) == (200, True)
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+            assert process.wait(10) == 0
+            assert "Traceback" not in rest
+            logged = [json.loads(line) for line in rest.splitlines()]
+            assert [line["status"] for line in logged] == [401, 200, 200]
+            assert logged[-1]["output_tokens"] == body["usage"]["completion_tokens"]
+            assert "Hello" not in rest
+        finally:
+            process.kill()
+
+
+def answered(port: int, method: str, path: str, key: str = "", value: object = None) -> tuple[int, dict]:
+    from http.client import HTTPConnection
+
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    connection.request(method, path, None if value is None else json.dumps(value), headers)
+    answer = connection.getresponse()
+    body = json.loads(answer.read())
+    connection.close()
+    return answer.status, body

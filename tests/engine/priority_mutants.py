@@ -1,0 +1,90 @@
+"""Planted bugs of priorities: who is admitted, who gives way, where they wait."""
+
+from collections.abc import Callable
+
+from engine.mutants import Mutant
+from holdfast.engine.queues import Lanes, Queues
+from holdfast.engine.scheduler import Scheduler
+
+PRIORITY_MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(says: str) -> Callable[[Callable], Callable]:
+    """Enters a planted bug under its name."""
+
+    def enter(plant: Callable) -> Callable:
+        PRIORITY_MUTANTS[plant.__name__] = Mutant(plant, says)
+        return plant
+
+    return enter
+
+
+@mutant("was admitted before|is not the order of arrival")
+def the_oldest_starts_whatever_it_is_worth(patch):
+    def first_waiting(self):
+        return min(self._waiting, key=lambda sequence: sequence.sequence_id)
+
+    def admit(self):
+        sequence = first_waiting(self)
+        self._waiting.discard(sequence)
+        self._running.add(sequence)
+        sequence.state = type(sequence.state).RUNNING
+        return sequence
+
+    patch.setattr(Queues, "first_waiting", property(first_waiting))
+    patch.setattr(Queues, "admit", admit)
+
+
+@mutant("gave way, and .* stayed|was preempted and is in the step")
+def the_youngest_gives_way_whatever_it_is_worth(patch):
+    def pop_last(self):
+        sequence = max(self, key=lambda one: one.sequence_id)
+        self.discard(sequence)
+        return sequence
+
+    patch.setattr(Lanes, "pop_last", pop_last)
+
+
+@mutant("out of order of arrival")
+def whoever_gave_way_waits_behind_its_equals(patch):
+    def preempt(self):
+        sequence = real(self)
+        self._waiting.discard(sequence)
+        self._waiting.add(sequence)
+        return sequence
+
+    real = Queues.preempt
+    patch.setattr(Queues, "preempt", preempt)
+
+
+@mutant(r"does not run|is not the order of arrival")
+def the_least_important_are_served_first(patch):
+    patch.setattr(Queues, "running", property(lambda self: list(self._running)[::-1]))
+
+
+@mutant("a lane of .* is empty|priorities|lane")
+def empty_lanes_stay(patch):
+    def discard(self, sequence):
+        lane = self._lanes.get(sequence.params.priority)
+        if lane is not None and lane.pop(sequence.sequence_id, None) is not None:
+            self._num_sequences -= 1
+
+    def first(self):
+        return next(sequence for sequence in self)
+
+    def pop_last(self):
+        sequence = list(self)[-1]
+        self.discard(sequence)
+        return sequence
+
+    patch.setattr(Lanes, "discard", discard)
+    patch.setattr(Lanes, "first", property(first))
+    patch.setattr(Lanes, "pop_last", pop_last)
+
+
+@mutant("the oldest sequence")
+def one_that_does_not_fit_holds_up_more_important_ones_for_ever(patch):
+    def is_still_blocked(self, sequence):
+        return self._blocked is not None
+
+    patch.setattr(Scheduler, "_is_still_blocked", is_still_blocked)

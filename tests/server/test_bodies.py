@@ -1,0 +1,197 @@
+"""Bodies: bytes, time, JSON and fields with bounds; every fault is told with the name of its field."""
+
+import asyncio
+import time
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field
+from starlette.requests import ClientDisconnect, Request
+
+from holdfast.server.bodies import Body, BodyRoom, parse, parse_json, read_json
+from holdfast.server.errors import ApiError
+from holdfast.server.service import ServerLimits
+
+LIMITS = ServerLimits(max_body_bytes=1000, body_seconds=0.2)
+
+
+class Part(Body):
+    role: str
+    content: str | list[int] = ""
+
+
+class Asked(Body):
+    model: str
+    temperature: float = Field(1.0, ge=0, le=2)
+    messages: list[Part] = Field(default_factory=list)
+    stop: str | list[str] | None = None
+
+
+def fault_of(value: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(Asked, value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "words"),
+    [
+        ({"model": 1}, "model", "given as a number; input should be a valid string"),
+        ({}, "model", "it was not given"),
+        ({"modle": "a"}, "modle", "did you mean model?"),
+        ({"model": "a", "temprature": 1}, "temprature", "did you mean temperature?"),
+        ({"model": "a", "zzz": 1}, "zzz", "leave it out"),
+        ({"model": "a", "temperature": 3}, "temperature", "less than or equal to 2"),
+        ({"model": "a", "temperature": "1"}, "temperature", "given as a string"),
+        ({"model": "a", "temperature": True}, "temperature", "given as a boolean"),
+        ({"model": "a", "temperature": None}, "temperature", "given as null"),
+        ({"model": "a", "temperature": float("nan")}, "temperature", ""),
+        ({"model": "a", "messages": [{"role": "u", "contnt": "x"}]}, "messages[0].contnt", "did you mean content?"),
+        ({"model": "a", "messages": [{"role": "u", "content": [1, "x"]}]}, "messages[0].content[1]", "valid integer"),
+        ({"model": "a", "messages": [{}]}, "messages[0].role", "not given"),
+        ({"model": "a", "messages": {}}, "messages", "given as an object"),
+        ({"model": "a", "stop": 3}, "stop", "valid string, or input should be a valid list"),
+        ({"model": "a", "stop": ["a", 3]}, "stop[1]", "valid string"),
+        ({"model": "a", "x" * 5000: 1}, None, "no such field"),
+        ([], None, ""),
+    ],
+)
+def test_faults_name_their_field(value: object, param: str | None, words: str) -> None:
+    fault = fault_of(value)
+    assert fault.status == 400
+    assert words in fault.message
+    assert len(fault.message) < 400
+    if param is not None:
+        assert fault.param == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'"a"',
+        b"1",
+        b"null",
+        b"{",
+        b'{"a":1}x',
+        b'{"a":NaN}',
+        b'{"a":Infinity}',
+        b'{"a":[-Infinity]}',
+        b'{"a":1e999}',
+        b'{"a":-1e999}',
+        b'{"a":9223372036854775808}',
+        b'{"a":-' + b"9" * 5000 + b"}",
+        b'{"a":"\\ud800"}',
+        b'{"a":["\\udfff\\ud800"]}',
+        b'{"\\ud800":1}',
+        b'{"a":1,"a":2}',
+        b'{"b":{"a":1,"\\u0061":2}}',
+        b"\xff",
+        b'{"a":"\xc3"}',
+        b"\xef\xbb\xbf{}",
+        "{}".encode("utf-16"),
+        b'{"a":' * 100 + b"1" + b"}" * 100,
+        b'{"a":' + b"[" * 100_000,
+        b'{"a":' + b"[" * 64 + b"]" * 64 + b"}",
+        b"{'a':1}",
+        b'{"a":01}',
+        b'{"a":"\x00"}',
+    ],
+)
+def test_what_is_no_sound_json_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_json(body, LIMITS)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    caught.value.json_bytes()
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (b"{}", {}),
+        (b' {"a" : [1, -2.5e3, "\\ud83d\\ude00", null]}\n', {"a": [1, -2500.0, "\U0001f600", None]}),
+        (b'{"a":9223372036854775807}', {"a": 2**63 - 1}),
+        (b'{"a":"\\\\ud800"}', {"a": "\\ud800"}),
+        (b'{"a":' + b"[" * 63 + b"]" * 63 + b"}", None),
+    ],
+)
+def test_sound_json_is_taken(body: bytes, value: object) -> None:
+    parsed = parse_json(body, LIMITS)
+    assert value is None or parsed == value
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_an_object_or_refused(body: bytes) -> None:
+    for text in (body, b'{"a":' + body + b"}"):
+        with suppress(ApiError):
+            assert isinstance(parse_json(text, LIMITS), dict)
+
+
+def test_a_long_prompt_costs_little() -> None:
+    ids = b'{"prompt":[' + b"1," * 400_000 + b"1]}"
+    started = time.process_time()
+    parse_json(ids, ServerLimits())
+    assert time.process_time() - started < 1
+
+
+def request_of(pieces: list[bytes | float], headers: dict[bytes, bytes] | None = None) -> Request:
+    """A request whose body comes in pieces, with pauses in seconds; its client goes at their end."""
+    waiting = list(pieces)
+
+    async def receive() -> dict[str, object]:
+        while waiting and isinstance(waiting[0], float):
+            await asyncio.sleep(waiting.pop(0))  # type: ignore[arg-type]
+        if not waiting:
+            return {"type": "http.disconnect"}
+        piece = waiting.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(waiting)}
+
+    all_headers = {b"content-type": b"application/json; charset=utf-8", **(headers or {})}
+    return Request({"type": "http", "headers": list(all_headers.items()), "method": "POST", "path": "/"}, receive)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "headers", "status"),
+    [
+        ([b"{", b'"a"', b":1}"], {}, None),
+        ([b"{", 0.05, b'"a"', 0.05, b":1}"], {}, None),
+        ([b"{", 1.0, b"}"], {}, 408),
+        ([b" " * 600, b" " * 600], {}, 413),
+        ([b"{}"], {b"content-length": b"1001"}, 413),
+        ([b"{}"], {b"content-length": b"9" * 400}, 413),
+        ([b"{}"], {b"content-type": b"text/json"}, 415),
+        ([b"{}"], {b"content-encoding": b"gzip"}, 415),
+    ],
+)
+def test_bodies_are_read_with_bounds(
+    pieces: list[bytes | float], headers: dict[bytes, bytes], status: int | None
+) -> None:
+    if status is None:
+        assert asyncio.run(read_json(request_of(pieces, headers), LIMITS)) == {"a": 1}
+        return
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read_json(request_of(pieces, headers), LIMITS))
+    assert caught.value.status == status
+
+
+def test_a_client_that_goes_while_it_sends() -> None:
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(read_json(request_of([b"{", 0.01]), LIMITS))
+
+
+def test_bodies_are_bounded_together() -> None:
+    """Large ones beyond the limit are refused, small ones never; what was held is given back."""
+    room = BodyRoom(ServerLimits(max_held_body_bytes=300_000))
+    with room.share() as first:
+        first(250_000)
+        with room.share() as small:
+            small(60_000)
+        with room.share() as second, pytest.raises(ApiError) as caught:
+            second(70_000)
+        assert (caught.value.status, caught.value.code) == (503, "bodies_full")
+        assert room.held_bytes == 250_000
+    assert room.held_bytes == 0

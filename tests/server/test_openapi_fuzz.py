@@ -1,0 +1,109 @@
+"""The OpenAPI document against the server: data that it allows and data that it does not, made by schemathesis.
+
+Left out: /memory/stream, which has no end; and the check that all allowed data is accepted, since no schema can say that a
+prompt fits the context, that a token is in the vocabulary, or that two fields go together.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from engine.fakes import assert_at_rest
+from holdfast.server.errors import INTERNAL_WORDS
+from server.served import Served, served, user
+
+NUM_QUICK, NUM_SLOW = 25, 1500
+OPERATIONS = (
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+    ("GET", "/memory"),
+)
+statuses: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Served]:
+    """A context so short that whatever is allowed is soon answered."""
+    with served(max_model_len=160, max_queue=16, num_pages=256) as running:
+        yield running
+        assert_at_rest(running.engine)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_a_sample(small: Served, method: str, path: str) -> None:
+    fuzz(small, method, path, NUM_QUICK if method == "POST" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_many(small: Served, method: str, path: str) -> None:
+    fuzz(small, method, path, NUM_SLOW if method == "POST" else 50)
+
+
+def fuzz(running: Served, method: str, path: str, num_examples: int) -> None:
+    document = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+    document.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+    operation = document[path][method]
+    num_cases: Counter[int] = Counter()
+
+    @hypothesis.settings(
+        max_examples=num_examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[hypothesis.Phase.generate],  # an example that is smaller costs minutes and says no more
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(
+        case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+        | operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+    )
+    def check(case: schemathesis.Case) -> None:
+        response = case.call(timeout=60)
+        num_cases[response.status_code] += 1
+        assert response.status_code < 500, f"{response.status_code}: {response.text[:500]}"
+        assert not INTERNAL_WORDS.search(response.text.replace(str(case.body), "")) or response.status_code < 400
+        case.validate_response(response, excluded_checks=[positive_data_acceptance])
+
+    check()
+    statuses.update({f"{method} {path} {status}": number for status, number in num_cases.items()})
+    assert running.service.llm.health().is_alive
+    print(f"{method} {path}: {num_cases.total()} cases, {dict(sorted(num_cases.items()))}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_streams_are_as_the_document_has_them(small: Served, path: str) -> None:
+    asked = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(path, {"messages": user("a")})
+    operation = schemathesis.openapi.from_url(f"{small.url}/openapi.json")[path]["POST"]
+    case = operation.Case(body={**asked, "stream": True}, media_type="application/json")
+    case.validate_response(case.call(timeout=60), excluded_checks=[positive_data_acceptance])
+
+
+def test_nothing_of_the_document_is_left_out(small: Served) -> None:
+    document = schemathesis.openapi.from_url(f"{small.url}/openapi.json").raw_schema
+    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert told == {*OPERATIONS, ("GET", "/memory/stream")}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert {"200", "400", "401", "500", "503"} <= operation["responses"].keys()
+            if "requestBody" in operation:
+                assert {"404", "408", "413", "415"} <= operation["responses"].keys(), path
+                assert not re.search(r'"\$ref": "#/\$defs', str(operation))

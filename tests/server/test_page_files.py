@@ -1,0 +1,81 @@
+"""The page as files: small, whole, from nowhere else, behind a policy; everything that a browser is not needed for."""
+
+import re
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from holdfast.server import page
+
+FOLDER = Path(page.__file__).parent / page.FOLDER
+MAX_BYTES = 100_000
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    app = FastAPI()
+    app.include_router(page.router)
+    return TestClient(app, base_url="http://localhost")
+
+
+def test_every_file_is_served_and_the_whole_is_small() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == set(page.NAMES)
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < MAX_BYTES
+
+
+@pytest.mark.parametrize("path", sorted(page.PATHS))
+def test_a_file_is_answered_with_its_type_and_policy(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 200
+    assert answer.content == (FOLDER / page.PATHS[path]).read_bytes()
+    assert answer.headers["content-type"] == page.MEDIA_TYPES[Path(page.PATHS[path]).suffix]
+    for name, value in page.HEADERS.items():
+        assert answer.headers[name] == value
+    again = client.get(path, headers={"If-None-Match": f'"other", W/{answer.headers["etag"]}'})
+    assert (again.status_code, again.content) == (304, b"")
+    head = client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+
+
+def test_the_policy_leaves_no_way_out_and_no_script_in_texts() -> None:
+    assert "default-src 'none'" in page.POLICY
+    assert "unsafe" not in page.POLICY
+    assert "*" not in page.POLICY
+    assert "http" not in page.POLICY
+
+
+def test_nothing_in_the_files_leads_elsewhere() -> None:
+    allowed = {"http://www.w3.org/2000/svg"}
+    for path in FOLDER.iterdir():
+        addresses = set(re.findall(r"\b(?:https?|wss?|data|blob):/?/?[\w.]+[\w./]*", path.read_text(encoding="utf-8")))
+        assert addresses <= allowed, f"{path.name}: {addresses}"
+
+
+def test_the_page_has_no_inline_script_or_style_and_the_scripts_write_no_markup() -> None:
+    markup = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<script(?![^>]*\bsrc=)", markup) == []
+    assert re.findall(r"<style|\sstyle=|\son\w+=", markup) == []
+    for path in FOLDER.glob("*.js"):
+        text = path.read_text(encoding="utf-8")
+        words = re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
+        assert words == [], f"{path.name}: {words}"
+
+
+def test_every_id_that_the_scripts_ask_for_is_on_the_page_once() -> None:
+    ids = re.findall(r'\bid="([\w-]+)"', (FOLDER / "index.html").read_text(encoding="utf-8"))
+    assert len(ids) == len(set(ids))
+    for path in FOLDER.glob("*.js"):
+        asked = set(re.findall(r'\bby\("([\w-]+)"\)', path.read_text(encoding="utf-8")))
+        assert asked <= set(ids), f"{path.name}: {asked - set(ids)}"
+
+
+def test_every_field_has_a_label() -> None:
+    markup = (FOLDER / "index.html").read_text(encoding="utf-8")
+    inside = "".join(re.findall(r"<label[^>]*>.*?</label>", markup, re.DOTALL))
+    for kind, attributes in re.findall(r"<(input|textarea|progress)\b([^>]*)>", markup):
+        name = re.search(r'\bid="([\w-]+)"', attributes)
+        assert name, f"<{kind}{attributes}> has no id"
+        has_label = f'id="{name[1]}"' in inside or f'for="{name[1]}"' in markup
+        assert has_label, f"{name[1]} has no label"

@@ -1,0 +1,94 @@
+"""Before and around a server's life: ports, the door while a model loads, the limit on open files."""
+
+import socket
+import time
+
+import pytest
+
+from holdfast.errors import ConfigError, HoldfastError
+from holdfast.server import run as module
+from holdfast.server.run import WaitingDoor, address_of, bind_socket, raise_file_limit
+from server.raw_server import StubLLM, connect, get, running, status_of, talk
+
+
+def test_a_port_has_one_owner() -> None:
+    with bind_socket("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(HoldfastError, match="another program listens there"):
+            bind_socket("127.0.0.1", port)
+    bind_socket("127.0.0.1", port).close()
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", "a" * 300, ""])
+def test_hosts_that_are_not_here(host: str) -> None:
+    if host:
+        with pytest.raises((ConfigError, HoldfastError)):
+            bind_socket(host, 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "start"), [("127.0.0.1", "http://127.0.0.1:"), ("0.0.0.0", "http://127.0.0.1:"), ("::1", "http://[::1]:")]
+)
+def test_addresses_for_people(host: str, start: str) -> None:
+    try:
+        listener = bind_socket(host, 0)
+    except HoldfastError:
+        pytest.skip("no IPv6 here")
+    with listener:
+        assert address_of(listener).startswith(start)
+
+
+def test_the_door_while_a_model_loads() -> None:
+    """Everybody is told at once, also beside somebody who says nothing; afterwards the port is the server's."""
+    with bind_socket("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with WaitingDoor(listener):
+            silent = connect(port)
+            started = time.monotonic()
+            for _ in range(5):
+                answer = talk(port, get("/v1/models"))
+                assert status_of(answer) == 503
+                assert b"Retry-After" in answer
+                assert b"being loaded" in answer
+            assert time.monotonic() - started < 3
+            silent.close()
+        with socket.create_connection(("127.0.0.1", port)):
+            listener.setblocking(True)
+            listener.accept()[0].close()
+
+
+def test_the_limit_on_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    limits = {"now": (1024, 4096)}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, value: limits.update(now=value))
+    assert raise_file_limit(1000) is None
+    assert limits["now"] == (4096, 4096)
+    told = raise_file_limit(100_000)
+    assert told is not None
+    assert "may open 4096 files" in told
+    assert "about 4032 connections" in told
+
+
+def test_a_dead_engine_ends_the_server() -> None:
+    with running() as server:
+        assert status_of(talk(server.port, get("/health"))) == 200
+        StubLLM.is_alive = False
+        try:
+            end = time.monotonic() + 5
+            while server.server.death is None and time.monotonic() < end:
+                time.sleep(0.02)
+            assert server.server.death is not None
+            assert server.service.state == "dead"
+        finally:
+            StubLLM.is_alive = True
+
+
+def test_an_engine_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(module, "ENGINE_END_SECONDS", (0.1, 3.0))
+    started = time.monotonic()
+    module.end_engine(SimpleNamespace(llm=SimpleNamespace(shutdown=lambda: time.sleep(1))), -5.0)  # type: ignore[arg-type]
+    assert time.monotonic() - started < 0.8

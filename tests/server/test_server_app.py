@@ -1,0 +1,295 @@
+"""The application: errors in one shape, ids, hosts, origins, keys; every route is closed without a key."""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.testclient import TestClient
+
+from holdfast.errors import EngineDeadError, MemoryPlanError, PromptError, QueueFullError
+from holdfast.server.app import endpoint_routers, make_app
+from holdfast.server.errors import ApiError, cleaned, from_exception
+from holdfast.server.guards import PUBLIC_PATHS
+from holdfast.server.keys import Keys
+from holdfast.server.logs import RequestLog, record_of
+from holdfast.server.service import ServerLimits, Service
+from server.raw_server import Seen, StubLLM, make_router
+
+KEY = {"Authorization": "Bearer key-1"}
+LEAK = re.compile(r"0x[0-9a-f]{6,}|/home|/usr|/app|/root|/tmp|\.py\", line|Traceback")
+
+
+def make_client(*keys: str, routers: list[APIRouter] | None = None, **options: object) -> TestClient:
+    service = Service(StubLLM(), ("tiny",), ServerLimits())  # type: ignore[arg-type]
+    app = make_app(service, Keys(keys), routers=routers or [make_router(Seen())], **options)  # type: ignore[arg-type]
+    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with make_client("key-1", "key-2") as made:
+        yield made
+
+
+def routes() -> list[tuple[str, str]]:
+    """Every route of the real application."""
+    app = make_app(Service(StubLLM(), ("tiny",)))  # type: ignore[arg-type]
+    paths = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
+    for router in endpoint_routers():
+        paths |= {
+            (method, route.path) for route in router.routes if isinstance(route, APIRoute) for method in route.methods
+        }
+    return sorted(paths)
+
+
+def test_every_route_is_closed_without_a_key() -> None:
+    """Whatever the application answers, and whatever it does not, but for a short list."""
+    assert len(routes()) >= 12
+    client = make_client("key-1", routers=list(endpoint_routers()))
+    for method, path in [
+        *routes(),
+        ("GET", "/openapi.json"),
+        ("GET", "/docs"),
+        ("GET", "/nothing"),
+        ("PUT", "/v1/models"),
+    ]:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "key-1"}, {"Authorization": "Bearer"}):
+            answer = client.request(method, path.replace("{model_id}", "x"), headers=headers)
+            assert (answer.status_code == 401) != (path in PUBLIC_PATHS), (method, path, answer.status_code)
+
+
+def test_what_is_public() -> None:
+    """A change of this list is a decision."""
+    assert {path for path in PUBLIC_PATHS if not path.startswith("/page/")} == {"/", "/health", "/ready"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//echo",
+        "/%65cho",
+        "/echo/",
+        "/ECHO",
+        "/health/../echo",
+        "/health/%2e%2e/echo",
+        "/health//echo",
+        "/echo;/health",
+        "/echo?/health",
+        "/health%3f/echo",
+        "/health%00/echo",
+        "/./echo",
+    ],
+)
+def test_no_path_looks_public(client: TestClient, path: str) -> None:
+    assert client.post(f"http://localhost{path}", json={}).status_code == 401
+
+
+@pytest.mark.parametrize("key", ["key-1", "key-2"])
+def test_every_key_opens(client: TestClient, key: str) -> None:
+    answer = client.post("/echo", json={"a": 1}, headers={"Authorization": f"bearer {key}"})
+    assert answer.json() == {"a": 1}
+
+
+def test_two_keys_at_once_are_none(client: TestClient) -> None:
+    pairs = [("authorization", "Bearer key-1"), ("authorization", "Bearer key-1")]
+    answer = client.post("/echo", json={}, headers=pairs)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_prefixes_are_shared_by_requests_of_one_key() -> None:
+    """With one key there is nobody to hide them from."""
+    seen: list[str | None] = []
+    router = APIRouter()
+
+    @router.get("/salt")
+    async def salt(request: Request) -> Response:
+        seen.append(record_of(request).cache_salt)
+        return Response()
+
+    several, single = make_client("a", "b", routers=[router]), make_client("a", routers=[router])
+    for client, key in (
+        (several, "a"),
+        (several, "b"),
+        (several, "a"),
+        (single, "a"),
+        (make_client(routers=[router]), ""),
+    ):
+        client.get("/salt", headers={"Authorization": f"Bearer {key}"})
+    assert seen[0] == seen[2] != seen[1]
+    assert seen[3:] == [None, None]
+    assert "a" != seen[0] != "b"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(
+            (host, 200)
+            for host in (
+                "localhost",
+                "LOCALHOST:80",
+                "127.0.0.1:8000",
+                "[::1]:8000",
+                "10.0.0.7",
+                "app.localhost",
+                "my.host",
+            )
+        ),
+        *(
+            (host, 421)
+            for host in ("evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "1.2.3", "0x7f000001")
+        ),
+        *(
+            (host, 400)
+            for host in ("x/?", "x/#", "a@b", "a b", "localhost:x", "localhost:", "[::1", "a,b", "http://localhost", "")
+        ),
+    ],
+)
+def test_hosts(host: str, status: int) -> None:
+    client = make_client(allowed_hosts=("my.host",))
+    answer = client.get("/health", headers={"Host": host})
+    assert answer.status_code == status, answer.text
+
+
+def test_any_host_where_told() -> None:
+    assert make_client(allowed_hosts=("*",)).get("/health", headers={"Host": "any.example"}).status_code == 200
+
+
+def test_pages_of_other_origins() -> None:
+    """Off by default, also for requests that a browser sends without asking."""
+    closed, opened = make_client(), make_client("key-1", allowed_origins=("https://good.example",))
+    for origin in ("https://evil.example", "null", "http://localhost.evil"):
+        answer = closed.post("/echo", json={}, headers={"Origin": origin})
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
+    assert closed.post("/echo", json={}, headers={"Origin": "http://localhost"}).status_code == 200
+    assert (
+        "access-control-allow-origin" not in closed.get("/health", headers={"Origin": "https://evil.example"}).headers
+    )
+    good = {"Origin": "https://good.example"}
+    answer = opened.post("/echo", json={}, headers={**good, **KEY})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://good.example")
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert opened.options("/echo", headers={**good, **asked}).status_code == 200
+    assert opened.options("/echo", headers={"Origin": "https://evil.example", **asked}).status_code == 400
+    assert opened.post("/echo", json={}, headers={"Origin": "https://evil.example", **KEY}).status_code == 403
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+def test_forms_of_strangers_ask_nothing(client: TestClient, media_type: str) -> None:
+    answer = client.post("/echo", content=b"{}", headers={**KEY, "Content-Type": media_type})
+    assert answer.status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [
+        ("abc-1.2:3_4", True),
+        ("x" * 64, True),
+        ("x" * 65, False),
+        ("a b", False),
+        ("a\tb", False),
+        ("é", False),
+        ("", False),
+    ],
+)
+def test_request_ids(client: TestClient, given: str, is_kept: bool) -> None:
+    answer = client.get("/health", headers={"X-Request-Id": given.encode("latin-1")})  # type: ignore[dict-item]
+    named = answer.headers["x-request-id"]
+    assert (named == given) == is_kept
+    assert re.fullmatch(r"[A-Za-z0-9._:-]{1,64}", named)
+
+
+def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    answer = client.get("/boom", headers=KEY)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert not LEAK.search(answer.text)
+    assert "x-request-id" in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (PromptError("a", "b", "c"), 400, None),
+        (QueueFullError("a", "b", "c"), 429, "queue_full"),
+        (EngineDeadError("a", "/root/x", "c"), 503, "engine_dead"),
+        (MemoryPlanError("a", "0xdeadbeefdead", "c"), 500, "internal_error"),
+        (OSError("/root/x"), 500, "internal_error"),
+        (RuntimeError(), 500, "internal_error"),
+        (ApiError(418, "x", code="y"), 418, "y"),
+    ],
+)
+def test_what_exceptions_become(error: Exception, status: int, code: str | None) -> None:
+    told = from_exception(error)
+    assert (told.status, told.code) == (status, code)
+    body = json.loads(told.json_bytes())
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert not LEAK.search(body["error"]["message"])
+    if status == 429:
+        assert told.headers["Retry-After"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("a file /usr/lib/x.py is gone", "a file ... is gone"),
+        ("object at 0xffff8a001230", "object at ..."),
+        ('File "/x/y.py", line 3', "..."),
+        ("and/or, 1/2, https://example.com/usr/x", "and/or, 1/2, https://example.com/usr/x"),
+    ],
+)
+def test_nothing_of_this_machine_is_told(words: str, expected: str) -> None:
+    assert cleaned(words) == expected
+
+
+def test_unknown_endpoints_and_methods(client: TestClient) -> None:
+    assert client.get("/v1/nothing", headers=KEY).json()["error"]["code"] == "not_found"
+    assert client.delete("/echo", headers=KEY).json()["error"]["code"] == "method_not_allowed"
+
+
+def test_a_server_that_ends_takes_nothing_new() -> None:
+    client = make_client()
+    client.app.state.service.state = "draining"  # type: ignore[attr-defined]
+    answer = client.post("/echo", json={})
+    assert (answer.status_code, answer.headers["connection"]) == (503, "close")
+    assert client.get("/health").status_code == 200
+
+
+def test_a_line_for_each_request() -> None:
+    """With what is known, one line whatever a client sends; prompts only where asked; no key."""
+    for log_format in ("text", "json"):
+        stream = io.StringIO()
+        client = make_client("key-1", log=RequestLog(log_format, stream=stream))  # type: ignore[arg-type]
+        client.post("/echo", json={"secret": 1}, headers={**KEY, "X-Request-Id": "mine"})
+        client.get("/a%0Ab%22 c", headers=KEY)
+        client.get("/health")
+        lines = stream.getvalue().splitlines()
+        assert len(lines) == 2
+        assert "key-1" not in stream.getvalue()
+        assert "secret" not in stream.getvalue()
+        if log_format == "json":
+            first, second = map(json.loads, lines)
+            assert (first["request_id"], first["status"], first["path"], first["key"]) == ("mine", 200, "/echo", 0)
+            assert (second["path"], second["error"]) == ('/a\nb" c', "not_found")
+        else:
+            assert "request_id=mine" in lines[0]
+            assert r'path="/a\nb\" c"' in lines[1]
+
+
+def test_a_broken_log_harms_nobody() -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("disk full")
+
+    client = make_client(log=RequestLog(stream=Broken()))
+    assert client.get("/nothing").status_code == 404
+    assert client.get("/nothing").status_code == 404

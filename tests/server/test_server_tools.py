@@ -1,0 +1,154 @@
+"""Tools over HTTP: forced calls of a real model, what answers are held to behind thoughts, templates that know no tools."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from holdfast.api.async_llm import AsyncLLM
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.text.chat_template import ChatTemplate
+from server.served import TEMPLATE, app_client, open_tiny_engine, said, user
+from text.test_tool_grammar import takes
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "unit": {"type": "string", "enum": ["c", "f"]},
+        "days": {"type": "integer", "maximum": 9, "minimum": 0},
+    },
+    "required": ["unit"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A tiny random model, which says nothing of sense unless it must."""
+    with app_client(open_tiny_engine(tmp_path_factory.mktemp("tiny"))) as client:
+        yield client
+
+
+def asked(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    body = {"messages": user("Hi"), "seed": 3, "max_tokens": 400, **fields}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_model_that_must_call_calls(real, choice):
+    # Nothing ends a random model's thoughts, and without an h it cannot begin them.
+    done = asked(real, tools=TOOLS, tool_choice=choice, logit_bias={str(ord("h")): -100})
+    assert done["finish_reason"] == "tool_calls"
+    assert done["message"]["content"] is None
+    for call in done["message"]["tool_calls"]:
+        name, values = call["function"]["name"], json.loads(call["function"]["arguments"])
+        assert name == "look" or choice == "required"
+        assert values == {} if name == "now" else values["unit"] in ("c", "f")
+
+
+def test_forced_calls_stream(real):
+    body = {"messages": user("Hi"), "seed": 4, "max_tokens": 400, "tools": TOOLS, "tool_choice": NAMED, "stream": True}
+    with real.stream("POST", "/v1/chat/completions", json={**body, "logit_bias": {str(ord("h")): -100}}) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls") or ()]
+    assert not any(choice["delta"].get("content") for choice in choices)
+    assert [call["function"]["name"] for call in calls if call["function"].get("name")] == ["look"]
+    assert "unit" in json.loads("".join(call["function"].get("arguments") or "" for call in calls))
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+OPENED = TEMPLATE + "{% if think %}<think>\n{% endif %}{% if quiet %}<think></think>{% endif %}"
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
+    """What answers were held to; the model that says what it is told to is not held to anything."""
+    seen: list[SamplingParams] = []
+    prepare = AsyncLLM.prepare
+
+    async def spied(llm: AsyncLLM, prompt: Any, params: SamplingParams, **more: Any) -> Any:
+        seen.append(params)
+        return await prepare(llm, prompt, replace(params, structured_outputs=None), **more)
+
+    monkeypatch.setattr(AsyncLLM, "prepare", spied)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[httpx.Client]:
+    with app_client(chat_template=ChatTemplate(OPENED, "fake", {})) as client:
+        yield client
+
+
+ANSWER, CALL = '{"a": 1}', '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}}
+FORCED = {"tools": TOOLS, "tool_choice": "required"}
+
+
+@pytest.mark.parametrize(("options", "head"), [({}, "<think>hm</think>\n"), ({"think": True}, "hm</think>\n")])
+@pytest.mark.parametrize(("text", "fields"), [(ANSWER, FORMAT), (CALL, FORCED)], ids=["format", "forced"])
+def test_answers_are_held_to_behind_their_thoughts(fake, held, options, head, text, fields):
+    done = asked(fake, messages=user(said(head + text)), chat_template_kwargs=options, **fields)
+    assert done["message"]["reasoning_content"] == "hm"
+    calls = done["message"].get("tool_calls")
+    assert calls[0]["function"]["name"] == "now" if text is CALL else done["message"]["content"] == ANSWER
+    assert takes(held[0].structured_outputs.grammar, head + text)
+    assert takes(held[0].structured_outputs.grammar, text) == (not options)
+
+
+def test_answers_without_thoughts_are_held_to_from_the_first_sign(fake, held):
+    done = asked(fake, messages=user(said(ANSWER)), chat_template_kwargs={"quiet": True}, **FORMAT)
+    assert done["message"]["content"] == ANSWER
+    assert held[0].structured_outputs.json == '{"type":"object"}'
+
+
+def test_a_grammar_says_all_of_the_answer(fake, held):
+    rule = {"structured_outputs": {"grammar": 'start: "a"'}}
+    done = asked(fake, messages=user(said("a")), chat_template_kwargs={"think": True}, **rule)
+    assert done["message"]["content"] == "a"
+    assert not done["message"].get("reasoning_content")
+    assert held[0].structured_outputs.grammar == 'start: "a"'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        ({**FORCED, **FORMAT}, "response_format"),
+    ],
+)
+def test_bad_choices_are_refused_by_the_name_of_their_field(fake, fields, param):
+    answer = fake.post("/v1/chat/completions", json={"messages": user("Hi"), **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_template_that_knows_no_tools_is_told_of_them_in_words():
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"unit":"c"}'}}]
+    with app_client(chat_template=ChatTemplate(source, "fake", {}), max_model_len=2048) as client:
+        done = asked(client, messages=user(said(CALL)), tools=TOOLS)
+        assert done["message"]["tool_calls"][0]["function"]["name"] == "now"
+        messages = [
+            *user("Hi"),
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "call_1", "content": said("It rains.")},
+        ]
+        assert asked(client, messages=messages, tools=TOOLS)["message"]["content"] == "It rains."
+        tokens = client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
+        text = bytes(tokens).decode()
+        assert "# Tools" in text
+        assert '<tool_call>\n{"name": "look", "arguments": {"unit": "c"}}\n</tool_call>' in text
+        assert "<tool_response>" in text

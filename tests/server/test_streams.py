@@ -1,0 +1,140 @@
+"""Streams: what fails when an answer has begun is its last event; prompts of one request end together; slow readers lose nothing."""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from engine.fakes import Gate, assert_at_rest
+from holdfast.api.async_llm import AsyncLLM
+from holdfast.server.app import make_app
+from holdfast.server.fields import OWN_VARIABLES
+from holdfast.server.service import Service
+from holdfast.server.streams import merged
+from server.served import NAMES, app_client, make_served_engine, said, user
+
+BODIES = {
+    "/v1/chat/completions": {"messages": user("Hello"), "max_tokens": 60},
+    "/v1/completions": {"prompt": ["Hello", "you"], "max_tokens": 60},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 60},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_engine_that_dies_ends_streams_with_an_error(path):
+    engine = make_served_engine()
+    num_steps = 0
+
+    def fail(step) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        time.sleep(0.05)
+        if num_steps == 5:
+            raise RuntimeError("secret of /home/somebody at 0xdeadbeef")
+
+    engine.runner.on_step = fail
+    with app_client(engine) as client:
+        answer = client.post(path, json={**BODIES[path], "stream": True})
+        assert answer.status_code == 200
+        last = answer.text.strip().split("\n\n")[-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["code"], error["type"]) == ("engine_dead", "service_unavailable_error")
+        assert "secret" not in answer.text
+        assert ("response.failed" in answer.text) == (path == "/v1/responses")
+        again = client.post(path, json=BODIES[path])
+        assert again.status_code == 503
+        assert again.json()["error"]["code"] == "engine_dead"
+
+
+def test_more_than_the_queue_holds_is_told_at_once():
+    engine = make_served_engine(max_queue=3, max_num_seqs=1)
+    with app_client(engine) as client:
+        for stream in (False, True):
+            answer = client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2, "stream": stream})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+        answer = client.post("/v1/completions", json={"prompt": "a", "n": 4})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert_at_rest(engine)
+
+
+def test_a_slow_reader_gets_everything():
+    """Between two writes the model goes on; what it said meanwhile comes in one piece."""
+    text = "0123456789" * 12
+
+    async def main() -> tuple[list[bytes], int]:
+        engine = make_served_engine()
+        gate, pieces, llm = Gate(engine), [], AsyncLLM.from_engine(engine)
+        body = json.dumps({"messages": user(said(text)), "stream": True}).encode()
+        received = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict:
+            return received.pop() if received else await asyncio.Event().wait()
+
+        async def send(message: dict) -> None:
+            pieces.append(message.get("body", b""))
+            gate.open(40)
+            await asyncio.sleep(0.1)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "http_version": "1.1",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        }
+        gate.open(2)
+        await asyncio.wait_for(make_app(Service(llm, NAMES))(scope, receive, send), 30)
+        gate.open()
+        llm.shutdown()
+        return pieces, len(text)
+
+    pieces, num_tokens = asyncio.run(main())
+    events = b"".join(pieces).decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
+    assert len(pieces) < num_tokens / 4
+
+
+def test_merged_streams_begin_and_end_together():
+    closed = []
+
+    async def stream(name: str, fails: bool):
+        try:
+            yield name
+            if fails:
+                raise ValueError(name)
+            while True:
+                await asyncio.sleep(0)
+                yield name
+        finally:
+            closed.append(name)
+
+    found = []
+
+    async def read() -> None:
+        async for piece in merged([stream("a", False), stream("b", True)]):
+            found.append(piece)
+
+    with pytest.raises(ValueError, match="b"):
+        asyncio.run(read())
+    assert {(0, "a"), (1, "b")} <= set(found)
+    assert sorted(closed) == ["a", "b"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_template_is_told_no_more_than_it_asks_for(client, path):
+    """What chat_template_kwargs may set are variables of the template, and none that say how it is rendered."""
+    for name in (*sorted(OWN_VARIABLES), "bos_token", "Upper", "a b"):
+        answer = client.post(path, json={"messages": user("x"), "chat_template_kwargs": {name: True}})
+        assert answer.status_code == 400, name
+        assert answer.json()["error"]["param"].startswith("chat_template_kwargs"), name
+    told = {"enable_thinking": False, "reasoning_effort": "low", "budget": 3}
+    assert client.post(path, json={"messages": user(said("x")), "chat_template_kwargs": told}).status_code == 200
+    for value in ([1], {}, {"b": 1}, None, 1.5):
+        answer = client.post(path, json={"messages": user("x"), "chat_template_kwargs": {"a": value}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs.a")

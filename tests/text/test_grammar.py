@@ -1,0 +1,370 @@
+"""Grammars: what forms allow token by token, over the bytes of our own tokenizer; checks that are remembered; failures."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from engine.fakes import BOS, EOS, OTHER_EOS, VOCAB_SIZE, byte_tokenizer, shared_tokenizer
+from holdfast.errors import RequestError
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import Sequence
+from holdfast.request.structured import StructuredOutputs
+from holdfast.text import grammar
+from holdfast.text.grammar import FormCheck, Grammars, Vocabulary, compile_form
+from holdfast.text.grammar_guard import GrammarGuard
+
+pytest.importorskip("llguidance")
+ENDS = (EOS, OTHER_EOS)
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(shared_tokenizer, VOCAB_SIZE, ENDS)
+
+
+@pytest.fixture(scope="module")
+def check(vocabulary):
+    check = FormCheck(vocabulary, GrammarGuard(cpu_seconds=1))
+    yield check
+    check.close()
+
+
+class Writer:
+    """A sequence that follows a form, token by token."""
+
+    def __init__(self, vocabulary: Vocabulary, number: int = 0, **form) -> None:
+        self.form = StructuredOutputs(**form)
+        self.grammars = Grammars(vocabulary)
+        self.sequence = Sequence(
+            number, [1, 2, 3], 3, SamplingParams(structured_outputs=self.form), seed=0, max_tokens=999
+        )
+        self.grammars.begin([number], self.form)
+        self.grammars.wait(20.0)
+        (self.prepared,) = self.grammars.ready()
+        self.num_words = -(-vocabulary.vocab_size // 32)
+
+    def allowed(self) -> list[int]:
+        masks = np.full((1, self.num_words), -1, dtype=np.int32)
+        self.grammars.fill([self.sequence], masks)
+        return np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()
+
+    def takes(self, text: str) -> bool:
+        """Whether an answer may be this text, whole; the sequence is left where that ends."""
+        for byte in text.encode():
+            if byte not in self.allowed():
+                return False
+            self.sequence.token_ids.append(byte)
+        return EOS in self.allowed()
+
+
+def takes(vocabulary: Vocabulary, text: str, **form) -> bool:
+    return Writer(vocabulary, **form).takes(text)
+
+
+@pytest.mark.parametrize("text", ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"])
+def test_choices_are_texts_and_nothing_else(vocabulary, text):
+    choices = ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"]
+    writer = Writer(vocabulary, choice=choices)
+    assert writer.takes(text)
+    assert not takes(vocabulary, text + "!", choice=choices)
+    assert set(writer.allowed()) & set(ENDS) == set(ENDS)
+
+
+def test_special_tokens_are_no_text(vocabulary):
+    """A control token inside a string would end up in the text, or end the answer in its middle."""
+    writer = Writer(vocabulary, json_object=True)
+    assert not writer.takes('{"a')
+    allowed = writer.allowed()
+    assert set(allowed) < set(range(256))
+    assert BOS not in allowed
+    assert not writer.takes('": "é😀')
+    assert writer.takes('"}')
+    assert writer.allowed() == list(ENDS)
+
+
+def test_rows_behind_the_tokenizer_are_never_chosen(vocabulary):
+    writer = Writer(vocabulary, regex="(.|\n)*")
+    assert not [token for token in writer.allowed() if token > OTHER_EOS]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_fine"),
+    [
+        ('{"a":1}', True),
+        ('{"a": 1, "b": [1, {"c": null}]}', True),
+        ('{\n  "a": 1\n}', True),
+        ('{ "a" : 1 }', True),
+        ('{"a":\n' + " " * 40 + "1}", True),
+        ('{"a":\n' + " " * 41 + "1}", False),
+        ('{"a":  1}', False),
+        ('{"a":\n\n1}', False),
+        ('{"a":\t1}', False),
+        (' {"a":1}', False),
+        ('{"a":1} ', False),
+        ('{"a":1}\n', False),
+        ("[1]", False),
+        ('{"a":01}', False),
+        ('{"a":1,}', False),
+        ("{'a':1}", False),
+        ('{"a":"\\ud83d\\ude00"}', False),
+        ('{"a":"\\n\\"\\u0001"}', True),
+        ('{"a":"\n"}', False),
+    ],
+)  # fmt: skip
+def test_any_json_object_without_room_to_loop_on_whitespace(vocabulary, text, is_fine):
+    assert takes(vocabulary, text, json_object=True) is is_fine
+    if is_fine:
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_schema_cannot_change_what_json_is(vocabulary):
+    loose = {"type": "object", "x-guidance": {"whitespace_pattern": " *", "item_separator": ";", "key_separator": "="}}
+    assert not takes(vocabulary, '{"a":     1}', json=loose)
+    assert not takes(vocabulary, '{"a":1;"b":2}', json=loose)
+    assert takes(vocabulary, '{"a":1,"b":2}', json=loose)
+
+
+def test_an_expression_matches_the_whole_answer_in_ascii(vocabulary):
+    assert takes(vocabulary, "123-ab_", regex=r"\d{3}-\w+")
+    assert not takes(vocabulary, "١٢٣-a", regex=r"\d{3}-\w+")
+    assert takes(vocabulary, "a/b", regex="^a/b$")
+    assert not takes(vocabulary, "xab", regex="ab")
+    writer = Writer(vocabulary, regex="ab")
+    assert writer.takes("ab")
+    assert writer.allowed() == list(ENDS)
+
+
+def test_grammars_of_both_kinds(vocabulary):
+    assert takes(vocabulary, "1+(2*3)", grammar='start: t (("+"|"*") t)*\nt: /[0-9]+/ | "(" start ")"')
+    assert takes(vocabulary, "bba", grammar='root ::= "a" | "b" root')
+
+
+def test_a_model_without_an_end(vocabulary):
+    """Nothing is left to choose where its form is complete; the core ends it then."""
+    endless = Vocabulary(shared_tokenizer, 256)
+    assert (endless.num_words, vocabulary.num_words) == (9, 9)
+    writer = Writer(endless, regex="ab?")
+    assert not writer.takes("a")
+    assert writer.allowed() == [ord("b")]
+    assert not writer.grammars.is_complete(0)
+    writer.sequence.token_ids.append(ord("b"))
+    assert writer.allowed() == []
+    assert writer.grammars.is_complete(0)
+    assert writer.grammars.failure(0) is None
+    done = Writer(vocabulary, regex="ab?")
+    assert done.takes("ab")
+    assert not done.grammars.is_complete(0)
+
+
+def test_a_place_is_found_again_whatever_was_asked_before(vocabulary):
+    """Masks asked twice, several tokens at once, and a list of tokens that was made anew after a preemption."""
+    writer = Writer(vocabulary, regex="abc+d")
+    assert writer.allowed() == writer.allowed() == [ord("a")]
+    writer.sequence.token_ids += b"abcc"
+    assert writer.allowed() == [ord("c"), ord("d")]
+    other = Sequence(0, [*writer.sequence.token_ids, ord("c")], 3, writer.sequence.params, 0, 9)
+    masks = np.zeros((1, writer.num_words), dtype=np.int32)
+    writer.grammars.fill([other], masks)
+    assert masks.any()
+    other.token_ids.append(ord("d"))
+    writer.grammars.fill([other], masks)
+    assert np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist() == list(ENDS)
+
+
+@pytest.mark.parametrize("shared_rows", [2, 99], ids=["in threads", "one by one"])
+def test_many_rows_at_once_are_the_rows_one_by_one(vocabulary, monkeypatch, shared_rows):
+    monkeypatch.setattr(grammar, "SHARED_ROWS", shared_rows)
+    grammars, form = Grammars(vocabulary), StructuredOutputs(json_object=True)
+    texts = ["", "{", '{"a', '{"a"', '{"a":', '{"a":1', '{"a":1}']
+    grammars.begin(range(len(texts)), form)
+    grammars.wait(20.0)
+    grammars.ready()
+    sequences: list[Sequence | None] = [
+        Sequence(number, [1, *text.encode()], 1, SamplingParams(structured_outputs=form), 0, 9)
+        for number, text in enumerate(texts)
+    ]
+    sequences[3:3] = [None]
+    together = np.full((len(sequences), vocabulary.num_words), 77, dtype=np.int32)
+    grammars.fill(sequences, together)
+    assert (together[3] == 77).all()
+    for row, sequence in enumerate(sequences):
+        alone = np.full((1, vocabulary.num_words), 77, dtype=np.int32)
+        grammars.fill([sequence], alone)
+        assert (alone[0] == together[row]).all()
+    apart = np.zeros((2 * len(sequences), vocabulary.num_words), dtype=np.int32)[::2]
+    grammars.fill(sequences, apart)
+    assert (np.delete(apart, 3, axis=0) == np.delete(together, 3, axis=0)).all()
+
+
+def test_a_token_that_the_form_forbids_fails_its_sequence_alone(vocabulary):
+    writer = Writer(vocabulary, regex="ab")
+    writer.sequence.token_ids.append(ord("x"))
+    assert writer.allowed() == []
+    assert writer.grammars.failure(0)
+    assert writer.allowed() == []
+    assert not writer.grammars.is_complete(0)
+
+
+def test_one_that_has_ended_gets_no_tokens(vocabulary):
+    writer = Writer(vocabulary, regex="ab")
+    writer.grammars.forget(0)
+    assert writer.allowed() == []
+    assert (len(writer.grammars), writer.grammars.failure(0)) == (0, None)
+
+
+def test_what_goes_too_far_fails_its_request_alone(vocabulary):
+    """Bounds of one matcher are not used up by another of the same form."""
+    form = {"json": {"type": "string", "pattern": "(.*a.{20}){20}"}}
+    text = '"' + "ab" * 400
+    failures = []
+    for number in range(2):
+        writer = Writer(vocabulary, number, **form)
+        while writer.grammars.failure(number) is None and len(writer.sequence.token_ids) < 700:
+            writer.sequence.token_ids += text[len(writer.sequence.token_ids) - 3 :].encode()[:1]
+            writer.allowed()
+        failures.append((writer.grammars.failure(number), len(writer.sequence.token_ids)))
+    assert failures[0] == failures[1]
+
+
+def test_completions_of_one_request(vocabulary):
+    grammars, form = Grammars(vocabulary), StructuredOutputs(choice=["ab", "cd"])
+    grammars.begin([4, 5], form)
+    grammars.wait(20.0)
+    assert grammars.ready() == [((4, 5), None)]
+    assert (len(grammars), grammars.ready()) == (2, [])
+    params = SamplingParams(structured_outputs=form)
+    masks = np.zeros((2, vocabulary.num_words), dtype=np.int32)
+    grammars.fill([Sequence(4, [1, ord("a")], 1, params, 0, 9), Sequence(5, [1, ord("c")], 1, params, 0, 9)], masks)
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    assert [np.flatnonzero(row).tolist() for row in bits] == [[ord("b")], [ord("d")]]
+
+
+def test_a_form_that_cannot_be_compiled_is_told_as_an_error(vocabulary):
+    writer = Writer(vocabulary, regex="(a")
+    assert writer.prepared.sequence_ids == (0,)
+    assert "unclosed group" in (writer.prepared.error or "")
+
+
+def test_a_tokenizer_that_cannot_be_opened_fails_the_request(monkeypatch):
+    def broken():
+        raise OSError("the file is gone")
+
+    writer = Writer(Vocabulary(broken, 10, (1,)), regex="a")
+    assert writer.prepared.error == "the file is gone"
+
+
+def test_a_vocabulary_is_made_once_and_when_it_is_needed():
+    opened = []
+
+    def open_slowly():
+        opened.append(threading.current_thread().name)
+        time.sleep(0.05)
+        return byte_tokenizer()
+
+    vocabulary = Vocabulary(open_slowly, VOCAB_SIZE, ENDS)
+    assert not opened
+    threads = [threading.Thread(target=vocabulary.get) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(opened) == 1
+
+
+# Checks
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, "structured_outputs.json was asked; Unsatisfiable"),
+        ({"json": {"$defs": {"n": {"$ref": "#/$defs/n"}}, "$ref": "#/$defs/n"}}, "structured_outputs.json was asked; "),
+        ({"json": {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b"} for n in range(1, 40)]}}, "than 1 seconds"),
+        ({"grammar": "A: /.*a.{20}b/ & /.*b.{25}a/ & ~/.*c.{9}d/\nstart: A"}, "fuel exhausted"),
+        ({"regex": "(a"}, "structured_outputs.regex was asked; "),
+        ({"regex": "(?<=a)b"}, "structured_outputs.regex was asked; "),
+        ({"grammar": "start: start"}, "structured_outputs.grammar was asked; "),
+        ({"grammar": "start: nothing"}, "structured_outputs.grammar was asked; "),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_impossible_and_endless_forms_are_refused_in_time(check, form, words):
+    began = time.monotonic()
+    with pytest.raises(RequestError) as caught:
+        check.check(StructuredOutputs(**form))
+    assert words in str(caught.value)
+    first = time.monotonic() - began
+    assert first < 12.0
+    with pytest.raises(RequestError) as again:
+        check.check(StructuredOutputs(**form))
+    assert str(again.value) == str(caught.value)
+    assert time.monotonic() - began - first < 0.5
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        "(a+)+b",
+        "(a{1,1000}){1,1000}",
+        "((a{1,100}){1,100}){1,100}",
+        ".*a.{500}",
+        "(.*a){200}b",
+        "(a|a|a)*c",
+        "a|b" * 1300,
+    ],
+    ids=lambda regex: regex[:20],
+)
+def test_what_is_a_bomb_elsewhere_is_followed_in_time(vocabulary, check, regex):
+    began = time.monotonic()
+    check.check(StructuredOutputs(regex=regex))
+    matcher = compile_form(StructuredOutputs(regex=regex), vocabulary)
+    for _ in range(30):
+        matcher.compute_bitmask()
+        if not matcher.consume_token(ord("a")):
+            break
+    assert time.monotonic() - began < 5.0
+
+
+def test_the_largest_object_is_followed(vocabulary, check):
+    properties = {f"p{number}": {"type": "integer"} for number in range(512)}
+    form = {"json": {"type": "object", "properties": properties, "additionalProperties": False}}
+    check.check(StructuredOutputs(**form))
+    assert takes(vocabulary, '{"p0": 1, "p300": 2, "p511": 3}', **form)
+    assert not takes(vocabulary, '{"p300": 2, "p0": 1}', **form)
+
+
+def test_what_is_remembered_has_a_bound(monkeypatch, vocabulary):
+    check = FormCheck(vocabulary)
+    monkeypatch.setattr(grammar, "MAX_VERDICT_BYTES", 3000)
+    for number in range(60):
+        check.check(StructuredOutputs(choice=[f"number {number}"]))
+        with pytest.raises(RequestError):
+            check.check(StructuredOutputs(json={"type": f"kind{number}"}))
+        assert check.num_bytes <= 3000
+    assert check.num_bytes > 2000
+
+
+def test_easy_forms_take_no_process(vocabulary):
+    class NoGuard(GrammarGuard):
+        def error(self, kind, text):
+            raise AssertionError(f"{kind} {text} went to the guard")
+
+    check = FormCheck(vocabulary, NoGuard())
+    check.check(StructuredOutputs(json_object=True))
+    check.check(StructuredOutputs(choice=["a", "b"]))
+    check.check(StructuredOutputs(json={"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}]}}}))
+    for form in ({"regex": "a"}, {"grammar": 'start: "a"'}, {"json": {"type": "string", "pattern": "a"}}):
+        with pytest.raises(AssertionError, match="went to the guard"):
+            check.check(StructuredOutputs(**form))
+
+
+def test_without_the_library_a_form_is_refused_in_words(monkeypatch, vocabulary):
+    monkeypatch.setattr(grammar.importlib.util, "find_spec", lambda name: None)
+    words = r"structured_outputs.json was asked; llguidance is not installed; pip install holdfast\[server\]"
+    with pytest.raises(RequestError, match=words):
+        FormCheck(vocabulary).check(StructuredOutputs(json={}))
+    with pytest.raises(RequestError, match=words):
+        Grammars(vocabulary).begin([0], StructuredOutputs(json={}))

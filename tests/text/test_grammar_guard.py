@@ -1,0 +1,123 @@
+"""The guard of forms: what compiles and what does not, told from a child that ends where a form takes too long."""
+
+import gc
+import json
+import os
+import time
+
+import pytest
+
+from holdfast.text.grammar_guard import GrammarGuard, ascii_classes, plain_error, try_out
+
+pytest.importorskip("llguidance")
+BOMB = json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{length}}}b"} for length in range(1, 40)]})
+"""Whether these can hold at once takes a time that doubles with every one of them."""
+
+
+@pytest.fixture(scope="module")
+def guard():
+    guard = GrammarGuard(cpu_seconds=1)
+    yield guard
+    guard.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", '{"type":"object"}'),
+        ("json", '{"type":"string","pattern":"^[a-z]+$","maxLength":20}'),
+        ("regex", r"\d{3}-\w+"),
+        ("regex", "^abc$"),
+        ("choice", '["a\\"b","é","x\\ny"]'),
+        ("grammar", 'start: "a" start | "b"'),
+        ("grammar", 'root ::= "a" | "b" root'),
+    ],
+)
+def test_what_compiles(guard, kind, text):
+    assert guard.error(kind, text) is None
+    assert try_out(kind, text) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("json", '{"type":"integer","minimum":5,"maximum":2}', "minimum (5) is greater than maximum (2)"),
+        ("json", '{"type":"foo"}', "Invalid type: foo"),
+        ("json", '{"type":"array","uniqueItems":true}', "uniqueItems"),
+        ("json", '{"$ref":"http://example.com/x"}', "example.com"),
+        ("json", '{"oneOf":[{"type":"object"},{"type":"object"}]}', "oneOf constraints are not supported. use anyOf"),
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"(a)\1", "backreferences are not supported"),
+        ("regex", "(a", "unclosed group"),
+        ("regex", "a\\", "it ends in a backslash"),
+        ("regex", "(" * 2000 + "a" + ")" * 2000, "invalid regex"),
+        ("grammar", "start: (", "Expected token"),
+        ("grammar", "root ::= (", "Expected ')'"),
+        ("grammar", '{"grammars":[{"json_schema":{}}]}', "expecting rule"),
+    ],
+    ids=lambda value: value[:30],
+)  # fmt: skip
+def test_what_does_not_says_why(guard, kind, text, words):
+    error = guard.error(kind, text)
+    assert error is not None
+    assert words in error
+    assert len(error) <= 240
+    assert "\n" not in error
+
+
+def test_a_form_without_end_is_ended_and_the_next_one_is_fine(guard):
+    began = time.monotonic()
+    error = guard.error("json", BOMB)
+    assert error == "it takes more than 1 seconds to compile, or more memory than there is for it"
+    assert time.monotonic() - began < 12.0
+    assert guard.error("json", '{"type":"object"}') is None
+
+
+def test_a_slow_machine_is_no_reason_to_wait_for_ever():
+    guard = GrammarGuard(cpu_seconds=60, wall_seconds=0.5)
+    began = time.monotonic()
+    assert guard.error("json", BOMB) is not None
+    assert time.monotonic() - began < 5.0
+    guard.close()
+
+
+def test_a_child_ends_with_its_guard():
+    guard = GrammarGuard()
+    assert guard.error("choice", '["a"]') is None
+    child = guard._child
+    assert child is not None
+    guard.close()
+    assert child.poll() is not None
+    assert guard.error("choice", '["a"]') is None
+    child = guard._child
+    assert child is not None
+    del guard
+    gc.collect()
+    assert child.poll() is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("regex", "expected"),
+    [
+        (r"\d+\w", "[0-9]+[0-9A-Za-z_]"),
+        (r"\D\W", "[^0-9][^0-9A-Za-z_]"),
+        (r"[\d_]\d", "[0-9_][0-9]"),
+        (r"[^\w-]", "[^0-9A-Za-z_-]"),
+        (r"\\d", r"\\d"),
+        (r"[]\d]", "[]0-9]"),
+        (r"[^]\d]\d", "[^]0-9][0-9]"),
+        (r"[\]\d]", r"[\]0-9]"),
+        (r"[\D]", r"[\D]"),
+        (r"\s\.[a\\]", r"\s\.[a\\]"),
+        ("", ""),
+    ],
+)
+def test_digits_and_letters_are_those_of_ascii(regex, expected):
+    assert ascii_classes(regex) == expected
+
+
+def test_errors_are_one_short_line():
+    assert plain_error("a\n  b\x00c<non-verbose/>\n   1 | the grammar") == "a b c"
+    assert len(plain_error("x" * 999)) == 240

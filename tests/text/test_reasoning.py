@@ -1,0 +1,115 @@
+"""ReasoningParser: thoughts told from the answer, however it is cut; and both parsers behind one door."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import RequestError
+from holdfast.text.answer_deltas import MAX_HELD_SPACE_CHARS, ContentDelta, ReasoningDelta
+from holdfast.text.answer_parser import AnswerParser
+from holdfast.text.reasoning import DEEPSEEK_R1, QWEN3, ReasoningParser, choose_reasoning_parser
+from holdfast.text.tool_calls import HERMES
+from text.answer_cases import CUTS, TOOLS, content_of, cut, in_short, read
+
+CASES = {
+    "none": ("Yes.\n", ["Yes.\n"], ["?Yes."]),
+    "thoughts": ("<think>\nhm\n</think>\n\nYes. ", ["?hm", "Yes. "], ["?hm", "Yes. "]),
+    "no line breaks": ("<think>hm</think>Yes", ["?hm", "Yes"], ["?hm", "Yes"]),
+    "space before": ("\n <think>hm</think>Yes", ["?hm", "Yes"], ["?hm", "Yes"]),
+    "nothing thought": ("<think>\n\n</think>\n\nYes", ["Yes"], ["Yes"]),
+    "only the end": ("hm\n</think>\nYes", ["hm\n</think>\nYes"], ["?hm", "Yes"]),
+    "never ends": ("<think>hm\n\nhm", ["?hm\n\nhm"], ["?hm\n\nhm"]),
+    "half an end": ("<think>hm </thin", ["?hm </thin"], ["?hm </thin"]),
+    "half a beginning": (" <thin", [" <thin"], ["?<thin"]),
+    "thoughts later": ("So <think>hm</think>", ["So <think>hm</think>"], ["?So <think>hm"]),
+    "twice": ("<think>a</think>b<think>c</think>", ["?a", "b<think>c</think>"], ["?a", "b<think>c</think>"]),
+    "nothing": ("", [], []),
+    "space": (" \n", [" \n"], []),
+    "answer of space": ("<think>a</think>\n\n", ["?a"], ["?a"]),
+}
+
+
+@pytest.mark.parametrize(("text", "closed", "opened"), CASES.values(), ids=CASES)
+def test_answers(text, closed, opened):
+    for pieces in ([text], list(text)):
+        assert in_short(read(ReasoningParser(is_open=False), pieces)) == closed
+        assert in_short(read(ReasoningParser(is_open=True), pieces)) == opened
+
+
+TEXTS = st.lists(st.sampled_from(["<think>", "</think>", "<th", "</", "<", ">", "\n", " ", "a", "b c"]), max_size=12)
+
+
+@given(parts=TEXTS, cuts=CUTS, is_open=st.booleans())
+def test_cuts_change_nothing(parts, cuts, is_open):
+    text = "".join(parts)
+    assert read(ReasoningParser(is_open), cut(text, cuts)) == read(ReasoningParser(is_open), [text])
+
+
+@given(parts=TEXTS)
+def test_an_answer_without_thoughts_comes_out_as_it_went_in(parts):
+    text = "".join(parts)
+    deltas = read(ReasoningParser(), list(text))
+    if not text.lstrip().startswith("<think>"):
+        assert content_of(deltas) == text
+
+
+def test_thoughts_come_at_once():
+    parser = ReasoningParser(is_open=True)
+    assert parser.is_thinking
+    assert parser.feed("So") == [ReasoningDelta("So")]
+    assert parser.feed(" on\n</th") == [ReasoningDelta(" on")]
+    assert parser.feed("ink>\nYes") == [ContentDelta("Yes")]
+    assert not parser.is_thinking
+
+
+@pytest.mark.parametrize("size", [100, 10**9])
+def test_long_runs_of_space_are_shown(size):
+    space = " " * (MAX_HELD_SPACE_CHARS + 200)
+    text = f"<think>a{space}</think>b"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert in_short(read(ReasoningParser(), pieces)) == [f"?a{space}", "b"]
+    text = f"{space}b"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert in_short(read(ReasoningParser(), pieces)) == [text]
+
+
+def test_the_prompt_says_whether_thoughts_were_begun():
+    assert QWEN3.thoughts("<|im_start|>assistant\n") == "may"
+    assert QWEN3.thoughts(None) == "may"
+    assert QWEN3.thoughts("<|im_start|>assistant\n<think>\n") == "open"
+    assert QWEN3.thoughts("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "none"
+    assert DEEPSEEK_R1.thoughts("<|Assistant|>") == "open"
+    assert DEEPSEEK_R1.thoughts("<|Assistant|></think>") == "none"
+    assert in_short(read(DEEPSEEK_R1.parser(), ["a</think>b"])) == ["?a", "b"]
+    assert in_short(read(QWEN3.parser("x<think>"), ["a</think>b"])) == ["?a", "b"]
+
+
+def test_the_format_is_chosen_by_name_or_by_what_the_template_knows():
+    assert choose_reasoning_parser("{{ '<think>' }}") is QWEN3
+    assert choose_reasoning_parser("{{ messages }}") is None
+    assert choose_reasoning_parser(None) is None
+    assert choose_reasoning_parser("<think>", "none") is None
+    assert choose_reasoning_parser(None, "deepseek_r1") is DEEPSEEK_R1
+    with pytest.raises(RequestError, match="qwen3, deepseek_r1 are there"):
+        choose_reasoning_parser(None, "r2")
+
+
+CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("thinks", "calls", "expected"),
+    [
+        (True, True, [f"?{CALL}", "Well", ("now", "{}")]),
+        (True, False, [f"?{CALL}", f"Well {CALL}"]),
+        (False, True, ["<think>", ("now", "{}"), "</think>\nWell", ("now", "{}")]),
+        (False, False, [f"<think>{CALL}</think>\nWell {CALL}"]),
+    ],
+)
+def test_thoughts_call_no_tools(thinks, calls, expected):
+    text = f"<think>{CALL}</think>\nWell {CALL}"
+    for pieces in ([text], list(text)):
+        parser = AnswerParser(ReasoningParser() if thinks else None, HERMES.parser(TOOLS) if calls else None)
+        assert in_short(read(parser, pieces)) == expected
+        assert parser.num_calls == sum(isinstance(part, tuple) for part in expected)
+        assert parser.problems == ()

@@ -1,0 +1,350 @@
+"""ToolParser: transcripts of each format, broken ones, and the same result at the same cost however the text is cut."""
+
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from counted_work import num_lines
+from holdfast.errors import RequestError
+from holdfast.text.answer_deltas import MAX_HELD_SPACE_CHARS, ContentDelta, ToolCallDelta
+from holdfast.text.call_readers import MAX_VALUE_CHARS
+from holdfast.text.tool_calls import (
+    FORMATS,
+    HERMES,
+    LLAMA3_JSON,
+    MAX_CALLS,
+    MAX_HELD_CHARS,
+    MAX_PROBLEMS,
+    QWEN3_CODER,
+    choose_tool_parser,
+)
+from text.answer_cases import CUTS, TOOLS, calls_of, content_of, cut, in_short, read
+from text.template_cases import CHAT_TEMPLATES
+
+LOOK = '{"name": "look", "arguments": {"city": "Rome"}}'
+ROME = ("look", '{"city": "Rome"}')
+
+GOLDEN_HERMES = {
+    "no call": ("Hello there.\n", ["Hello there.\n"]),
+    "qwen": (f"<tool_call>\n{LOOK}\n</tool_call>", [ROME]),
+    "no line breaks": (f"<tool_call>{LOOK}</tool_call>", [ROME]),
+    "text before": (f"I look.\n\n<tool_call>\n{LOOK}\n</tool_call>", ["I look.", ROME]),
+    "text behind": (f"<tool_call>\n{LOOK}\n</tool_call>\nDone. ", [ROME, "Done. "]),
+    "two": (f"<tool_call>\n{LOOK}\n</tool_call>\n<tool_call>\n{LOOK}\n</tool_call>\n", [ROME, ROME]),
+    "two without closing": (f"<tool_call>{LOOK}<tool_call>{LOOK}", [ROME, ROME]),
+    "arguments first": (
+        '<tool_call>{"arguments": {"city": "Rome"}, "name": "look"}</tool_call>',
+        [ROME],
+    ),
+    "parameters": ('<tool_call>{"name": "look", "parameters": {"city": "Rome"}}</tool_call>', [ROME]),
+    "more members": (
+        '<tool_call>{"id": [1], "name": "look", "arguments": {}, "x": {"y": 2}}</tool_call>',
+        [("look", "{}")],
+    ),
+    "arguments as text": (r'<tool_call>{"name": "look", "arguments": "{\"city\": \"Rome\"}"}</tool_call>', [ROME]),
+    "arguments empty text": ('<tool_call>{"arguments": "", "name": "now"}</tool_call>', [("now", "{}")]),
+    "arguments null": ('<tool_call>{"name": "now", "arguments": null}</tool_call>', [("now", "{}")]),
+    "no arguments": ('<tool_call>{"name": "now"}</tool_call>', [("now", "{}")]),
+    "as it was written": (
+        '<tool_call>{"name":"look","arguments":{ "city" :"R\\u00f6m","a":[1,2.50,{}] }}</tool_call>',
+        [("look", '{ "city" :"R\\u00f6m","a":[1,2.50,{}] }')],
+    ),
+    "marker in a string": (
+        '<tool_call>{"name": "look", "arguments": {"city": "a</tool_call>b<tool_call>"}}</tool_call>!',
+        [("look", '{"city": "a</tool_call>b<tool_call>"}'), "!"],
+    ),
+    "bare line break": (
+        '<tool_call>{"name": "look", "arguments": {"city": "a\nb\tc"}}</tool_call>',
+        [("look", '{"city": "a\\nb\\tc"}')],
+    ),
+    "brace missing": ('<tool_call>{"name": "look", "arguments": {"city": "Rome"}</tool_call>', [ROME]),
+    "brace too many": (f"<tool_call>{LOOK}}}\n</tool_call>x", [ROME, "x"]),
+    "unknown tool": ('<tool_call>{"name": "lock", "arguments": {}}</tool_call>', [("lock", "{}")]),
+    "arguments break": (
+        '<tool_call>{"name": "look", "arguments": {"city": Rome}}</tool_call> so',
+        [("look", '{"city": Rome}}'), "so"],
+    ),
+    "arguments cut off": ('<tool_call>{"name": "look", "arguments": {"city": "Ro', [("look", '{"city": "Ro')]),
+    "text is no call": ("<tool_call>maybe</tool_call>", ["<tool_call>maybe</tool_call>"]),
+    "list is no call": (f"<tool_call>[{LOOK}]</tool_call>", [f"<tool_call>[{LOOK}]</tool_call>"]),
+    "no name": ('a <tool_call>{"arguments": {}}</tool_call>', ['a <tool_call>{"arguments": {}}</tool_call>']),
+    "name of a wrong type": ('<tool_call>{"name": 5, "arguments": {}}', ['<tool_call>{"name": 5, "arguments": {}}']),
+    "name that is none": ('<tool_call>{"name": "a b\\ud800"}', ['<tool_call>{"name": "a b\\ud800"}']),
+    "two names": (
+        '<tool_call>{"name": "a", "name": "b", "arguments": {}}',
+        ['<tool_call>{"name": "a", "name": "b", "arguments": {}}'],
+    ),
+    "arguments a list": ('<tool_call>{"name": "a", "arguments": []}', ['<tool_call>{"name": "a", "arguments": []}']),
+    "arguments lone surrogate": (
+        r'<tool_call>{"name": "a", "arguments": "{\"a\": \"\ud800\"}"}',
+        [r'<tool_call>{"name": "a", "arguments": "{\"a\": \"\ud800\"}"}'],
+    ),
+    "call in what was none": (f"<tool_call><tool_call>{LOOK}</tool_call>", ["<tool_call>", ROME]),
+    "half a marker": ("a <tool_cal", ["a <tool_cal"]),
+    "half a call": ('a <tool_call>{"name": "loo', ['a <tool_call>{"name": "loo']),
+    "half a marker behind a call": (f"<tool_call>{LOOK}</tool_call>\n<tool_ca", [ROME]),
+    "half a call behind a call": (f'<tool_call>{LOOK}</tool_call>\n<tool_call>{{"na', [ROME]),
+    "half a marker behind text": (f"<tool_call>{LOOK}</tool_call>\nSo <tool_ca", [ROME, "So <tool_ca"]),
+    "space kept": ("a\n\n<tool_call>no", ["a\n\n<tool_call>no"]),
+}
+GOLDEN_LLAMA = {
+    "no call": ("Hello { } there", ["Hello { } there"]),
+    "one": ('{"name": "look", "parameters": {"city": "Rome"}}', [ROME]),
+    "space around": ('\n {"name": "look", "parameters": {"city": "Rome"}} \n', [ROME]),
+    "type": ('{"type": "function", "name": "look", "parameters": {"city": "Rome"}}', [ROME]),
+    "tagged": ('<|python_tag|>{"name": "look", "parameters": {"city": "Rome"}}', [ROME]),
+    "tagged behind text": ('So: <|python_tag|>{"name": "now", "parameters": {}}', ["So:", ("now", "{}")]),
+    "two": (
+        '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {"a": 1}}',
+        [("now", "{}"), ("now", '{"a": 1}')],
+    ),
+    "two tagged": ('<|python_tag|>{"name": "now"};<|python_tag|>{"name": "now"};', [("now", "{}"), ("now", "{}")]),
+    "two on lines": (
+        '{"name": "now", "parameters": {}}\n{"name": "now", "parameters": {}}',
+        [("now", "{}"), ("now", "{}")],
+    ),
+    "an answer in JSON": ('{"name": "Ann", "parameters": {}}', ['{"name": "Ann", "parameters": {}}']),
+    "another answer in JSON": ('{"name": "look", "age": 5}', ['{"name": "look", "age": 5}']),
+    "no parameters": ('{"name": "now"}', ['{"name": "now"}']),
+    "code": ("<|python_tag|>now.call()", ["<|python_tag|>now.call()"]),
+    "text behind": ('{"name": "now", "parameters": {}}; and', [("now", "{}"), "; and"]),
+    "cut off": ('{"name": "now", "parameters": {"a', [("now", '{"a')]),
+    "broken": ('{"name": "now", "parameters": {a}}; b', [("now", "{a}}; b")]),
+}
+GOLDEN_QWEN3_CODER = {
+    "one": (
+        "I look.\n<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+        ["I look.", ROME],
+    ),
+    "on one line": ("<tool_call><function=look><parameter=city>Rome</parameter></function></tool_call>", [ROME]),
+    "types": (
+        "<tool_call>\n<function=look>\n<parameter=city>\n5\n</parameter>\n<parameter=days>\n5\n</parameter>\n"
+        '<parameter=tags>\n["a"]\n</parameter>\n<parameter=x>\n7\n</parameter>\n</function>\n</tool_call>',
+        [("look", '{"city": "5", "days": 5, "tags": ["a"], "x": "7"}')],
+    ),
+    "words of Python": (
+        "<tool_call><function=look><parameter=days>None</parameter></function>",
+        [("look", '{"days": null}')],
+    ),
+    "no number": (
+        "<tool_call><function=look><parameter=days>two</parameter></function>",
+        [("look", '{"days": "two"}')],
+    ),
+    "lines": (
+        '<tool_call><function=look>\n<parameter=city>\n\na "b"\n</para\n\n</parameter>\n</function>',
+        [("look", '{"city": "\\na \\"b\\"\\n</para\\n"}')],
+    ),
+    "nothing": ("<tool_call><function=now>\n</function></tool_call> done", [("now", "{}"), "done"]),
+    "two": (
+        "<tool_call><function=now></function></tool_call><tool_call><function=now></function></tool_call>",
+        [("now", "{}")] * 2,
+    ),
+    "something else": ("<tool_call><function=now>what</tool_call>", [("now", "{}"), "what</tool_call>"]),
+    "half a tag": ("<tool_call><function=now><parameter=a b</function>", [("now", "{}"), "<parameter=a b</function>"]),
+    "no function": ("<tool_call><tool=now></tool_call>", ["<tool_call><tool=now></tool_call>"]),
+    "name that is none": ("<tool_call><function=a b></tool_call>", ["<tool_call><function=a b></tool_call>"]),
+    "json": (f"<tool_call>{LOOK}", [f"<tool_call>{LOOK}"]),
+    "cut off": ("<tool_call><function=look><parameter=city>Ro", [("look", '{"city": "Ro')]),
+    "half a name": ("<tool_call><function=lo", ["<tool_call><function=lo"]),
+}
+GOLDEN = [
+    pytest.param(form, text, expected, id=f"{form.name}: {name}")
+    for form, cases in ((HERMES, GOLDEN_HERMES), (LLAMA3_JSON, GOLDEN_LLAMA), (QWEN3_CODER, GOLDEN_QWEN3_CODER))
+    for name, (text, expected) in cases.items()
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), GOLDEN)
+def test_transcripts(form, text, expected):
+    whole = form.parser(TOOLS)
+    assert in_short(read(whole, [text])) == expected
+    for size in (1, 2, 7):
+        parser = form.parser(TOOLS)
+        assert in_short(read(parser, [text[i : i + size] for i in range(0, len(text), size)])) == expected
+        assert parser.problems == whole.problems
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), GOLDEN)
+def test_problems_are_told_where_something_is_wrong(form, text, expected):
+    parser = form.parser(TOOLS)
+    deltas = read(parser, [text])
+    for name, arguments in calls_of(deltas):
+        is_sound = name in ("look", "now")
+        try:
+            json.loads(arguments)
+        except ValueError:
+            is_sound = False
+        assert is_sound or parser.problems
+    if not calls_of(deltas):
+        assert content_of(deltas) == text
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "<tool_c", "</", "<", "<function=look>", "<parameter=city>"),
+    *("</parameter>", "</function>", "<parameter=days>", "<parameter=", "\n", "  ", "word", "é", "7", "5", "\x01"),
+    *('{"name": "look", "arguments": {', '{"name": "now", "parameters": {', '"city": "Rome"', "}", "}}", "{", ","),
+    *(
+        '"name": "now"',
+        '"arguments": "{}"',
+        '"',
+        "\\",
+        "\\u00e9",
+        "[",
+        "]",
+        "null",
+        "; ",
+        LOOK,
+        f"<tool_call>{LOOK}</tool_call>",
+    ),
+]
+ANSWERS = st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@given(text=ANSWERS, cuts=CUTS)
+@example(text=f" \n <tool_call>{LOOK}</tool_call> \n ", cuts=[1, 2, 3, 5, 70, 71])
+def test_cuts_change_nothing(form, text, cuts):
+    parser, whole = form.parser(TOOLS), form.parser(TOOLS)
+    assert read(parser, cut(text, cuts)) == read(whole, [text])
+    assert parser.problems == whole.problems
+    assert parser.num_calls == whole.num_calls
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@given(text=st.one_of(ANSWERS, st.text(max_size=40)))
+def test_text_without_a_call_comes_out_as_it_went_in(form, text):
+    parser = form.parser(TOOLS)
+    deltas = read(parser, list(text))
+    if not parser.num_calls:
+        assert content_of(deltas) == text
+    assert [delta.index for delta in deltas if isinstance(delta, ToolCallDelta) and delta.name] == list(
+        range(parser.num_calls)
+    )
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3_JSON], ids=lambda form: form.name)
+@given(calls=st.lists(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), min_size=1, max_size=3), cuts=CUTS)
+def test_arguments_arrive_as_they_were_written(form, calls, cuts):
+    written = [json.dumps(arguments, ensure_ascii=False) for arguments in calls]
+    texts = [f'{{"name": "look", "{form.arguments_key}": {arguments}}}' for arguments in written]
+    text = "; ".join(texts) if form is LLAMA3_JSON else "".join(f"<tool_call>\n{one}\n</tool_call>\n" for one in texts)
+    parser = form.parser(TOOLS)
+    assert in_short(read(parser, cut(text, cuts))) == [("look", arguments) for arguments in written]
+    assert not parser.problems
+
+
+@given(city=st.text(max_size=30).filter(lambda text: "</parameter>" not in text), days=st.integers(), cuts=CUTS)
+def test_parameters_in_tags_become_json(city, days, cuts):
+    text = (
+        f"<tool_call>\n<function=look>\n<parameter=city>\n{city}\n</parameter>\n<parameter=days>\n{days}\n</parameter>"
+        "\n</function>\n</tool_call>"
+    )
+    ((name, arguments),) = calls_of(read(QWEN3_CODER.parser(TOOLS), cut(text, cuts)))
+    assert (name, json.loads(arguments)) == ("look", {"city": city, "days": days})
+
+
+def test_a_name_comes_as_soon_as_arguments_begin_and_they_follow_at_once():
+    parser = HERMES.parser(TOOLS)
+    assert parser.feed('Ok <tool_call>{"name": "look", "arguments": ') == [ContentDelta("Ok")]
+    assert parser.feed('{"ci') == [ToolCallDelta(0, "look"), ToolCallDelta(0, None, '{"ci')]
+    assert parser.feed('ty": "R') == [ToolCallDelta(0, None, 'ty": "R')]
+    assert parser.feed('"}') == [ToolCallDelta(0, None, '"}')]
+    assert parser.feed("}</tool_call>") == []
+    assert parser.finish() == []
+
+
+def test_text_comes_at_once_but_for_what_may_begin_a_marker():
+    parser = HERMES.parser(TOOLS)
+    assert parser.feed("a <") == [ContentDelta("a")]
+    assert parser.feed("b> <tool") == [ContentDelta(" <b>")]
+    assert parser.feed("s> x") == [ContentDelta(" <tools> x")]
+
+
+@pytest.mark.parametrize(
+    ("form", "head", "unit"),
+    [
+        (HERMES, "", "<tool_call>"),
+        (HERMES, "", '<tool_call>{"name'),
+        (HERMES, "", "<tool_call>{"),
+        (HERMES, "", f"<tool_call>{LOOK}</tool_call>"),
+        (HERMES, '<tool_call>{"name": "look", "arguments": {"city": "', "\n"),
+        (HERMES, '<tool_call>{"name": "look", "arguments": {"a": ', "[{"),
+        (HERMES, '<tool_call>{"name": "look", "arguments": {}', " }"),
+        (HERMES, '<tool_call>{"name": "look", "arguments": {x', "</tool_cal"),
+        (HERMES, "", " \n"),
+        (LLAMA3_JSON, "", "{"),
+        (LLAMA3_JSON, "", '{"name": "now", "parameters": {}};'),
+        (LLAMA3_JSON, "", "<|python_tag|>"),
+        (QWEN3_CODER, "", "<tool_call><function="),
+        (QWEN3_CODER, "<tool_call><function=look>", "<parameter=city>x</parameter>"),
+        (QWEN3_CODER, "<tool_call><function=look><parameter=days>", "1"),
+        (QWEN3_CODER, "<tool_call><function=look>", " "),
+        (QWEN3_CODER, "<tool_call><function=look><parameter=", "a "),
+    ],
+)
+def test_cost_is_in_proportion_to_the_text(form, head, unit):
+    def cost(num_units: int, size: int) -> int:
+        text = head + unit * num_units
+        parser = form.parser(TOOLS)
+        return num_lines(lambda: read(parser, [text[i : i + size] for i in range(0, len(text), size)]))
+
+    for size in (3, 10**9):
+        assert cost(800, size) <= 2.3 * cost(400, size) + 4000
+
+
+@pytest.mark.parametrize("size", [1000, 10**9])
+def test_what_is_held_back_is_bounded_wherever_the_text_is_cut(size):
+    long = "x" * (MAX_HELD_CHARS + 100)
+    for text in (f'<tool_call>{{"arguments": {{"a": "{long}"}}, "name": "now"}}', f'<tool_call>{{"x": "{long}'):
+        parser = HERMES.parser(TOOLS)
+        assert in_short(read(parser, [text[i : i + size] for i in range(0, len(text), size)])) == [text]
+    space = " " * (MAX_HELD_SPACE_CHARS + 500)
+    parser = HERMES.parser(TOOLS)
+    text = f"a{space}<tool_call>{LOOK}"
+    assert in_short(read(parser, [text[i : i + size] for i in range(0, len(text), size)])) == [f"a{space}", ROME]
+    digits = "1" * (MAX_VALUE_CHARS + 50)
+    text = f"<tool_call><function=look><parameter=days>{digits}</parameter></function>"
+    parser = QWEN3_CODER.parser(TOOLS)
+    ((_, arguments),) = calls_of(read(parser, [text[i : i + size] for i in range(0, len(text), size)]))
+    assert json.loads(arguments) == {"days": digits}
+
+
+def test_calls_and_problems_are_bounded():
+    parser = HERMES.parser(TOOLS)
+    deltas = read(parser, [f"<tool_call>{LOOK}</tool_call>" * (MAX_CALLS + 5)])
+    assert parser.num_calls == MAX_CALLS == len(calls_of(deltas))
+    assert content_of(deltas) == f"<tool_call>{LOOK}</tool_call>" * 5
+    assert any("more than" in problem for problem in parser.problems)
+    parser = HERMES.parser(TOOLS)
+    read(parser, ["<tool_call>no " * 100])
+    assert len(parser.problems) == MAX_PROBLEMS
+
+
+def test_without_tools_any_name_is_taken():
+    assert calls_of(read(LLAMA3_JSON.parser(), ['{"name": "any", "parameters": {}}'])) == [("any", "{}")]
+
+
+def test_the_format_is_chosen_by_name_or_by_what_the_template_teaches():
+    qwen = "{% if tools %}<tool_call>{{ tools }}{% endif %}"
+    assert choose_tool_parser(qwen) is HERMES
+    assert choose_tool_parser(f"{qwen}<function=x>") is QWEN3_CODER
+    assert choose_tool_parser("{{ tools }} {{ '<|python_tag|>' }}") is LLAMA3_JSON
+    assert choose_tool_parser('{{ tools }} {{ \'{"name": n, "parameters": p}\' }}') is LLAMA3_JSON
+    assert choose_tool_parser("{{ tools }}") is None
+    assert choose_tool_parser("{{ messages }}") is HERMES
+    assert choose_tool_parser(None) is None
+    assert choose_tool_parser(qwen, "none") is None
+    assert choose_tool_parser(None, "llama3_json") is LLAMA3_JSON
+    with pytest.raises(RequestError, match="hermes, llama3_json, qwen3_coder are there"):
+        choose_tool_parser(qwen, "hermit")
+    for source in CHAT_TEMPLATES.values():
+        choose_tool_parser(source)
