@@ -17,6 +17,7 @@ import gpu_records
 
 from holdfast.api.llm import LLM
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.structured import StructuredOutputs
 from holdfast.runner.sampling import device_sampler, host_sampler
 
 ITEM = {
@@ -101,7 +102,7 @@ def measure(llm: LLM, name: str, kind: str, batch: int, rounds: int, num_tokens:
         max_tokens=2 * num_tokens,
         ignore_eos=True,
         seed=1,
-        structured_outputs=FORMS[name],
+        structured_outputs=StructuredOutputs(**FORMS[name]),
     )
     found: dict[str, list[Round]] = {"plain": [], "structured": []}
     for number in range(rounds + 1):

@@ -272,6 +272,12 @@ SECTIONS: Mapping[str, Columns] = {
         "accepted of proposed": _accepted,
         "same tokens": _same_tokens,
     },
+    "structured": {
+        "ms of a step": _value("measure"),
+        "without a form": _value("values", "plain"),
+        "with": _value("values", "structured"),
+        "of which masks": _value("values", "masks"),
+    },
     "window-pages": {
         "": _value("measure"),
         "sequences at once": _value("values", "at once"),

@@ -44,6 +44,7 @@ dummy_models = import_module("dummy_models")
 gpu_before_after = import_module("gpu_before_after")
 window_pages = import_module("window_pages")
 ngram = import_module("ngram")
+structured = import_module("structured")
 MIB = 2**20
 
 
@@ -887,3 +888,22 @@ def test_the_first_difference_is_told_with_the_gap_of_its_logits() -> None:
     assert ngram.first_differences(plain, plain) == []
     differing = {"identical": False, "first_differences": ngram.first_differences(plain, other)}
     assert doc_tables.SECTIONS["ngram"]["same tokens"](differing) == "until token 1 (gap 0.001)"
+
+
+# --- structured outputs
+
+
+def test_masks_are_measured_beside_none(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", max_position_embeddings=1024)
+    asked = arguments(tmp_path, model=str(model), batch=2, rounds=1, steps=4, tiny=True)
+    results = structured.run_all(asked)
+    assert [result["measure"] for result in results][:2] == [
+        "json schema, greedy, batch 2",
+        "json schema, random, batch 2",
+    ]
+    for result in results:
+        assert 0 < result["values"]["masks"] < result["values"]["structured"]
+        assert result["steps"] == [4]
+    record = gpu_records.make_record("structured", results, "M", "s", asked, {})
+    gpu_records.write_record(record, "structured", asked)
+    assert "| json schema, greedy, batch 2 |" in doc_tables.section_tables(tmp_path, "structured")

@@ -35,12 +35,12 @@ class StructuredOutputs:
 
     FIELDS: ClassVar[tuple[str, ...]] = _OPTIONS
 
-    json: str | None = None
-    """A JSON schema; a dict is taken too, and kept as text. Properties come out in the order in which it lists them."""
+    json: str | Mapping[str, object] | None = None
+    """A JSON schema; a dict is kept as text. Properties come out in the order in which it lists them."""
     regex: str | None = None
     """A regular expression that the whole answer matches, in the syntax of Rust: no look-around, no back-references."""
-    choice: tuple[str, ...] | None = None
-    """The answer is one of these."""
+    choice: SequenceABC[str] | None = None
+    """The answer is one of these; kept as a tuple."""
     grammar: str | None = None
     """A context-free grammar in Lark's syntax, whose first rule is `start`; or in llama.cpp's (GBNF), where it is `root`."""
     json_object: bool = False

@@ -52,7 +52,7 @@ def form_text(form: StructuredOutputs) -> tuple[str, str]:
         return "json", ANY_OBJECT
     if form.choice is not None:
         return "choice", json.dumps(form.choice, ensure_ascii=False)
-    return form.kind, form.json or form.regex or form.grammar or ""
+    return form.kind, str(getattr(form, form.kind))
 
 
 class Vocabulary:
@@ -204,6 +204,12 @@ class _Following:
     failure: str | None = None
 
 
+def _zeros_like(masks_RW: "np.ndarray", num_rows: int, num_words: int) -> "np.ndarray":
+    import numpy as np  # whoever has masks has it; a command that only opens files need not wait for it
+
+    return np.zeros((num_rows, num_words), masks_RW.dtype)
+
+
 class Prepared(NamedTuple):
     """Sequences whose form was compiled, and what was wrong with it, if anything was."""
 
@@ -259,7 +265,7 @@ class Grammars:
 
         num_words = self._vocabulary.num_words
         is_own = masks_RW.shape[1] == num_words and masks_RW.flags.c_contiguous
-        words_RW = masks_RW if is_own else np.zeros((len(sequences), num_words), np.int32)
+        words_RW = masks_RW if is_own else _zeros_like(masks_RW, len(sequences), num_words)
         followed = [(row, self._advanced(sequence)) for row, sequence in enumerate(sequences) if sequence is not None]
         moving = [(one.matcher, row) for row, one in followed if one is not None and one.failure is None]
         self._compute(moving, words_RW)
