@@ -242,6 +242,32 @@ def test_completions_of_one_request(vocabulary):
     assert [np.flatnonzero(row).tolist() for row in bits] == [[ord("b")], [ord("d")]]
 
 
+def test_what_nobody_waits_for_is_not_compiled(monkeypatch, vocabulary):
+    begun, opened, compiled = threading.Event(), threading.Event(), []
+
+    def compile_slowly(form, vocabulary):
+        compiled.append(form.choice)
+        begun.set()
+        assert opened.wait(20.0)
+        return compile_form(form, vocabulary)
+
+    monkeypatch.setattr(grammar, "compile_form", compile_slowly)
+    grammars = Grammars(vocabulary)
+    for number, text in enumerate("abc"):
+        grammars.begin([2 * number, 2 * number + 1], StructuredOutputs(choice=[text]))
+    assert begun.wait(20.0)
+    for sequence_id in (0, 1, 2, 3, 4):
+        grammars.forget(sequence_id)
+    opened.set()
+    grammars.wait(20.0)
+    assert grammars.ready() == [((5,), None)]
+    assert compiled == [("a",), ("c",)]
+    assert len(grammars) == 1
+    grammars.forget(5)
+    grammars.forget(5)
+    assert len(grammars) == 0
+
+
 def test_a_form_that_cannot_be_compiled_is_told_as_an_error(vocabulary):
     writer = Writer(vocabulary, regex="(a")
     assert writer.prepared.sequence_ids == (0,)

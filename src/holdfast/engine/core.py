@@ -394,9 +394,7 @@ class EngineCore:
                 grammars.wait(HELD_SECONDS)
         for sequence_ids, error in grammars.ready():
             for sequence_id in sequence_ids:
-                if sequence_id not in self._held:  # aborted meanwhile
-                    grammars.forget(sequence_id)
-                elif error is None:
+                if error is None:
                     self._prepared.append(sequence_id)
                 else:
                     form = self._held.pop(sequence_id).params.structured_outputs

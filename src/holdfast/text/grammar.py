@@ -223,7 +223,7 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._following: dict[int, _Following] = {}
-        self._compiling: dict[Future[LLMatcher], tuple[int, ...]] = {}
+        self._compiling: dict[Future[LLMatcher], list[int]] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._executor: LLExecutor | None = None
 
@@ -237,7 +237,7 @@ class Grammars:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "holdfast-grammars")
         compiling = self._threads.submit(compile_form, form, self._vocabulary)
-        self._compiling[compiling] = tuple(sequence_ids)
+        self._compiling[compiling] = list(sequence_ids)
 
     def wait(self, seconds: float) -> None:
         """Until one that is being compiled is done, if there is any; no longer than so. May be interrupted."""
@@ -247,7 +247,7 @@ class Grammars:
     def ready(self) -> list[Prepared]:
         """Those that are done since the last time."""
         done = [compiling for compiling in self._compiling if compiling.done()]
-        return [self._prepared(compiling, self._compiling.pop(compiling)) for compiling in done]
+        return [self._prepared(compiling, tuple(self._compiling.pop(compiling))) for compiling in done]
 
     def _prepared(self, compiling: "Future[LLMatcher]", sequence_ids: tuple[int, ...]) -> Prepared:
         error = compiling.exception()
@@ -314,8 +314,16 @@ class Grammars:
         return None if one is None else one.failure
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended."""
-        self._following.pop(sequence_id, None)
+        """The sequence has ended; a form that nobody waits for any more is not compiled, unless that has begun."""
+        if self._following.pop(sequence_id, None) is not None:
+            return
+        for compiling, sequence_ids in self._compiling.items():
+            if sequence_id in sequence_ids:
+                sequence_ids.remove(sequence_id)
+                if not sequence_ids:
+                    compiling.cancel()
+                    del self._compiling[compiling]
+                return
 
     def close(self) -> None:
         """End the thread; what it compiles is not waited for."""
