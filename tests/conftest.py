@@ -21,7 +21,32 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("gguf", "huggingface_hub", "hypothesis", "jinja2", "rich", "safetensors", "tokenizers", "transformers")
+PACKAGES = (
+    *(
+        "fastapi",
+        "gguf",
+        "httptools",
+        "httpx",
+        "huggingface_hub",
+        "hypothesis",
+        "jinja2",
+        "jsonschema",
+        "litellm",
+        "llguidance",
+    ),
+    *(
+        "llm",
+        "openai",
+        "playwright",
+        "prometheus_client",
+        "pydantic",
+        "rich",
+        "safetensors",
+        "schemathesis",
+        "starlette",
+    ),
+    *("tokenizers", "transformers", "uvicorn"),
+)
 """What a machine may lack on which nothing can be installed: tests that need one are skipped there, and say so."""
 OWN_PROCESS = "HOLDFAST_OWN_PROCESS"
 """Set in the process that a test marked own_process has to itself."""

@@ -14,6 +14,7 @@ from holdfast.cli.options import (
     read_biases,
     read_count,
     read_counts,
+    read_form,
     read_integers,
     read_number,
     read_range,
@@ -23,6 +24,7 @@ from holdfast.config import ALIASES, EngineConfig
 from holdfast.errors import ConfigError, RequestError
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.structured import StructuredOutputs
 
 
 def names(owner: type) -> set[str]:
@@ -33,7 +35,7 @@ def test_every_field_has_one_row() -> None:
     engine = [setting.name for setting in ENGINE_SETTINGS]
     sampling = [setting.name for setting in (*SAMPLING_SETTINGS, *SEVERAL_SETTINGS)]
     assert sorted(engine) == sorted(names(EngineConfig) - {"model"})
-    assert sorted(sampling) == sorted(names(SamplingParams) - {"seed", "detokenize"})
+    assert sorted(sampling) == sorted(names(SamplingParams) - {"seed", "detokenize", "priority"})
 
 
 def parsed(*arguments: str) -> tuple[Given, Given]:
@@ -201,6 +203,19 @@ def test_biases_are_pairs() -> None:
 def test_a_broken_bias_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="--logit-bias 42=-100"):
         read_biases([text])
+
+
+def test_forms_are_json_or_a_file_of_it(tmp_path) -> None:
+    file = tmp_path / "form.json"
+    file.write_text('{"json": {"type": "object"}}')
+    assert read_form('{"regex": "[0-9]+"}') == StructuredOutputs(regex="[0-9]+")
+    assert read_form(f"@{file}") == StructuredOutputs(json={"type": "object"})
+
+
+@pytest.mark.parametrize("text", ["", "yes", "{", "@no-such-file", "@.", "[" * 10**5, "[" + "1," * 200_000 + "1]", "7"])
+def test_broken_forms_are_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="structured.outputs"):
+        read_form(text)
 
 
 def test_lists_of_counts() -> None:

@@ -133,7 +133,8 @@ def test_plan_ledger_and_memory_agree_to_the_byte(build, family, settings):
     kv_bytes = held.pop("kv pages")
     assert held == planned
     assert built.plan.memory.kv_bytes <= kv_bytes <= built.plan.memory.kv_bytes + padding_bytes
-    own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.max_num_seqs  # the sampler's, part of its results
+    (mask_bytes,) = (term.num_bytes for term in built.plan.memory.terms if term.owner == "sampling/masks")
+    own_bytes = 4 * built.runner.vocab_size + 8 * built.runner.limits.max_num_seqs + mask_bytes  # the sampler's results
     assert sum(held_storages(built.runner).values()) == built.ledger.total_bytes + own_bytes
 
 

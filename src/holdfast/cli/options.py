@@ -4,6 +4,7 @@ A value that cannot be read stays as it was typed: the setting that it is for re
 """
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +15,7 @@ from holdfast.errors import ConfigError, RequestError, shown
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, DTYPE_BYTES, INDEX_FORMATS, KV_FORMATS, MLA_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, WEIGHT_SCHEMES
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.structured import MAX_SCHEMA_BYTES, StructuredOutputs
 
 ARGUMENTS, OPTIONS, MODEL, MEMORY, SAMPLING = "Arguments", "Options", "Model", "Memory", "Sampling"
 OUTPUT, BENCHMARK, SERVER = "Output", "Benchmark", "Server"
@@ -78,6 +80,30 @@ def read_biases(texts: Sequence[str]) -> dict[int, float]:
             )
         biases[int(token)] = number
     return biases
+
+
+def read_form(text: str) -> StructuredOutputs:
+    """The form of an answer as a JSON object, or as @FILE, a file that holds one."""
+    try:
+        if len(given := _form_text(text)) <= 4 * MAX_SCHEMA_BYTES:
+            return StructuredOutputs.of(json.loads(given))
+        has = f"it has {len(given)} characters, and at most {4 * MAX_SCHEMA_BYTES} work"
+    except OSError as error:
+        has = f"that file cannot be read ({error.strerror})"
+    except (ValueError, RecursionError):
+        has = "it is not JSON"
+    raise RequestError(
+        f"--structured-outputs {shown(text)} was asked",
+        has,
+        """write --structured-outputs '{"choice": ["yes", "no"]}'""",
+    )
+
+
+def _form_text(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    with open(text[1:], encoding="utf-8") as file:
+        return file.read(4 * MAX_SCHEMA_BYTES + 1)
 
 
 def read_counts(text: str, option: str) -> tuple[int, ...]:
@@ -464,13 +490,20 @@ SAMPLING_SETTINGS = (
         "TOKENS",
         read_count,
     ),
+    _sampling(
+        "structured_outputs",
+        'The form of the answer: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]}, {"grammar": TEXT} or '
+        '{"json_object": true}; @FILE reads it from a file (docs/structured_outputs.md).',
+        "JSON",
+        read_form,
+    ),
     _sampling("skip_reading_prefix_cache", "Compute the whole prompt, even where another one began alike."),
     _sampling("min_tokens", "Before this many tokens nothing ends the answer.", "TOKENS", read_count),
     _sampling("ignore_eos", "Go on past the model's own end tokens."),
     _sampling("skip_special_tokens", "Keep control tokens in the text."),
     _sampling("include_stop_str_in_output", "Keep the stop text that ended the answer."),
 )
-"""The fields of SamplingParams that fit every command; a request's own seed is left to the engine's, and text is shown."""
+"""The fields of SamplingParams that fit every command; a request's own seed is left to the engine's, text is shown, nobody is ahead."""
 
 SEVERAL_SETTINGS = (
     Setting(SamplingParams, "n", SAMPLING, "How many answers to the same prompt.", "N", read_count, short=("-n",)),

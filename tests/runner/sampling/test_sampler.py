@@ -25,6 +25,7 @@ from runner.sampling_rows import (
     DEVICE,
     EOS,
     SETTINGS,
+    FakeForms,
     make_divided_sampler,
     make_logits,
     make_sampler,
@@ -51,6 +52,12 @@ def edited_reference(row: np.ndarray, sequence: Sequence) -> np.ndarray:
         logits[token_id] -= params.presence_penalty + params.frequency_penalty * output.count(token_id)
     for token_id, bias in (params.logit_bias or {}).items():
         logits[token_id] += bias
+    if params.structured_outputs is not None:
+        is_allowed_V = FakeForms(len(row)).allowed(sequence)
+        if len(output) < params.min_tokens and is_allowed_V.sum() > is_allowed_V[list(EOS)].sum():
+            is_allowed_V[list(EOS)] = False
+        logits[~is_allowed_V] = -np.inf
+        return logits
     if len(output) < params.min_tokens:
         for token_id in [*(() if params.ignore_eos else EOS), *params.stop_token_ids]:
             logits[token_id] = -np.inf

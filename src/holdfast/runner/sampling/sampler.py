@@ -35,8 +35,8 @@ _EVERY_EDIT = SamplingParams(
     stop_token_ids=(0,),
     allowed_token_ids=(0,),
     logprobs=1,
-    structured_outputs=StructuredOutputs(json_object=True),
 )
+_FORM = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
 
 
 class Sampler:
@@ -70,7 +70,7 @@ class Sampler:
         """Compile every kernel for logits that lie like these; their values do not matter."""
         if not self._has_kernels:
             return
-        for params in (SamplingParams(top_k=1), _EVERY_EDIT):
+        for params in (SamplingParams(top_k=1), _EVERY_EDIT, _FORM):
             self.sample(logits_SV[:1], [Sequence(-1, [0, 0], 1, params, seed=0, max_tokens=9)], frozenset())
         self.prompt_logprobs(logits_SV[:1], [0], 1)
 
