@@ -214,7 +214,7 @@ def test_forms_are_json_or_a_file_of_it(tmp_path) -> None:
 
 @pytest.mark.parametrize("text", ["", "yes", "{", "@no-such-file", "@.", "[" * 10**5, "[" + "1," * 200_000 + "1]", "7"])
 def test_broken_forms_are_refused(text: str) -> None:
-    with pytest.raises(RequestError, match="structured.outputs"):
+    with pytest.raises(RequestError, match=r"structured.outputs"):
         read_form(text)
 
 

@@ -261,7 +261,6 @@ class Grammars:
     def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: "np.ndarray") -> None:
         """Bit t of row i: whether token t may follow what sequences[i] has; none where its form cannot be followed. Rows of
         None stay as they are."""
-        import numpy as np  # here, so that a wrong path is told before anything heavy is read
 
         num_words = self._vocabulary.num_words
         is_own = masks_RW.shape[1] == num_words and masks_RW.flags.c_contiguous
