@@ -33,7 +33,7 @@ def _answer(form: StructuredOutputs) -> str:
     if form.regex is not None:
         # As one literal of Lark: its own slashes and line breaks are written as escapes.
         return f"/{re.sub(_ESCAPED, lambda match: _ESCAPES.get(match[0], match[0]), form.regex)}/"
-    schema = form.json or _ANY_OBJECT
+    schema = str(form.json or _ANY_OBJECT)
     return f"%json {_SCHEMAS_OF_ONE_WORD.get(schema, schema)}"
 
 
