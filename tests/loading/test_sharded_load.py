@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.ledger import Ledger
 from holdfast.models.parameters import Parameter, Part
-from holdfast.models.sharding import Mesh, shard_parameters, vocabulary_rows
+from holdfast.models.sharding import shard_parameters, vocabulary_rows
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from loading.header_source import experts, stacked
 

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.blueprints.read import declare_config
@@ -13,7 +14,7 @@ from holdfast.models.compressed_declaration import CompressedDeclaration
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.models.families import parameters, read_spec
-from holdfast.models.sharding import Mesh, shard_parameters
+from holdfast.models.sharding import shard_parameters
 from holdfast.quant.weight_schemes import FP8_BLOCK, MXFP4
 from models.meta_models import count_elements
 from models.tiny_compressed import COMPRESSED_MODELS

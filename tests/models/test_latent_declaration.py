@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.blueprints.read import declare_config
@@ -13,7 +14,7 @@ from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.latent_declaration import LatentDeclaration
-from holdfast.models.sharding import Mesh, shard_parameters
+from holdfast.models.sharding import shard_parameters
 from holdfast.quant.formats import KV_FORMATS, MLA_FORMATS
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, WeightRecipe
 from models.meta_models import count_elements

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import DEEPSEEK_NAMES, Parameter, Part, list_parameters
-from holdfast.models.sharding import Mesh, shard_parameters, vocabulary_rows
+from holdfast.models.sharding import shard_parameters, vocabulary_rows
 from holdfast.models.spec import LatentSpec
 
 LATENT_SHAPES = {

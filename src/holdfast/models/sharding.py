@@ -9,10 +9,11 @@ than the ranks, which then share them; of a vocabulary that does not divide, the
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from holdfast.errors import ConfigError, UnsupportedModelError, shown
+from holdfast.distributed.mesh import Mesh
+from holdfast.errors import UnsupportedModelError
 from holdfast.models.parameters import Parameter, Part
 
 QKV_NAMES = (".qkv.weight", ".qkv.bias")
@@ -21,27 +22,6 @@ LATENT_HEAD_NAMES = (".q.weight", ".q_b.weight", ".kv_b.weight")
 """Endings of those of latent attention that are all query heads."""
 GROUP_NAME = ".o_a.weight"
 """The ending of one whose rows are groups of heads."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Where a rank stands among those that share every matrix, and among those that share the experts."""
-
-    tensor_rank: int = 0
-    tensor_size: int = 1
-    expert_rank: int = 0
-    expert_size: int = 1
-
-    def __post_init__(self) -> None:
-        for kind in ("tensor", "expert"):
-            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
-            is_sound = type(rank) is int and type(size) is int and 0 <= rank < size
-            if not is_sound:
-                raise ConfigError(
-                    f"{kind}_rank={shown(rank)} of {kind}_size={shown(size)} was asked",
-                    "ranks are whole numbers from 0 to one less than their number",
-                    f"take {kind}_rank=0 and {kind}_size=1 for a model on one device",
-                )
 
 
 def shard_parameters(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import CHUNK_BYTES, CPU_CHUNK_BYTES, MAX_READERS, PINNED_CHUNKS, plan_load
@@ -13,7 +14,7 @@ from holdfast.loading.sources.dummy import DummySource
 from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.parameters import Parameter, Part
-from holdfast.models.sharding import Mesh, shard_parameters
+from holdfast.models.sharding import shard_parameters
 from holdfast.quant.weight_schemes import (
     FP8,
     FP8_BLOCK,
