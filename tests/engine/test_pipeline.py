@@ -234,8 +234,8 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20),
     SamplingParams(temperature=1.0, seed=3, max_tokens=17),
     SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1.3),
-    SamplingParams(temperature=0.0, max_tokens=20, bad_words=["q"]),
-    SamplingParams(temperature=0.0, max_tokens=30, stop=["e"]),
+    SamplingParams(temperature=0.0, max_tokens=20, bad_words=("q",)),
+    SamplingParams(temperature=0.0, max_tokens=30, stop=("e",)),
 ]
 
 
