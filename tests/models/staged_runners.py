@@ -33,7 +33,8 @@ def save_model(family: str, folder: Path) -> None:
         prefix, settings = EXPERT_MODELS["qwen3_moe not normalized, dense layers"]
         save_tiny_experts(make_random(prefix, settings | {"num_experts_per_tok": 2}), folder)
     else:
-        save_tiny(family, folder, **({} if family == "gemma3" else {"num_hidden_layers": 3}))
+        overrides: dict[str, Any] = {} if family == "gemma3" else {"num_hidden_layers": 3}
+        save_tiny(family, folder, **overrides)
 
 
 LAYERS = {"llama": 3, "gemma3": 4, "opt": 3, "opt_350m_like": 3, "qwen2": 3, "qwen3_moe": 3, "deepseek_v3": 3}
@@ -47,7 +48,7 @@ class Ranks:
         self.meshes = tuple(ranks)
         self.steps = LockStep(self.meshes, ExchangeNeeds(2**20, 64, 259, 2**20))
         self._folder = folder
-        self._options = SMALL | options
+        self._options = SMALL | {"pipeline_parallel_size": self.meshes[0].num_stages} | options
         self.built: list[BuiltRunner] = self.steps.run(self._build)
 
     def _build(self, mesh: Mesh, exchange: Any) -> BuiltRunner:
@@ -108,3 +109,9 @@ def row_logits(built: BuiltRunner, mesh: Mesh, seed: int = 0) -> list[torch.Tens
 def pages_of(built: BuiltRunner) -> list[dict[str, torch.Tensor]]:
     """By layer: all planes."""
     return [built.storage.planes(index) for index in range(len(built.storage.spec.layers))]
+
+
+def pages_by_group(groups: SequenceABC[CacheGroup]) -> list[list[int]]:
+    """Those that the steps write."""
+    sequences = {id(item.sequence): item.sequence for step in make_steps(groups, 100) for item in step.scheduled}
+    return [[page for one in sequences.values() for page in one.tables[index]] for index in range(len(groups))]
