@@ -89,7 +89,7 @@ def key_bias_norms(
         assert num_kv_heads is not None, "how many key heads all ranks have together is not said"
         biases = (_gathered(bias_X, spec, exchange, num_kv_heads) for bias_X in biases)
     norms = [torch.linalg.vector_norm(bias_X.cpu(), dtype=torch.float64).item() for bias_X in biases]
-    if exchange is not None:
+    if exchange is not None and exchange.size > 1:
         exchange.end_step()
     return norms
 
