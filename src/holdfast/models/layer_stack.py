@@ -14,10 +14,12 @@ from typing import Any, Generic
 import torch
 
 from holdfast.attention.backend import Batch
-from holdfast.kernels.gemm.embedding import lookup_rows
+from holdfast.distributed.exchange import Exchange
+from holdfast.kernels.gemm.embedding import lookup_rows, lookup_share
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
+from holdfast.layers.shared_linear import Gathering, OutputSharing
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
@@ -46,9 +48,14 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         takes_fused_decode: bool = False,
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized.
+
+        With `exchange` spec and weights are those of one rank, and so are the logits: those of its share of the vocabulary.
+        """
         super().__init__(spec, workspace, dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight")), recipe)
+        self._exchange = exchange
         self._embed_VE = weights["embed.weight"]
         self._embed_scale = _rounded(spec.embedding_scale, self._dtype)
         self._positions_PH = weights.get("positions.weight")
@@ -87,7 +94,8 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
 
     def fused_decode_declined(self) -> str | None:
         """None, or why what was loaded cannot take the fused decode path, in words."""
-        return fused_decode.declined(self._layers, self._head_VE)
+        num_ranks = 1 if self._exchange is None else self._exchange.size
+        return fused_decode.declined(self._layers, self._head_VE, num_ranks)
 
     def _fused_decode(self) -> FusedDecode | None:
         """The fused decode path, unless what was loaded cannot take it."""
@@ -109,9 +117,9 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         x_TH = stream["x"]
         buffers = self._acquire(requests.embed) if requests.embed.specs else {}
         if self._embed_in is None:
-            lookup_rows(batch.token_ids_T, self._embed_VE, x_TH)
+            self._lookup(batch.token_ids_T, x_TH)
         else:
-            tokens_TE = lookup_rows(batch.token_ids_T, self._embed_VE, buffers["tokens"])
+            tokens_TE = self._lookup(batch.token_ids_T, buffers["tokens"])
             self._embed_in(tokens_TE, x_TH, self._quantized(requests.codes))
         if self._embed_scale is not None:
             x_TH.mul_(self._embed_scale)
@@ -119,6 +127,15 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
             ids_T = torch.add(batch.positions_T, self._spec.position_offset, out=buffers["position_ids"])
             x_TH.add_(lookup_rows(ids_T, self._positions_PH, buffers["positions"]))
         return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
+
+    def _lookup(self, ids_T: torch.Tensor, out_TE: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding; on ranks each has some, and zeros for the others' ids."""
+        exchange = self._exchange
+        if exchange is None or exchange.size == 1:
+            return lookup_rows(ids_T, self._embed_VE, out_TE)
+        part_TE = exchange.room(*out_TE.shape, out_TE.dtype)
+        lookup_share(ids_T, self._embed_VE, self._spec.first_token, part_TE)
+        return exchange.sum_rows(part_TE, out_TE)
 
     def run_layers(
         self,
@@ -210,6 +227,15 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         requests = self._requests(num_rows)
         assert requests.experts is not None, f"{self._spec.architecture} has no experts"
         return ExpertBuffers.of(self._acquire(requests.experts), self._quantized(requests.codes))
+
+
+def output_sharing(exchange: Exchange | None, is_exact: bool, workspace: Workspace) -> OutputSharing | None:
+    """How ranks that share layers make outputs whole; None where one rank has all of them."""
+    if exchange is None or exchange.size == 1:
+        return None
+    if not is_exact:
+        return OutputSharing(exchange, None)
+    return OutputSharing(exchange, Gathering(exchange, workspace.lanes[activations.GATHERED]))
 
 
 def _rounded(number: float | None, dtype: str) -> float | None:
