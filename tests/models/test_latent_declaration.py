@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.blueprints.read import declare_config
@@ -29,7 +29,7 @@ def declared_of(case: str) -> DeclaredModel:
 
 
 def shapes_of(declared: DeclaredModel, step: StepShape, num_ranks: int = 1, scratch=()) -> dict[str, dict[str, tuple]]:
-    requests = declared.declaration.requests(step, num_ranks, scratch)
+    requests = declared.declaration.requests(step, Mesh(tensor_size=num_ranks), scratch)
     return {request.owner: {spec.name: spec.shape for spec in request.specs} for request in requests}
 
 
@@ -85,7 +85,7 @@ def test_a_row_of_the_index_lies_beside_every_latent_on_every_rank() -> None:
         assert declared.kv_bytes_per_sequence("fp8", ranks) == 0
     for index_dtype, num_bytes in (("fp8", 132), ("bfloat16", 256), ("float32", 512)):
         kv_format = replace(KV_FORMATS["bfloat16"], index_dtype=index_dtype)
-        rows = {row.name: row for row in declaration.cache_rows(kv_format, 8)}
+        rows = {row.name: row for row in declaration.cache_rows(kv_format, Mesh(tensor_size=8))}
         assert (rows["latent"].row_bytes, rows["index"].row_bytes) == (1152, num_bytes)
         assert rows["index"].num_layers == 61
 
@@ -101,10 +101,10 @@ def test_the_index_is_whole_on_every_rank_and_the_rest_is_that_of_v3() -> None:
         own = [weight for weight in indexed.parameters(ranks) if ".index_" in weight.name]
         assert sum(prod(weight.shape) for weight in own) == 3 * (64 * 32 * 20 + 32 * 60 + 2 * 32 + 64 * 60)
         assert [weight for weight in indexed.parameters(ranks) if weight not in own] == [*plain.parameters(ranks)]
-        heads = indexed.declaration.heads(ranks)
+        heads = indexed.declaration.heads(Mesh(tensor_size=ranks))
         assert heads is not None
         assert (heads.num_heads, heads.index_heads, heads.index_dim, heads.index_top_k) == (4 // ranks, 64, 32, 5)
-    v3 = plain.declaration.heads(1)
+    v3 = plain.declaration.heads(ALONE)
     assert v3 is not None
     assert (v3.index_heads, v3.index_dim, v3.index_top_k) == (0, 0, 0)
 
@@ -132,13 +132,13 @@ def test_formats_of_heads_are_taken_for_those_of_latents_or_declined(name: str) 
 def test_heads_are_those_of_a_rank() -> None:
     declared = declare_config(CATALOGUE["DeepSeek-R1"], "r1")
     for ranks in (1, 8):
-        heads = declared.declaration.heads(ranks)
+        heads = declared.declaration.heads(Mesh(tensor_size=ranks))
         assert heads is not None
         assert (heads.num_heads, heads.num_kv_heads, heads.head_dim) == (128 // ranks, 1, 576)
         assert (heads.rope_dim, heads.nope_dim, heads.value_dim) == (64, 128, 128)
         assert heads.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
         assert heads.windows == (None,) * 61
-    assert declared.declaration.rope_width == 64
+    assert declared.declaration.rope_width(ALONE) == 64
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
@@ -167,7 +167,7 @@ def test_tensors_of_a_step() -> None:
     sparse = declared_of("sparse like V3.2")
     index = {"index_q": (70, 64 * 32), "index_k": (70, 32), "index_weights": (70, 64)}
     assert shapes_of(sparse, STEP, scratch=(extra,))["attention"] == wide | index | {"partial": (3, 4)}
-    requests = {request.owner: request for request in sparse.declaration.requests(STEP, 1, ())}
+    requests = {request.owner: request for request in sparse.declaration.requests(STEP, ALONE, ())}
     assert {spec.name: spec.dtype for spec in requests["attention"].specs}["index_weights"] == "float32"
     plain = shapes_of(declared_of("v2 like V2-Lite"), STEP)
     assert plain["attention"] == {"qkv_a": (70, 48), "q": (70, 3 * 28), "attended": (70, 3 * 20)}

@@ -10,6 +10,7 @@ from holdfast.cache.compressed import StateKind
 from holdfast.cache.groups import CacheGroup, unrewindable
 from holdfast.cache.spec import CacheSpec
 from holdfast.config import NGRAM, EngineConfig, Limits
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, Term, plan_memory
 from holdfast.memory.report import GroupAccount
@@ -27,16 +28,22 @@ SHORTENED = "shortened from the model's own"
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is made from. Beside the config stand ranks, of which an engine of this version takes one."""
+    """What a plan of one rank is made from."""
 
     config: EngineConfig
     declared: DeclaredModel
     target: Target
-    tensor_parallel_size: int = 1
+    mesh: Mesh = ALONE
+    """Where the rank stands; the config's own sizes are for who plans all of them."""
     staging: Callable[[Resolved], Term | None] | Term | None = None
     """What loading holds beside the weights, or who knows it once dtype and recipe are settled; None: the most that it may."""
     _settled: list[tuple[Layout, Resolved]] = field(default_factory=list, init=False, compare=False, repr=False)
     """What the request became: everything that is asked of it later goes on from there."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share every layer."""
+        return self.mesh.tensor_size
 
     def with_config(self, config: EngineConfig) -> "PlanRequest":
         """The same with other settings. What loading holds is not asked again."""
@@ -91,7 +98,7 @@ class RunnerPlan(NamedTuple):
     memory: MemoryPlan
     requests: tuple[Request, ...]
     target: Target
-    tensor_parallel_size: int
+    mesh: Mesh
     kv_bytes_per_token: Fraction
     kv_bytes_per_sequence: int
     not_in_this_version: tuple[str, ...]
@@ -101,6 +108,11 @@ class RunnerPlan(NamedTuple):
     """What sequences keep beside their pages: of rows that are not finished."""
     context_note: str = ""
     """Which limit shortened the context, from what to what, and what would lift it; empty where none did."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share every layer."""
+        return self.mesh.tensor_size
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -219,9 +231,9 @@ def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
         memory=fit.memory,
         requests=fit.needs.requests,
         target=request.target,
-        tensor_parallel_size=request.tensor_parallel_size,
+        mesh=request.mesh,
         kv_bytes_per_token=layout.bytes_per_token(resolved),
-        kv_bytes_per_sequence=request.declared.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
+        kv_bytes_per_sequence=request.declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh),
         not_in_this_version=missing_here(request),
         states=layout.states(resolved),
     )
@@ -240,7 +252,7 @@ def try_fit(request: PlanRequest) -> Fit | None:
     """The same without the words of a refusal."""
     layout, resolved = settle(request)
     # Weights alone tell of most GPUs that are too small, and cost nothing to look at again.
-    if request.declared.weight_bytes(resolved.dtype, resolved.recipe, layout.num_ranks) > resolved.budget_bytes:
+    if request.declared.weight_bytes(resolved.dtype, resolved.recipe, layout.mesh) > resolved.budget_bytes:
         return None
     if _room_bytes(layout, resolved) >= 0:
         return _fit_or_refuse(layout, resolved)
@@ -315,11 +327,10 @@ def _shortest(resolved: Resolved) -> Resolved:
 def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
     """Everything that does not depend on what fits, settled once; what cannot be planned at all raises."""
     if not request._settled:
-        request.declared.check_ranks(request.tensor_parallel_size)
+        request.declared.check_ranks(request.mesh)
         resolved = resolve(request.config, request.declared, request.target)
         staging = request.staging(resolved) if callable(request.staging) else request.staging
-        eager, ranks = request.config.enforce_eager, request.tensor_parallel_size
-        layout = Layout(request.declared, request.target, ranks, eager, staging)
+        layout = Layout(request.declared, request.target, request.mesh, request.config.enforce_eager, staging)
         _check_rewinding(layout, resolved)
         request._settled.append((layout, resolved))
     return request._settled[0]
@@ -336,7 +347,7 @@ def _check_rewinding(layout: Layout, resolved: Resolved) -> None:
 def missing_here(request: PlanRequest) -> tuple[str, ...]:
     """What of a request an engine of this version cannot do, in words."""
     reasons = [] if request.declared.not_runnable is None else [request.declared.not_runnable]
-    if request.tensor_parallel_size > 1:
+    if not request.mesh.is_alone:
         reasons.append(NO_RANKS)
     too_old = too_old_words(request.target)
     if too_old is not None:
