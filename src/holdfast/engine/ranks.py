@@ -315,6 +315,8 @@ class RankGroup:
 
     def _die(self, cause: str, culprit: _Link | None = None) -> None:
         """Kill and reap all; the condition is held."""
+        if culprit is not None and culprit.child.process.poll() is None:
+            culprit = None  # it has said why, and ends by our hand
         for link in self._links:
             link.child.process.kill()
         words = "" if culprit is None else f" ({culprit.end_words()})"
