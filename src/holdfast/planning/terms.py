@@ -473,7 +473,12 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *_key_bias_terms(layout, resolved, specs),
         # Those of compressed attention are read where they were loaded.
         *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * layout.num_layers)),
-        *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
+        *_device_terms(
+            layout,
+            resolved,
+            # Rows go from stage to stage outside of any graph.
+            (declaration is None or declaration.can_be_captured) and layout.mesh.num_stages == 1,
+        ),
     ]
     return Needs(declaration, requests, workspace, tuple(terms))
 
