@@ -17,7 +17,7 @@ import torch
 from holdfast.distributed.exchange_plan import NCCL_BYTES, ExchangeNeeds, exchange_specs
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
-from holdfast.distributed.rendezvous import LOOPBACK, OPEN_SECONDS, Place, Store, c10d, lost_peers, open_store
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.kernels.exchange.add_parts import add_parts_reference, gather_parts_reference
 from holdfast.memory.ledger import Ledger
 
@@ -52,19 +52,12 @@ class Peers(Protocol):
 class GlooPeers:
     """Two groups: the stage's, and all ranks' where there are several stages."""
 
-    def __init__(self, store: Store, mesh: Mesh, timeout_s: float, is_loopback: bool) -> None:
-        def group(name: str, rank: int, size: int) -> Any:  # noqa: ANN401 as send
-            options = c10d.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=timeout_s)
-            if is_loopback:
-                options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-            else:
-                options._devices = [c10d.ProcessGroupGloo.create_default_device()]
-            return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
-
+    def __init__(self, store: Store, mesh: Mesh, timeout_s: float) -> None:
         self._store = store  # rank 0's serves the others
-        self._stage = group(f"stage{mesh.stage}", mesh.tensor_rank, mesh.tensor_size)
-        self._all = group("all", mesh.rank, mesh.num_ranks) if mesh.num_stages > 1 else self._stage
+        self._stage = make_gloo(store, f"stage{mesh.stage}", mesh.tensor_rank, mesh.tensor_size, timeout_s)
+        self._all = (
+            make_gloo(store, "all", mesh.rank, mesh.num_ranks, timeout_s) if mesh.num_stages > 1 else self._stage
+        )
 
     def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
         self._stage._allgather_base(out_SN.view(-1), part_N.view(-1)).wait()
@@ -292,11 +285,10 @@ def open_collectives(
 ) -> CollectiveExchange:
     """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
     store = open_store(place, mesh, timeout_s)
-    is_loopback = store.host.startswith("127.") or store.host == "localhost"
     with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
         peers: Peers
         if device.type == "cpu":
-            peers = GlooPeers(store, mesh, call_timeout_s, is_loopback)
+            peers = GlooPeers(store, mesh, call_timeout_s)
         else:
             peers = NcclPeers(store, mesh, call_timeout_s, device)
     exchange = CollectiveExchange(mesh, needs, peers, device, ledger)
