@@ -38,12 +38,12 @@ class SymmetricMemory:
 
     def __init__(self, num_bytes: int, store: Store, mesh: Mesh, device: torch.device) -> None:
         symmetric = torch._C._distributed_c10d._SymmetricMemory
-        self._name, self._group = register_group(store, mesh)
-        self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self._name)
+        self.name, self._group = register_group(store, mesh)
+        self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
         # Signals are 0 before any peer can see them: nobody has this memory before all have come to the next line.
         self.own.zero_()
         torch.cuda.synchronize(device)
-        self._handle = symmetric.rendezvous(self.own, self._name)
+        self._handle = symmetric.rendezvous(self.own, self.name)
         self.everybodys = [
             self.own if rank == mesh.rank else self._handle.get_buffer(rank, (num_bytes,), torch.uint8)
             for rank in range(mesh.num_ranks)
@@ -52,7 +52,7 @@ class SymmetricMemory:
     def close(self) -> None:
         """The memory goes when the last view does."""
         self.everybodys.clear()
-        torch._C._distributed_c10d._unregister_process_group(self._name)
+        torch._C._distributed_c10d._unregister_process_group(self.name)
         del self._handle, self.own, self._group
 
 
@@ -88,29 +88,35 @@ class SymmetricExchange:
         for owner, spec in shared.items():
             ledger.record(owner, spec.aligned_bytes, reason)
         self._store = store
-        self._mesh = mesh
+        self.mesh = mesh
         self._held = HeldMemory(tensors | everybodys[mesh.rank], needs, mesh)
         self._peer_rooms = [views["exchange/rows"] for views in everybodys]
         self._peer_logits = [views["exchange/logits"] for views in everybodys]
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-        self._ranks = self._make_ranks(everybodys)
+        self.ranks = self._make_ranks(everybodys)
         self._is_at_rest = True
 
     def _make_ranks(self, everybodys: list[dict[str, torch.Tensor]]) -> Ranks:
         """Signals of all ranks, with a table of their addresses behind this rank's own."""
-        signals = everybodys[self._mesh.rank]["exchange/signals"].view(torch.int32)
+        signals = everybodys[self.mesh.rank]["exchange/signals"].view(torch.int32)
         peers = signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].view(torch.int64)
         addresses = [views["exchange/signals"].data_ptr() for views in everybodys]
         peers[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
-        return Ranks(self._mesh.tensor_rank, self._mesh.tensor_size, signals, peers)
+        return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers)
 
     @property
     def rank(self) -> int:
-        return self._mesh.tensor_rank
+        return self.mesh.tensor_rank
 
     @property
     def size(self) -> int:
-        return self._mesh.tensor_size
+        return self.mesh.tensor_size
+
+    @property
+    def group_name(self) -> str:
+        """By which torch knows these ranks."""
+        assert self._memory is not None, "the exchange is closed"
+        return self._memory.name
 
     @property
     def has_given_up(self) -> bool:
@@ -120,8 +126,8 @@ class SymmetricExchange:
     def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return self._held.room(num_rows, width, dtype)
 
-    def _rooms(self, turn: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """One room of every rank, all of it in this type; a view is made once."""
+    def peer_rooms(self, turn: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """One of the two rooms of every rank, all of it in this type; a view is made once."""
         found = self._typed_rooms.get((turn, dtype))
         if found is None:
             found = tuple(rooms[turn].view(dtype) for rooms in self._peer_rooms)
@@ -130,17 +136,17 @@ class SymmetricExchange:
 
     def _take(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._is_at_rest = False
-        return self._rooms(self._held.take(part), part.dtype)
+        return self.peer_rooms(self._held.take(part), part.dtype)
 
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         assert part_TH.shape == out_TH.shape, f"{part_TH.shape=} {out_TH.shape=}"
-        return sum_rows_triton(self._take(part_TH), out_TH, self._ranks)
+        return sum_rows_triton(self._take(part_TH), out_TH, self.ranks)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         num_rows, num_columns = out_TY.shape
         assert part_TX.shape == (num_rows, num_columns // self.size), f"{part_TX.shape=} {out_TY.shape=}"
         assert part_TX.dtype == out_TY.dtype, f"{part_TX.dtype=} {out_TY.dtype=}"
-        gather_columns_triton(self._take(part_TX), out_TY, num_rows, num_columns, self._ranks)
+        gather_columns_triton(self._take(part_TX), out_TY, num_rows, num_columns, self.ranks)
         return out_TY
 
     def whole_logits(self, num_rows: int) -> torch.Tensor:
@@ -148,17 +154,17 @@ class SymmetricExchange:
 
     def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
         assert part_RV is not None, "every rank of one stage has a part"
-        assert (out_RW is not None) == (self._mesh.rank == 0), f"rank {self._mesh.rank} passes {out_RW=}"
+        assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"
         self._is_at_rest = False
         self._held.share_room(*part_RV.shape).copy_(part_RV)
-        gather_columns_triton(self._peer_logits, out_RW, part_RV.shape[0], self._held.needs.vocab_size, self._ranks)
+        gather_columns_triton(self._peer_logits, out_RW, part_RV.shape[0], self._held.needs.vocab_size, self.ranks)
 
     def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
         assert part_RX is not None, "every rank of one stage has a part"
-        return gather_small_triton(part_RX, self._take_any(part_RX), out_SRX, self._ranks)
+        return gather_small_triton(part_RX, self._take_any(part_RX), out_SRX, self.ranks)
 
     def share_tokens(self, ids_T: torch.Tensor) -> None:
-        share_first_triton(ids_T, self._take_any(ids_T), self._ranks)
+        share_first_triton(ids_T, self._take_any(ids_T), self.ranks)
 
     def _take_any(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """For a part that lies elsewhere: a kernel brings it into the room."""
@@ -172,7 +178,7 @@ class SymmetricExchange:
 
     def end_step(self) -> None:
         if not self._is_at_rest:
-            meet_triton(self._ranks)
+            meet_triton(self.ranks)
         self._is_at_rest = True
         self._held.turn = 0
 
@@ -183,7 +189,7 @@ class SymmetricExchange:
         self._peer_rooms.clear()
         self._peer_logits.clear()
         self._held.tensors.clear()
-        del self._ranks
+        del self.ranks
         self._memory.close()
         self._memory = None
         for arena in self._arenas:
