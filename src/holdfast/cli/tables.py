@@ -27,7 +27,7 @@ COSTS = {
     "format": "changes answers a little",
     "weights": "changes answers a little",
     "gpu": "another GPU",
-    "ranks": f"several GPUs: {LATER}",
+    "ranks": "more GPUs",
 }
 """What stands over changes of a kind."""
 LEAST_NOTE = 12
