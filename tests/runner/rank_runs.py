@@ -218,25 +218,32 @@ def steps_of(runner: Runner) -> list[tuple[LiveStep, list[int]]]:
     ]
 
 
+class Ran(NamedTuple):
+    """What a rank has of each step with logits."""
+
+    hidden: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    """Of its share of the vocabulary."""
+
+
 @torch.inference_mode()
-def run_steps(built: Built) -> list[torch.Tensor]:
-    """Logits of each step, or a rank's share of them."""
-    found, runner = [], built.runner
-    for step, rows in steps_of(runner):
+def run_steps(built: Built, steps: Sequence[tuple[LiveStep, list[int]]] | None = None) -> Ran:
+    """`steps_of` the runner, or others."""
+    ran, runner = Ran([], []), built.runner
+    for step, rows in steps_of(runner) if steps is None else steps:
         batch = runner.buffers.fill(step, rows, step.num_tokens, len(rows))
-        plan = runner.backend.plan(batch)
+        hidden_RH = runner.model.hidden(batch, runner.backend.plan(batch))
         if rows:
-            found.append(runner.model.step_logits(batch, plan).clone())
-        else:
-            runner.model.hidden(batch, plan)
+            ran.hidden.append(hidden_RH.clone())
+            ran.logits.append(runner.model.logits(hidden_RH).clone())
         if built.exchange is not None:
             built.exchange.end_step()
-    return found
+    return ran
 
 
-def whole_logits(shares: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def whole_logits(ran: Sequence[Ran]) -> list[torch.Tensor]:
     """Of all ranks, step by step."""
-    return [torch.cat(parts, dim=1) for parts in zip(*shares, strict=True)]
+    return [torch.cat(parts, dim=1) for parts in zip(*(one.logits for one in ran), strict=True)]
 
 
 def pages_of(built: Built) -> list[torch.Tensor]:
