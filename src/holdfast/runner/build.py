@@ -125,13 +125,7 @@ def build_runner(
     load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh)
     if agree is not None:
         agree(plan)
-    for choice in plan.resolved.choices:
-        log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
-    log.info("device=%s because %s", device, device_reason)
-    if plan.context_note:
-        log.warning("%s", plan.context_note)
-    assert plan.declaration is not None, f"{plan.declared.name} has no attention to run"
-    log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
+    _log_choices(plan, device_reason)
     if config.is_quantized and load.plan.num_quantized == 0:
         log.warning("quantization=%s changes nothing: every weight is left as it is", config.quantization)
     ledger = Ledger()
@@ -154,19 +148,33 @@ def build_runner(
         build.release()
         refuse_out_of_memory(error, plan)
         raise
-    plan = build.plan
+    _log_pages(build.plan)
+    return BuiltRunner(runner, build.storage, build.plan, ledger, profile, load_seconds, report, build.release)
+
+
+def _log_choices(plan: RunnerPlan, device_reason: str) -> None:
+    """What was settled before a weight is read, and why."""
+    for choice in plan.resolved.choices:
+        log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
+    log.info("device=%s because %s", plan.target.kind, device_reason)
+    if plan.context_note:
+        log.warning("%s", plan.context_note)
+    assert plan.declaration is not None, f"{plan.declared.name} has no attention to run"
+    log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
+
+
+def _log_pages(plan: RunnerPlan) -> None:
     if plan.kv_note():
         log.info("%s", plan.kv_note())
     num_tokens, max_len = plan.kv_tokens, plan.resolved.limits.max_model_len
     log.info("Available KV cache memory: %s", format_bytes(plan.memory.kv_bytes))
     log.info(
         "%s KV cache size: %d tokens, Maximum concurrency for %d tokens per request: %.2fx",
-        "CPU" if device == "cpu" else "GPU",
+        "CPU" if plan.target.kind == "cpu" else "GPU",
         num_tokens,
         max_len,
         num_tokens / max_len,
     )
-    return BuiltRunner(runner, build.storage, plan, ledger, profile, load_seconds, report, build.release)
 
 
 def plan_model(
