@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.engine.core import EngineCore
+from holdfast.engine.core import EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.open_text import open_text, open_tokenizer
+from holdfast.engine.rank_build import build_ranks, num_ranks
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
 from holdfast.loading.model_files import open_model
@@ -61,15 +62,21 @@ def build_core(
 
     `vocabulary` is the front's, for forms of answers; left out, one is opened when it is needed.
     """
-    built = build_runner(config, model, on_progress, on_prepare)
     if vocabulary is None:
         vocabulary = _vocabulary(model, lambda: _reopened_tokenizer(config))
     grammars = Grammars(vocabulary)
+    if num_ranks(config) == 1:
+        built = build_runner(config, model, on_progress, on_prepare)
+        runner, release, ranks = built.runner, built.release, ()
+    else:
+        all_ranks = build_ranks(config, model, on_progress, on_prepare, is_remote=is_remote)
+        built, runner, release, ranks = all_ranks.built, all_ranks.runner, all_ranks.release, all_ranks.ranks
     built.runner.sampler.follow(grammars)
     try:
-        return _core(config, built, is_remote, grammars)
+        memory = replace(_report(built), ranks=ranks)
+        return _core(config, built, runner, release, memory, is_remote, grammars)
     except BaseException:
-        built.release()
+        release()
         raise
 
 
@@ -91,8 +98,16 @@ def _use_threads() -> None:
     torch.ones(2**20).add_(1)
 
 
-def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool, grammars: Grammars) -> EngineCore:
-    runner, plan = built.runner, built.plan
+def _core(
+    config: EngineConfig,
+    built: BuiltRunner,
+    runner: StepRunner,
+    release: Callable[[], None],
+    memory: MemoryReport,
+    is_remote: bool,
+    grammars: Grammars,
+) -> EngineCore:
+    plan = built.plan
     assert plan.cache is not None, f"{plan.declared.name} runs without a cache"
     # A remote front counts those that wait by what it last heard, and meanwhile everybody who ran may wait again.
     num_unheard = runner.limits.max_num_seqs if is_remote else 0
@@ -103,16 +118,18 @@ def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool, grammars: G
         config.max_queue + num_unheard,
         groups=plan.cache.cache_groups(),
         prefix_root=os.urandom(16),
+        num_stages=config.pipeline_parallel_size,
     )
-    run_ahead = 1 if runner.can_run_ahead else 0
+    # A step in each stage; on one device one runs while the next is prepared, where that gains anything.
+    run_ahead = scheduler.num_stages - 1 or int(built.runner.can_run_ahead)
     return EngineCore(
         runner,
         scheduler,
         run_ahead=run_ahead,
         proposer=NgramProposer(plan.resolved.num_proposals) if plan.resolved.num_proposals else None,
         max_queue=config.max_queue,
-        memory=_report(built),
-        release=built.release,
+        memory=memory,
+        release=release,
         grammars=grammars,
     )
 

@@ -144,7 +144,10 @@ def _pass_on(pipe: IO[bytes], lines: deque[str]) -> None:
 class Child:
     """The process, the channel to it, and its end. Knows nothing of who uses it."""
 
-    def __init__(self, command: SequenceABC[str], silence_seconds: float | None = None) -> None:
+    def __init__(
+        self, command: SequenceABC[str], silence_seconds: float | None = None, others: SequenceABC[int] = ()
+    ) -> None:
+        """`others` are numbers of open files that it gets too; they are its last arguments."""
         ours, theirs = channel_pair()
         number = open_pulse_file()
         self.pulse = Pulse(number)
@@ -152,11 +155,11 @@ class Child:
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), str(os.getpid()), str(number)],
+                    [*command, *map(str, (theirs.fileno(), os.getpid(), number, *others))],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(), number),
+                    pass_fds=(theirs.fileno(), number, *others),
                     start_new_session=True,  # Ctrl-C on a terminal is for this process alone
                     env=_environment(),
                 )
@@ -166,7 +169,7 @@ class Child:
         self._patience = min(END_SECONDS[0], silence_seconds or END_SECONDS[0])
         self._sent = Numbering()
         assert self.process.stdout is not None, "it was opened with a pipe"
-        self._last_lines = LastLines(self.process.stdout)
+        self.last_lines = LastLines(self.process.stdout)
         self._home = os.getpid()
 
     def send(self, message: Message) -> None:
@@ -178,12 +181,12 @@ class Child:
         was_running = self._wait(GRACE_SECONDS) is None
         self.process.kill()
         status = self.process.wait()
-        self._last_lines.join(GRACE_SECONDS)
+        self.last_lines.join(GRACE_SECONDS)
         self.channel.close()
         if was_running:
-            return f"it was killed{self._last_lines.words()}"
+            return f"it was killed{self.last_lines.words()}"
         name = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"it ended with {name}{self._last_lines.words()}"
+        return f"it ended with {name}{self.last_lines.words()}"
 
     def end(self) -> None:
         """Ask it to end, then tell it to, then end it."""
@@ -197,7 +200,7 @@ class Child:
             if self._wait(min(END_SECONDS[1], self._patience)) is None:
                 self.process.kill()
                 self.process.wait()
-        self._last_lines.join(GRACE_SECONDS)
+        self.last_lines.join(GRACE_SECONDS)
 
     def _wait(self, seconds: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):

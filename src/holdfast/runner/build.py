@@ -57,6 +57,7 @@ from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.latent_rotation import fold_rotation
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.shared_sampler import SharedSampler
 from holdfast.runner.sinks import copy_sinks
 from holdfast.runner.step_inputs import BatchBuffers
 from holdfast.runner.weight_load import WeightLoad, plan_weights
@@ -312,7 +313,7 @@ class RunnerBuild:
             BatchBuffers(
                 limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes, has_states=cache.has_states
             ),
-            Sampler(vocab_size, device, limits.sampled_rows, ledger),
+            self._sampler(),
             limits,
             cache.cache_groups(),
             plan.memory.num_pages,
@@ -324,6 +325,15 @@ class RunnerBuild:
         self._releases.append(runner.close)
         self._centre_keys(runner, rotaries, biases, means)
         return runner
+
+    def _sampler(self) -> Sampler | SharedSampler:
+        """From whole logits, or on ranks from a share of them."""
+        limits, mesh, vocab_size = self._plan.resolved.limits, self._plan.mesh, self._model.spec.vocab_size
+        sampler = Sampler(vocab_size, self._device, limits.sampled_rows, self._ledger)
+        if self._exchange is None:
+            return sampler
+        first_token = mesh.tensor_rank * -(-vocab_size // mesh.tensor_size)
+        return SharedSampler(sampler, self._exchange, mesh, first_token, limits.sampled_rows, self._device)
 
     @property
     def _bounds(self) -> StepBounds:
@@ -420,7 +430,9 @@ class RunnerBuild:
         mean_bytes = sum(mean_KD.nbytes for mean_KD in means if mean_KD is not None)
         if mean_bytes:
             self._ledger.record("attention/key_means", mean_bytes, "what the keys of a head have in common")
-        if mean_bytes or any(biases.keys):
+        # The prompt goes through all stages, those too that have nothing to measure.
+        is_staged = self._plan.mesh.num_stages > 1 and self._plan.resolved.kv_format.is_quantized
+        if mean_bytes or any(biases.keys) or is_staged:
             rooms = KeyRooms(biases.keys, biases.by_layer, means)
             num_tokens = centre_keys(runner, self._spec, rotaries, rooms)
             log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
