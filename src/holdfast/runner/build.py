@@ -126,7 +126,8 @@ def build_runner(
     load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh)
     if agree is not None:
         agree(plan)
-    _log_choices(plan, device_reason)
+    _log_choices(plan)
+    log.info("device=%s because %s", device, device_reason)
     if config.is_quantized and load.plan.num_quantized == 0:
         log.warning("quantization=%s changes nothing: every weight is left as it is", config.quantization)
     ledger = Ledger()
@@ -153,11 +154,10 @@ def build_runner(
     return BuiltRunner(runner, build.storage, build.plan, ledger, profile, load_seconds, report, build.release)
 
 
-def _log_choices(plan: RunnerPlan, device_reason: str) -> None:
+def _log_choices(plan: RunnerPlan) -> None:
     """What was settled before a weight is read, and why."""
     for choice in plan.resolved.choices:
         log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
-    log.info("device=%s because %s", plan.target.kind, device_reason)
     if plan.context_note:
         log.warning("%s", plan.context_note)
     assert plan.declaration is not None, f"{plan.declared.name} has no attention to run"
