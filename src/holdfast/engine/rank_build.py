@@ -67,11 +67,8 @@ class BuiltRanks:
     runner: RankedRunner
     ranks: tuple[RankMemory, ...]
     release: Callable[[], None]
-
-
-def num_ranks(config: EngineConfig) -> int:
-    """How many processes compute."""
-    return config.tensor_parallel_size * config.pipeline_parallel_size
+    watch: Callable[[], None]
+    """Raises where one is gone."""
 
 
 def build_ranks(
@@ -86,7 +83,7 @@ def build_ranks(
     """Start every rank and build rank 0 here; nothing is left behind where one fails. `is_remote`: this process is ours."""
     check_world(config, os.environ)
     check_devices(config)
-    group = RankGroup(config, num_ranks(config), command, owns_parent=is_remote)
+    group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote)
     thread = StepThread()
     try:
         zero = RankZero(config, model, group, on_progress, on_prepare)
@@ -96,7 +93,7 @@ def build_ranks(
         thread.close(PEER_SECONDS)
         raise
     runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
-    return BuiltRanks(built, runner, ranks, partial(runner.close, built.release))
+    return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
 
 
 def _is_eager(config: EngineConfig, runner: Runner) -> bool:
@@ -237,7 +234,7 @@ def check_devices(config: EngineConfig) -> None:
     device, _ = choose_device(config)
     if device == "cpu" or os.environ.get(OVERLAPPING) == "1":
         return
-    first, count, asked = int(device.partition(":")[2]), torch.cuda.device_count(), num_ranks(config)
+    first, count, asked = int(device.partition(":")[2]), torch.cuda.device_count(), config.num_ranks
     if first + asked > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
@@ -283,8 +280,7 @@ def agree(reports: list[dict[str, Any]]) -> dict[str, Any]:
                     f"its {name} is {other[name]}, and rank 0's is {first[name]}",
                     "give every rank the same files and the same installation",
                 )
-    least = {name: min(one[name] for one in reports) for name in ("num_pages", "max_model_len")}
-    return least
+    return {name: min(one[name] for one in reports) for name in ("num_pages", "max_model_len")}
 
 
 def settled(config: EngineConfig, agreed: dict[str, Any], own: dict[str, Any], rank: int) -> EngineConfig:
