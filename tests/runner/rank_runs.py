@@ -171,7 +171,9 @@ def build_rank(path: Path | str, options: Mapping[str, Any], mesh: Mesh, exchang
     if exchange is not None:
         build.connect(exchange)
     runner = build.assemble()
-    for layer, own in enumerate(plan.cache.layers if plan.cache is not None else ()):
+    cache = build.plan.cache
+    assert cache is not None, "no cache"
+    for layer, own in enumerate(cache.layers):
         for plane in own.planes:
             build.storage.plane(layer, plane.name).view(torch.uint8).zero_()
     return Built(mesh, build, runner, build._weights, exchange)
@@ -238,11 +240,17 @@ def whole_logits(shares: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]
 
 
 def pages_of(built: Built) -> list[torch.Tensor]:
-    """Every plane of every layer, as bytes in the shape of their elements."""
-    cache = built.build.plan.cache
+    """Every plane of every layer: [chunks, heads, tokens, ...] of quantized ones, which lie so, else [slots, ...]."""
+    cache, storage, planes = built.build.plan.cache, built.build.storage, []
     assert cache is not None, "no cache"
-    storage = built.build.storage
-    return [storage.plane(place, plane.name) for place, own in enumerate(cache.layers) for plane in own.planes]
+    for place, own in enumerate(cache.layers):
+        for plane in own.planes:
+            held = storage.plane(place, plane.name)
+            if own.format.is_quantized and not own.format.is_latent:
+                num_heads = plane.token_shape[0]
+                held = held.view(-1, num_heads, cache.page_tokens, *plane.token_shape[1:])
+            planes.append(held)
+    return planes
 
 
 def share_of(whole: torch.Tensor, like: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -255,3 +263,10 @@ def share_of(whole: torch.Tensor, like: torch.Tensor, mesh: Mesh) -> torch.Tenso
     size = like.shape[axis]
     start = mesh.tensor_rank * (whole.shape[axis] // size) // mesh.tensor_size * size
     return whole.narrow(axis, start, size)
+
+
+def assert_pages_are_slices(alone: Built, ranks: Sequence[Built]) -> None:
+    for built in ranks:
+        for whole, own in zip(pages_of(alone), pages_of(built), strict=True):
+            expected = share_of(whole, own, built.mesh).contiguous()
+            assert torch.equal(expected.view(torch.uint8), own.view(torch.uint8)), f"{built.mesh}"

@@ -136,13 +136,13 @@ class DecoderDeclaration(NamedTuple):
         requests = [own.stream, own.chosen, own.embed, own.attention, *((own.mlp,) if spec.has_mlp else ())]
         requests += [] if own.experts is None else [own.experts]
         requests.append(quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
+        requests.append(own.gathered)
         if step.device_kind == "cuda":
             requests.append(row_scaled_request(spec, step.recipe))
         if takes_fused_decode(spec, step.dtype, step.device_kind, step.recipe):
             requests.append(fused_decode_request(spec, step.recipe))
         requests = [request for request in requests if request.specs]
-        # Logits are gathered from all ranks before one of them samples.
-        return (*requests, head_request(self.decoder, step.num_logit_rows, step.dtype))
+        return (*requests, head_request(spec, step.num_logit_rows, step.dtype))
 
     def rank(self, mesh: Mesh) -> ModelSpec:
         """The decoder as one rank has it: the layers of its stage, heads and inner width divided, key heads shared where there are too few."""
@@ -158,5 +158,8 @@ class DecoderDeclaration(NamedTuple):
             num_kv_heads=max(1, spec.num_kv_heads // num_ranks),
             intermediate_size=spec.intermediate_size // num_ranks if spec.has_mlp else spec.intermediate_size,
             vocab_size=end - start,
+            num_ranks=num_ranks,
+            gathers=mesh.is_exact,
+            first_token=start,
             experts=None if spec.experts is None else rank_experts(spec.experts, mesh),
         )

@@ -261,6 +261,12 @@ class ModelSpec:
     """None: the residual is one stream."""
     num_draft_layers: int = 0
     """Layers behind the last that checkpoints hold to draft tokens (multi-token prediction): they are neither planned nor loaded."""
+    num_ranks: int = 1
+    """Ranks that share every layer: heads, inner widths and the vocabulary are one rank's share."""
+    gathers: bool = False
+    """They gather inputs and outputs of output projections (`Mesh.is_exact`); else they add up parts of outputs."""
+    first_token: int = 0
+    """The first row of the vocabulary that this rank has."""
     first_layer: int = 0
     """Of a pipeline stage: the layer of the whole model that is layer 0 here."""
     is_first_stage: bool = True
@@ -279,6 +285,11 @@ class ModelSpec:
     @property
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.kv_size
+
+    @property
+    def attended_size(self) -> int:
+        """Columns of what attention gives, before its output projection."""
+        return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
 
     @property
     def attention_modules(self) -> tuple[str, ...]:
