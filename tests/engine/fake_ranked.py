@@ -56,7 +56,9 @@ def program(kind: str, station: str) -> None:
             engine = ranked_engine(name, NUM_RANKS)
         else:
             config = EngineConfig(model=name, core_process=True, tensor_parallel_size=NUM_RANKS)
-            engine = Engine(CoreProcess(config, lambda *_: None, command=CORE), shared_tokenizer(), shared_template(), 0)
+            engine = Engine(
+                CoreProcess(config, lambda *_: None, command=CORE), shared_tokenizer(), shared_template(), 0
+            )
         run(engine, station)
     except HoldfastError as error:
         print(json.dumps([time.monotonic(), str(error)]), flush=True)
