@@ -70,7 +70,7 @@ def test_rows_of_entries_and_of_their_index() -> None:
         "index": (21, 132, 4),
         "entries of 128": (20, 584, 128),
     }
-    assert PRO.kv_bytes_per_token("bfloat16", 8) == 30 * (256 + 64) + 31 * 8
+    assert PRO.kv_bytes_per_token("bfloat16", Mesh(tensor_size=8)) == 30 * (256 + 64) + 31 * 8
     assert PRO.kv_bytes_per_token("fp8") == 30 * (146 + 33) + Fraction(31 * 584, 128)
     windows = declare_config({**CATALOGUE["DeepSeek-V4-Flash"], "compress_ratios": [0] * 43}, "x")
     assert windows.declaration.cache_rows(windows.check_format("fp8"), ALONE) == ()
@@ -82,7 +82,7 @@ def test_states_of_a_sequence() -> None:
     for model, overlapped, heavy in ((FLASH, 21, 20), (PRO, 30, 31)):
         for format in ("fp8", "bfloat16"):
             own = overlapped * 2 * 3 * (512 + 128) * 4 + heavy * 3 * 512 * 4
-            assert model.kv_bytes_per_sequence(format, 2) == own
+            assert model.kv_bytes_per_sequence(format, Mesh(tensor_size=2)) == own
     assert FLASH.kv_bytes_per_sequence("fp8") <= 0.5 * 2**20
 
 
@@ -131,7 +131,7 @@ def test_ranks_share_heads_groups_experts_and_vocabulary(ranks: int) -> None:
     changes = {"o_groups": 4, "num_attention_heads": 8, "vocab_size": 131}
     spec = read_spec({"architectures": [ARCHITECTURE], **COMPRESSED_MODELS["like V4-Flash"], **changes})
     declared = declare_decoder(spec, "x")
-    planned = {weight.name: weight.shape for weight in declared.parameters(ranks)}
+    planned = {weight.name: weight.shape for weight in declared.parameters(Mesh(tensor_size=ranks))}
     shares = shard_parameters(parameters(spec), Mesh(0, ranks), spec.num_heads, 1, num_groups=4)
     assert {share.name: share.shape for share in shares} == planned
     assert planned["layers.0.router.table"] == (131, 3)
@@ -141,9 +141,9 @@ def test_ranks_share_heads_groups_experts_and_vocabulary(ranks: int) -> None:
 
 def test_numbers_of_ranks_that_do_not_work() -> None:
     with pytest.raises(ConfigError, match=r"8 groups of heads do not divide into 16 equal parts; try 1, 2, 4, 8$"):
-        FLASH.parameters(16)
+        FLASH.parameters(Mesh(tensor_size=16))
     with pytest.raises(ConfigError, match="64 query heads do not divide into 3 equal parts"):
-        FLASH.parameters(3)
+        FLASH.parameters(Mesh(tensor_size=3))
     (o_a,) = (one for one in parameters(FLASH.spec) if one.name == "layers.0.o_a.weight")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="are 8 heads, which do not divide by 16"):
         shard_parameters([o_a], Mesh(0, 16), 64, 1, num_groups=8)

@@ -17,7 +17,7 @@ import torch
 from holdfast.distributed.exchange_plan import NCCL_BYTES, ExchangeNeeds, exchange_specs
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
-from holdfast.distributed.rendezvous import LOOPBACK, OPEN_SECONDS, Place, Store, c10d, lost_peers, open_store
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.kernels.exchange.add_parts import add_parts_reference, gather_parts_reference
 from holdfast.memory.ledger import Ledger
 
@@ -52,19 +52,12 @@ class Peers(Protocol):
 class GlooPeers:
     """Two groups: the stage's, and all ranks' where there are several stages."""
 
-    def __init__(self, store: Store, mesh: Mesh, timeout_s: float, is_loopback: bool) -> None:
-        def group(name: str, rank: int, size: int) -> Any:  # noqa: ANN401 as send
-            options = c10d.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=timeout_s)
-            if is_loopback:
-                options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-            else:
-                options._devices = [c10d.ProcessGroupGloo.create_default_device()]
-            return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
-
+    def __init__(self, store: Store, mesh: Mesh, timeout_s: float) -> None:
         self._store = store  # rank 0's serves the others
-        self._stage = group(f"stage{mesh.stage}", mesh.tensor_rank, mesh.tensor_size)
-        self._all = group("all", mesh.rank, mesh.num_ranks) if mesh.num_stages > 1 else self._stage
+        self._stage = make_gloo(store, f"stage{mesh.stage}", mesh.tensor_rank, mesh.tensor_size, timeout_s)
+        self._all = (
+            make_gloo(store, "all", mesh.rank, mesh.num_ranks, timeout_s) if mesh.num_stages > 1 else self._stage
+        )
 
     def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
         self._stage._allgather_base(out_SN.view(-1), part_N.view(-1)).wait()
@@ -141,7 +134,7 @@ class CollectiveExchange:
         tensors, self._arenas = allocate_held(specs, device, ledger, f"exchange of {mesh.num_ranks} ranks by {kind}")
         self._held = HeldMemory(tensors, needs, mesh)
         self._wide_F = tensors["exchange/signals"].view(torch.float32)
-        self._mesh = mesh
+        self.mesh = mesh
         self._peers: Peers | None = peers
         self._ledger = ledger
         self._nccl_owner = "collectives/nccl" if kind == "nccl" else None
@@ -152,11 +145,11 @@ class CollectiveExchange:
 
     @property
     def rank(self) -> int:
-        return self._mesh.tensor_rank
+        return self.mesh.tensor_rank
 
     @property
     def size(self) -> int:
-        return self._mesh.tensor_size
+        return self.mesh.tensor_size
 
     @property
     def _open(self) -> Peers:
@@ -178,7 +171,7 @@ class CollectiveExchange:
             return part.unsqueeze(0).expand(self.size, *part.shape)
         gathered = self._held.tensors["exchange/gathered"].view(-1)[: self.size * part.nbytes]
         parts = gathered.view(part.dtype).view(self.size, *part.shape)
-        with lost_peers(f"rank {self._mesh.rank} called {verb} of {list(part.shape)}"):
+        with lost_peers(f"rank {self.mesh.rank} called {verb} of {list(part.shape)}"):
             self._open.gather(part, parts)
         return parts
 
@@ -189,15 +182,15 @@ class CollectiveExchange:
         return self._held.whole_logits(num_rows)
 
     def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
-        assert (out_RW is not None) == (self._mesh.rank == 0), f"rank {self._mesh.rank} passes {out_RW=}"
-        with lost_peers(f"rank {self._mesh.rank} gathered logits"):
+        assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"
+        with lost_peers(f"rank {self.mesh.rank} gathered logits"):
             if out_RW is None:
                 assert part_RV is not None, "a rank of the last stage has a part"
                 dense = part_RV if part_RV.is_contiguous() else self._held.share_room(*part_RV.shape).copy_(part_RV)
                 if dense.numel():
                     self._open.send(dense, 0).wait()
                 return
-            first = (self._mesh.num_stages - 1) * self.size
+            first = (self.mesh.num_stages - 1) * self.size
             for place, slot_RV in enumerate(self._shares(out_RW)):
                 if part_RV is not None and place == self.rank:
                     slot_RV.copy_(part_RV)
@@ -211,35 +204,35 @@ class CollectiveExchange:
         return list(out_RW.split([self._held.share_width(place) for place in range(self.size)], dim=1))
 
     def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
-        with lost_peers(f"rank {self._mesh.rank} gathered {list(out_SRX.shape)}"):
+        with lost_peers(f"rank {self.mesh.rank} gathered {list(out_SRX.shape)}"):
             if part_RX is not None:
                 out_SRX[self.rank].copy_(part_RX)
                 if self.size > 1:
                     self._open.gather(out_SRX[self.rank], out_SRX)
-                if self._mesh.num_stages > 1 and self.rank == 0:
+                if self.mesh.num_stages > 1 and self.rank == 0:
                     self._open.send(out_SRX, 0).wait()
             else:
-                self._open.receive(out_SRX, (self._mesh.num_stages - 1) * self.size)
+                self._open.receive(out_SRX, (self.mesh.num_stages - 1) * self.size)
         return out_SRX
 
     def share_tokens(self, ids_T: torch.Tensor) -> None:
         if self.size > 1:
-            with lost_peers(f"rank {self._mesh.rank} shared {ids_T.shape[0]} tokens"):
+            with lost_peers(f"rank {self.mesh.rank} shared {ids_T.shape[0]} tokens"):
                 self._open.share(ids_T)
 
     def send_rows(self, x_TH: torch.Tensor) -> None:
-        slot = self._num_sent % self._mesh.num_stages
+        slot = self._num_sent % self.mesh.num_stages
         self._num_sent += 1
-        with lost_peers(f"rank {self._mesh.rank} sent rows to the next stage"):
+        with lost_peers(f"rank {self.mesh.rank} sent rows to the next stage"):
             if self._under_way[slot] is not None:
                 self._under_way[slot].wait()
             sent_TH = self._held.hidden_slot(slot, x_TH).copy_(x_TH)
-            self._under_way[slot] = self._open.send(sent_TH, self._mesh.rank + self.size)
+            self._under_way[slot] = self._open.send(sent_TH, self.mesh.rank + self.size)
 
     def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
         assert out_TH.is_contiguous(), f"{out_TH.stride()=}: rows between stages are dense"
-        with lost_peers(f"rank {self._mesh.rank} waited for rows of the stage before"):
-            self._open.receive(out_TH, self._mesh.rank - self.size)
+        with lost_peers(f"rank {self.mesh.rank} waited for rows of the stage before"):
+            self._open.receive(out_TH, self.mesh.rank - self.size)
         return out_TH
 
     def end_step(self) -> None:
@@ -266,16 +259,16 @@ class CollectiveExchange:
             out = torch.empty(1, 1, device=room.device)
             self.sum_rows(room, out)
             self.share_tokens(torch.zeros(1, dtype=torch.int64, device=room.device))
-        if self._mesh.num_stages > 1:
+        if self.mesh.num_stages > 1:
             device = held.tensors["pipeline/hidden"].device
             row = torch.zeros(1, 1, device=device)
-            if not self._mesh.is_first_stage:
+            if not self.mesh.is_first_stage:
                 self.receive_rows(row)
-            if not self._mesh.is_last_stage:
+            if not self.mesh.is_last_stage:
                 self.send_rows(row)
-        if self._mesh.is_last_stage or self._mesh.rank == 0:
+        if self.mesh.is_last_stage or self.mesh.rank == 0:
             device = held.tensors["exchange/signals"].device
-            part = torch.zeros(1, 1, device=device) if self._mesh.is_last_stage else None
+            part = torch.zeros(1, 1, device=device) if self.mesh.is_last_stage else None
             self.gather_small(part, torch.zeros(self.size, 1, 1, device=device))
         self.end_step()
 
@@ -292,11 +285,10 @@ def open_collectives(
 ) -> CollectiveExchange:
     """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
     store = open_store(place, mesh, timeout_s)
-    is_loopback = store.host.startswith("127.") or store.host == "localhost"
     with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
         peers: Peers
         if device.type == "cpu":
-            peers = GlooPeers(store, mesh, call_timeout_s, is_loopback)
+            peers = GlooPeers(store, mesh, call_timeout_s)
         else:
             peers = NcclPeers(store, mesh, call_timeout_s, device)
     exchange = CollectiveExchange(mesh, needs, peers, device, ledger)

@@ -62,6 +62,17 @@ def open_store(place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS) -> Sto
     return store
 
 
+def make_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -> Any:  # noqa: ANN401 no stub has it
+    """A group of its own over gloo, connected; on loopback where the store is."""
+    options = c10d.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    if store.host.startswith("127.") or store.host == "localhost":
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    else:
+        options._devices = [c10d.ProcessGroupGloo.create_default_device()]
+    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+
+
 def _key(rank: int) -> str:
     return f"rank/{rank}"
 

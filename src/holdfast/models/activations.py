@@ -294,7 +294,7 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
     """Whether small batches take the fused decode path, as model, type and device have it: bfloat16 on a GPU, norm first, gate with silu.
 
-    One rank has the layers, no index chooses tokens (DSA), no table their experts, and the residual is one stream. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
+    One rank has the layers, all of them; no index chooses tokens (DSA), no table their experts, the residual is one stream. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
     more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
     """
     products = ((spec.hidden_size, spec.query_size),) if spec.latent is None else spec.attention_products
@@ -304,6 +304,8 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
         device_kind == "cuda"
         and dtype == "bfloat16"
         and spec.num_ranks == 1
+        and spec.is_first_stage
+        and spec.is_last_stage
         and (spec.latent is None or spec.latent.index is None)
         and spec.compressed is None
         and spec.streams is None

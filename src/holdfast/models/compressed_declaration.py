@@ -37,6 +37,8 @@ class CompressedDeclaration(DecoderDeclaration):
         return compressed
 
     def indivisible(self, mesh: Mesh) -> str | None:
+        if mesh.num_stages > 1:
+            return "a stage would have to send several residual streams, and stages exchange one row of hidden states a token"
         reason = super().indivisible(mesh)
         return reason or split(self.compressed.num_output_groups, mesh.tensor_size, "groups of heads")
 

@@ -18,6 +18,12 @@ class LatentDeclaration(DecoderDeclaration):
         assert latent is not None, f"{self.decoder.architecture} keeps keys and values by head"
         return latent
 
+    def indivisible(self, mesh: Mesh) -> str | None:
+        index, first = self.latent.index, 0 if mesh.layers is None else mesh.layers[0]
+        if index is not None and first in index.shared_layers:
+            return f"layer {first} attends to tokens that a layer of the stage before it chose, which stages do not exchange"
+        return super().indivisible(mesh)
+
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         if not kv_format.is_quantized or kv_format.is_latent:
             return None

@@ -358,8 +358,9 @@ def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFo
         return ProtectedLayers((), kv_format, False, "" if asked == 0 else reason)
     wider = _wider_format(config, model, kv_format, dtype)
     layers, has_groups = by_position(count, num_layers), _num_groups(config, model, heads) > 1
-    # Where groups share columns, bytes depend on which layers are protected, so that weights come too late to say it.
-    is_open = heads.has_key_bias and count < num_layers and not has_groups
+    # Where groups share columns, or stages have different layers, bytes depend on which layers are protected, so that weights
+    # come too late to say it.
+    is_open = heads.has_key_bias and count < num_layers and not has_groups and config.pipeline_parallel_size == 1
     ends = "the first" if count == 1 else "the first and the last"
     which = "those with the largest key biases" if is_open else f"{ends} ({numbers(layers)})"
     why = f"the default of {kv_format.name}" if count == default else f"half of the layers, {default} would be more"

@@ -343,6 +343,11 @@ class Layout(NamedTuple):
     staging: Term | None
     """What loading holds beside the weights; None takes the most that it may."""
 
+    @property
+    def all_layers(self) -> "Layout":
+        """The same share of the layers of all stages: groups of the cache and who attends follow from these."""
+        return self._replace(mesh=self.mesh.all_layers)
+
     def heads(self) -> HeadGeometry | None:
         return self.declared.declaration.heads(self.mesh)
 
@@ -386,7 +391,7 @@ class Layout(NamedTuple):
 
     def pages(self, resolved: Resolved) -> "Pages | None":
         """The same with what is counted from it. A search asks for many lengths, and few of them change anything."""
-        heads, limits = self.heads(), resolved.limits
+        heads, limits = self.all_layers.heads(), resolved.limits
         if heads is None:
             return None
         outgrown = frozenset(w for w in set(heads.windows) if w is not None and w < limits.max_model_len)
@@ -394,6 +399,11 @@ class Layout(NamedTuple):
         key = "pages", resolved.kv_format, protected.format, protected.layers, limits.page_tokens, self.mesh
 
         def make() -> Pages:
+            if self.mesh.num_stages > 1:
+                whole = self.all_layers.cache(resolved)
+                assert whole is not None, f"{self.declared.name} has heads and no cache"
+                cache = whole.for_stage(self.mesh.layer_range(self.declared.num_layers))
+                return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
             if heads.is_compressed:
                 cache, states = compressed_pages(heads, self.formats(resolved), limits.page_tokens)
                 return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache), states)
@@ -442,7 +452,7 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     declared, target, limits = layout.declared, layout.target, resolved.limits
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
     specs = _distinct_specs(layout, resolved)
-    declaration = choose_declaration(specs) if specs else None
+    declaration = choose_declaration(_distinct_specs(layout.all_layers, resolved)) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     step = StepShape(

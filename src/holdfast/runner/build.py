@@ -422,7 +422,9 @@ class RunnerBuild:
         mean_bytes = sum(mean_KD.nbytes for mean_KD in means if mean_KD is not None)
         if mean_bytes:
             self._ledger.record("attention/key_means", mean_bytes, "what the keys of a head have in common")
-        if mean_bytes or any(biases.keys):
+        # The prompt goes through all stages, those too that have nothing to measure.
+        is_staged = self._plan.mesh.num_stages > 1 and self._plan.resolved.kv_format.is_quantized
+        if mean_bytes or any(biases.keys) or is_staged:
             rooms = KeyRooms(biases.keys, biases.by_layer, means)
             num_tokens = centre_keys(runner, self._spec, rotaries, rooms)
             log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)

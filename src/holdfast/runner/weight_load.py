@@ -18,7 +18,6 @@ from holdfast.loading.sources.source import WeightSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
-from holdfast.models.families import parameters as list_family_parameters
 from holdfast.models.parameters import Parameter
 from holdfast.models.sharding import shard_parameters
 from holdfast.observability.log import get_logger
@@ -99,7 +98,8 @@ def plan_weights(
     if isinstance(model.source, QuantizedSource):
         plan = plan_quantized(parameters, model.source, dtype, recipe, mesh)
     else:
-        plan = plan_load(parameters, model.source, dtype, recipe, model.stored)
+        whole = model.parameters if mesh.num_stages > 1 else None
+        plan = plan_load(parameters, model.source, dtype, recipe, model.stored, whole)
     folder = None if config.save_quantized is None else _folder(config.save_quantized)
     if folder is not None and not mesh.is_alone:
         raise ConfigError(
@@ -117,8 +117,6 @@ def rank_parameters(model: OpenModel, mesh: Mesh) -> tuple[Parameter, ...]:
     if mesh.is_alone:
         return model.parameters
     spec, parameters = model.spec, model.parameters
-    if mesh.layers is not None:
-        parameters = list_family_parameters(spec.layer_slice(*mesh.layers))
     num_groups = 1 if spec.compressed is None else spec.compressed.num_output_groups
     return shard_parameters(parameters, mesh, spec.num_heads, spec.num_kv_heads, num_groups)
 

@@ -95,13 +95,13 @@ def test_it_says_that_it_does_not_run(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_share_all_that_is_not_a_norm_or_a_tower(case: str) -> None:
     found = read(case)
-    names = [[weight.name for weight in found.parameters(ranks)] for ranks in (1, 2)]
+    names = [[weight.name for weight in found.parameters(Mesh(tensor_size=ranks))] for ranks in (1, 2)]
     assert names[0] == names[1]
     assert len(set(names[0])) == len(names[0]), "a name stands for one weight"
-    for whole, half in zip(found.parameters(1), found.parameters(2), strict=True):
+    for whole, half in zip(found.parameters(), found.parameters(Mesh(tensor_size=2)), strict=True):
         is_shared = whole.name.startswith("layers.") and whole.kind in ("linear", "expert")
         assert prod(half.shape) * 2 == prod(whole.shape) or not is_shared, whole.name
-    assert found.kv_bytes_per_token("bfloat16", 2) * 2 == found.kv_bytes_per_token("bfloat16")
+    assert found.kv_bytes_per_token("bfloat16", Mesh(tensor_size=2)) * 2 == found.kv_bytes_per_token("bfloat16")
     assert found.declaration.indivisible(Mesh(tensor_size=3)) is not None
 
 
