@@ -588,6 +588,7 @@ class CoreServer:
         """Until there is a step to run; False where the core is to end."""
         is_told = True
         while True:
+            core.watch()
             frame = self._channel.take()
             if frame is not None:
                 message = self._checked(frame)
@@ -603,8 +604,7 @@ class CoreServer:
                 if not is_told:
                     self.send(core.stats())
                     is_told = True
-                while not self._channel.wait(LOOK_SECONDS if core.has_ranks else None):
-                    core.watch()
+                self._channel.wait(LOOK_SECONDS if core.has_ranks else None)
 
     def _checked(self, frame: bytes) -> Message | None:
         """The next message; None for one that was refused, and then nothing has changed."""
