@@ -46,6 +46,7 @@ from holdfast.models.rope import key_turns, rope_tables
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
+from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Resolved, by_key_bias, listed
 from holdfast.planning.target import Target, choose_device, device_target
@@ -105,14 +106,15 @@ def build_runner(
     on_prepare: OnPrepare = prepare_silently,
     *,
     mesh: Mesh = ALONE,
+    agreed: Agreed | None = None,
     agree: Callable[[RunnerPlan], None] | None = None,
     connect: Connect | None = None,
 ) -> BuiltRunner:
     """Everything from a model's headers to a runner, or to that of one rank.
 
     `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
-    Of several ranks each calls `agree` with its plan before a weight is read, which raises where they differ, and `connect`
-    when its weights are there, for the exchange with the others.
+    Of several ranks each plans for what they have `agreed` on, calls `agree` with its plan before a weight is read, which
+    raises where they differ, and `connect` when its weights are there, for the exchange with the others.
     """
     assert mesh.is_alone or connect is not None, f"{mesh} has nobody to exchange with"
     device, device_reason = choose_device(config)
@@ -123,7 +125,7 @@ def build_runner(
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = device_target(device)
     profile = PhaseProfile(torch.device(device))
-    load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh)
+    load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh, agreed=agreed)
     if agree is not None:
         agree(plan)
     _log_choices(plan)
@@ -179,11 +181,16 @@ def _log_pages(plan: RunnerPlan) -> None:
 
 
 def plan_model(
-    config: EngineConfig, model: OpenModel, target: Target, uses_cache: bool = False, mesh: Mesh = ALONE
+    config: EngineConfig,
+    model: OpenModel,
+    target: Target,
+    uses_cache: bool = False,
+    mesh: Mesh = ALONE,
+    agreed: Agreed | None = None,
 ) -> tuple[WeightLoad, RunnerPlan]:
     """How the weights will arrive and what the runner, or that of one rank, will hold, from headers alone; what cannot run raises.
 
-    With `uses_cache`, weights that an earlier start has quantized are looked for.
+    With `uses_cache`, weights that an earlier start has quantized are looked for; `agreed` is what all ranks have in common.
     """
     loads: list[WeightLoad] = []
 
@@ -192,7 +199,7 @@ def plan_model(
         loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache, mesh))
         return loads[-1].staging(target.kind)
 
-    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, mesh, staging))
+    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, mesh, agreed, staging))
     _refuse_ranks(config, plan)
     _refuse_variance(config, plan)
     (load,) = loads
