@@ -272,6 +272,10 @@ class RunnerBuild:
         return self._plan
 
     @property
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    @property
     def storage(self) -> PageStorage:
         """The pages, once the runner is assembled."""
         assert self._storage is not None, "the runner is not assembled yet"
