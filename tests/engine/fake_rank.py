@@ -1,6 +1,7 @@
 """A rank of fakes in a process of its own, without torch: what happens to it is the name of its model.
 
-It keeps its slots as a runner does, and tells their hash in a file after every step, so that ranks can be compared.
+It keeps its slots as a runner does, and tells their hash in a file after every step, so that ranks can be compared. Where a
+station of a start lasts ("slow load"), and before an idle rank waits, it leaves its process id in a file.
 """
 
 import os
@@ -26,6 +27,14 @@ BOTH_PLACES = "HOLDFAST_FAKE_RANKS"
 """Names a folder: a rank writes rank-N there."""
 
 
+def arrive(rank: int, station: str) -> None:
+    """Say that a rank has come so far."""
+    if BOTH_PLACES in os.environ:
+        file = Path(os.environ[BOTH_PLACES]) / f"{station}-{rank}.pid"
+        file.with_suffix(".new").write_text(str(os.getpid()))
+        file.with_suffix(".new").rename(file)
+
+
 class SlotsRank:
     """Only what a rank keeps of its sequences."""
 
@@ -47,6 +56,8 @@ class SlotsRank:
         live = self._slots.accept(step)
         self._flights.append(live)
         self._num_steps += 1
+        if self._num_steps == 3:
+            arrive(self._rank, "step")
         if self._name == "hangs" and self._num_steps == 3:
             time.sleep(600)
         if self._name == "slow":
@@ -73,6 +84,7 @@ def open_rank(start: RankStart, server: RankServer) -> SlotsRank:
     name = start.config.model or ""
     is_second = start.rank == 2
     if name == "slow plan":
+        arrive(start.rank, "plan")
         time.sleep(60)
     if name == "never comes" and is_second:
         time.sleep(600)
@@ -87,15 +99,18 @@ def open_rank(start: RankStart, server: RankServer) -> SlotsRank:
         sys.stderr.flush()
         os._exit(3)
     if name == "slow load":
+        arrive(start.rank, "load")
         time.sleep(60)
     server.send(RankLoaded())
     server.expect(RankConnect)
     if name == "slow warm":
+        arrive(start.rank, "warm")
         time.sleep(60)
     if name == "locked":
         until = time.monotonic() + 3.0
         while time.monotonic() < until:  # Python's lock is kept by one long call after the other
             sum(range(20_000_000))
+    arrive(start.rank, "idle")
     return SlotsRank(start.rank, name)
 
 

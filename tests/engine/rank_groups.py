@@ -66,18 +66,24 @@ class FollowedRunner(HashRunner):
         return result
 
 
-def ranked_engine(name: str = "", num_ranks: int = 4, is_eager: bool = True, run_ahead: int = 0) -> Engine:
+def ranked_engine(
+    name: str = "", num_ranks: int = 4, is_eager: bool = True, run_ahead: int = 0, owns_parent: bool = False
+) -> Engine:
     """An engine of fakes on so many ranks; `engine.group` and `engine.runner` are for tests to look at."""
-    group = open_group(name, num_ranks)
+    group = open_group(name, num_ranks, owns_parent=owns_parent)
     try:
-        start(group)
+        start(group, 120.0)
     except BaseException:
         group.end()
         raise
     runner = FollowedRunner()
     ranked = RankedRunner(runner, group, StepThread(), is_eager=is_eager)
     scheduler = Scheduler(LIMITS, NUM_PAGES, True, 64)
-    core = EngineCore(ranked, scheduler, time.monotonic, run_ahead, release=lambda: ranked.close(lambda: None))
+    core = EngineCore(
+        *(ranked, scheduler, time.monotonic, run_ahead),
+        release=lambda: ranked.close(lambda: None),
+        watch=group.raise_if_dead,
+    )
     engine = Engine(core, shared_tokenizer(), shared_template(), 0)
     engine.group, engine.runner = group, runner  # type: ignore[attr-defined]
     return engine

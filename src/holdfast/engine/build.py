@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from holdfast.engine.core import EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.open_text import open_text, open_tokenizer
-from holdfast.engine.rank_build import build_ranks, num_ranks
+from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
 from holdfast.loading.model_files import open_model
@@ -65,16 +66,17 @@ def build_core(
     if vocabulary is None:
         vocabulary = _vocabulary(model, lambda: _reopened_tokenizer(config))
     grammars = Grammars(vocabulary)
-    if num_ranks(config) == 1:
+    if config.num_ranks == 1:
         built = build_runner(config, model, on_progress, on_prepare)
-        runner, release, ranks = built.runner, built.release, ()
+        runner, release, ranks, watch = built.runner, built.release, (), None
     else:
         all_ranks = build_ranks(config, model, on_progress, on_prepare, is_remote=is_remote)
-        built, runner, release, ranks = all_ranks.built, all_ranks.runner, all_ranks.release, all_ranks.ranks
+        built, runner, ranks = all_ranks.built, all_ranks.runner, all_ranks.ranks
+        release, watch = all_ranks.release, all_ranks.watch
     built.runner.sampler.follow(grammars)
     try:
         memory = replace(_report(built), ranks=ranks)
-        return _core(config, built, runner, release, memory, is_remote, grammars)
+        return _core(config, built, runner, memory, is_remote, release=release, grammars=grammars, watch=watch)
     except BaseException:
         release()
         raise
@@ -102,10 +104,9 @@ def _core(
     config: EngineConfig,
     built: BuiltRunner,
     runner: StepRunner,
-    release: Callable[[], None],
     memory: MemoryReport,
     is_remote: bool,
-    grammars: Grammars,
+    **others: Any,  # noqa: ANN401 as EngineCore has them
 ) -> EngineCore:
     plan = built.plan
     assert plan.cache is not None, f"{plan.declared.name} runs without a cache"
@@ -129,8 +130,7 @@ def _core(
         proposer=NgramProposer(plan.resolved.num_proposals) if plan.resolved.num_proposals else None,
         max_queue=config.max_queue,
         memory=memory,
-        release=release,
-        grammars=grammars,
+        **others,
     )
 
 

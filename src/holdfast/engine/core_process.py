@@ -65,6 +65,7 @@ from holdfast.engine.messages import (
 )
 from holdfast.engine.open_text import open_text
 from holdfast.engine.pulse import CorePulse, Pulse, open_pulse_file
+from holdfast.engine.vital_signs import SILENCE_SECONDS, is_stopped
 from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
@@ -468,7 +469,7 @@ class CoreProcess:
 
 def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
     """A thread of the child: tells again and again that it lives, and ends it where nobody listens."""
-    told_at = 0.0
+    told_at, num_stopped = 0.0, 0
     with contextlib.suppress(ChannelClosedError):
         while os.getppid() == parent and not channel.is_other_side_gone():
             now = time.monotonic()
@@ -477,6 +478,10 @@ def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
                 told_at = now
                 channel.try_send(server.heartbeat)
             server.flush_overdue()
+            # A front that is stopped keeps other ranks' memory for nobody.
+            num_stopped = num_stopped + 1 if server.has_ranks and is_stopped(parent) else 0
+            if num_stopped * LOOK_SECONDS >= SILENCE_SECONDS:
+                os._exit(1)
             channel.wait_for_end(LOOK_SECONDS)
     time.sleep(GRACE_SECONDS)
     os._exit(1)
@@ -494,6 +499,8 @@ class CoreServer:
         """What the front is told a little later."""
         self._holding = threading.Lock()
         self._flushed_at = 0.0
+        self.has_ranks = False
+        """Whether other processes compute too."""
         self._told_at = 0.0
         """When the front was last told how far loading is."""
 
@@ -581,6 +588,7 @@ class CoreServer:
         """Until there is a step to run; False where the core is to end."""
         is_told = True
         while True:
+            core.watch()
             frame = self._channel.take()
             if frame is not None:
                 message = self._checked(frame)
@@ -596,7 +604,7 @@ class CoreServer:
                 if not is_told:
                     self.send(core.stats())
                     is_told = True
-                self._channel.wait()
+                self._channel.wait(LOOK_SECONDS if core.has_ranks else None)
 
     def _checked(self, frame: bytes) -> Message | None:
         """The next message; None for one that was refused, and then nothing has changed."""
@@ -638,6 +646,7 @@ class CoreServer:
         self._received.accept(number)
         if not isinstance(message, Start):
             refuse(f"it is {type(message).__name__}, and Start comes first")
+        self.has_ranks = message.config.num_ranks > 1
         return message.config
 
     def _tell_progress(self, num_done: int, num_total: int) -> None:

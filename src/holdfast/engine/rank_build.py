@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -67,11 +68,8 @@ class BuiltRanks:
     runner: RankedRunner
     ranks: tuple[RankMemory, ...]
     release: Callable[[], None]
-
-
-def num_ranks(config: EngineConfig) -> int:
-    """How many processes compute."""
-    return config.tensor_parallel_size * config.pipeline_parallel_size
+    watch: Callable[[], None]
+    """Raises where one is gone."""
 
 
 def build_ranks(
@@ -86,17 +84,18 @@ def build_ranks(
     """Start every rank and build rank 0 here; nothing is left behind where one fails. `is_remote`: this process is ours."""
     check_world(config, os.environ)
     check_devices(config)
-    group = RankGroup(config, num_ranks(config), command, owns_parent=is_remote)
+    own = report(config, model, 0)  # what cannot be planned here is refused before a process is started
+    group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote)
     thread = StepThread()
     try:
-        zero = RankZero(config, model, group, on_progress, on_prepare)
+        zero = RankZero(config, model, group, own, on_progress, on_prepare)
         built, ranks = group.wait(thread.submit(zero.build))
     except BaseException:
         group.end()  # whatever rank 0 is at ends with its next word to the others
         thread.close(PEER_SECONDS)
         raise
     runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
-    return BuiltRanks(built, runner, ranks, partial(runner.close, built.release))
+    return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
 
 
 def _is_eager(config: EngineConfig, runner: Runner) -> bool:
@@ -111,10 +110,12 @@ class RankZero:
         config: EngineConfig,
         model: OpenModel,
         group: RankGroup,
+        own: dict[str, Any],
         on_progress: Callable[[int, int], None],
         on_prepare: OnPrepare,
     ) -> None:
         self._config = config
+        self._own = own
         self._model = model
         self._group = group
         self._on_progress = on_progress
@@ -122,14 +123,13 @@ class RankZero:
 
     def build(self) -> tuple[BuiltRunner, tuple[RankMemory, ...]]:
         """From the reports of all ranks to all of them ready."""
-        group, config = self._group, self._config
-        own = report(config, self._model, 0)
+        group, config, own = self._group, self._config, self._own
         reports = [own, *(message.told for message in group.expect(RankReported, PEER_SECONDS))]
         agreed = agree(reports)
         group.send_all(RankPlanned(agreed))
         built = build_runner(
             *(settled(config, agreed, own, 0), self._model, self._tell_progress, self._tell_preparing),
-            mesh=mesh_of(config, 0),
+            mesh=mesh_of(config, self._model, 0),
             agree=partial(compare, agreed, 0),
             connect=self._connect,
         )
@@ -199,7 +199,7 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
 
         built = build_runner(
             *(settled(config, agreed, own, rank), model, lambda done, total: None, prepare_silently),
-            mesh=mesh_of(config, rank),
+            mesh=mesh_of(config, model, rank),
             agree=partial(compare, agreed, rank),
             connect=connect,
         )
@@ -211,15 +211,27 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
 # What both sides do
 
 
-def mesh_of(config: EngineConfig, rank: int) -> Mesh:
+def mesh_of(config: EngineConfig, model: OpenModel, rank: int) -> Mesh:
     """Where a rank stands."""
-    sums = config.tensor_parallel_sums
-    is_exact = sums == "exact" or (sums == "auto" and config.batch_invariant)
+    sums, num_stages = config.tensor_parallel_sums, config.pipeline_parallel_size
     return meshes(
         config.tensor_parallel_size,
+        equal_cuts(model.spec.num_layers, num_stages) if num_stages > 1 else None,
         has_expert_parallelism=config.enable_expert_parallel,
-        is_exact=is_exact,
+        is_exact=sums == "exact" or (sums == "auto" and config.batch_invariant),
     )[rank]
+
+
+def equal_cuts(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
+    """As many layers a stage, or one more in the first ones."""
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} was asked",
+            f"the model has {num_layers} layers, and each of the stages takes one at the least",
+            f"ask for {num_layers} stages at the most",
+        )
+    ends = [0, *accumulate(num_layers // num_stages + (nth < num_layers % num_stages) for nth in range(num_stages))]
+    return list(pairwise(ends))
 
 
 def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
@@ -237,7 +249,7 @@ def check_devices(config: EngineConfig) -> None:
     device, _ = choose_device(config)
     if device == "cpu" or os.environ.get(OVERLAPPING) == "1":
         return
-    first, count, asked = int(device.partition(":")[2]), torch.cuda.device_count(), num_ranks(config)
+    first, count, asked = int(device.partition(":")[2]), torch.cuda.device_count(), config.num_ranks
     if first + asked > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
@@ -252,7 +264,7 @@ def report(config: EngineConfig, model: OpenModel, rank: int) -> dict[str, Any]:
     """What a rank has to tell before all are planned."""
     own = rank_config(config, rank)
     target = device_target(own.device)
-    _, plan = plan_model(own, model, target, uses_cache=False, mesh=mesh_of(config, rank))
+    _, plan = plan_model(own, model, target, uses_cache=False, mesh=mesh_of(config, model, rank))
     return {
         "rank": rank,
         "holdfast": __version__,
@@ -283,8 +295,7 @@ def agree(reports: list[dict[str, Any]]) -> dict[str, Any]:
                     f"its {name} is {other[name]}, and rank 0's is {first[name]}",
                     "give every rank the same files and the same installation",
                 )
-    least = {name: min(one[name] for one in reports) for name in ("num_pages", "max_model_len")}
-    return least
+    return {name: min(one[name] for one in reports) for name in ("num_pages", "max_model_len")}
 
 
 def settled(config: EngineConfig, agreed: dict[str, Any], own: dict[str, Any], rank: int) -> EngineConfig:

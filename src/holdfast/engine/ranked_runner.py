@@ -54,6 +54,11 @@ class RankedRunner:
         # Also runs when nobody holds the engine any more, and before the interpreter ends.
         self._end = weakref.finalize(self, group.end)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of ranks 1, 2, ..."""
+        return self._group.pids
+
     def launch(self, step: Step) -> None:
         """Send a step to all ranks and begin it here."""
         self._advance()

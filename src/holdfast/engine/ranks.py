@@ -366,7 +366,7 @@ class StepThread:
 
 def check_world(config: EngineConfig, environment: "os._Environ[str] | dict[str, str]") -> int:
     """How many ranks there are to be; WORLD_SIZE of a launcher must agree."""
-    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    num_ranks = config.num_ranks
     told = environment.get("WORLD_SIZE")
     if told is None or "RANK" not in environment:
         return num_ranks
