@@ -268,8 +268,10 @@ def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple
 
 
 def head_request(spec: ModelSpec, num_logit_rows: int, dtype: str) -> Request:
-    """Logits in float32, and what comes before them where the embedding is projected."""
+    """Logits in float32, and what comes before them where the embedding is projected; nothing where another stage has the head."""
     embedding_size = spec.embedding_size or spec.hidden_size
+    if not spec.is_last_stage:
+        return Request(LAYERS, "head", ())
     return Request(
         LAYERS,
         "head",
@@ -281,8 +283,10 @@ def head_request(spec: ModelSpec, num_logit_rows: int, dtype: str) -> Request:
 
 
 def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
-    """Token embeddings before they are projected, and learned positions; nothing where neither is."""
+    """Token embeddings before they are projected, and learned positions; nothing where neither is, or another stage embeds."""
     specs = []
+    if not spec.is_first_stage:
+        return Request(LAYERS, "embed", ())
     if spec.embedding_size is not None:
         specs.append(TensorSpec("tokens", (num_rows, spec.embedding_size), dtype))
     if spec.rope is None:

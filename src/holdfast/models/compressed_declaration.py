@@ -123,5 +123,4 @@ class CompressedDeclaration(DecoderDeclaration):
         if step.device_kind == "cuda":
             requests.append(row_scaled_request(spec, step.recipe))
         requests = [request for request in requests if request.specs]
-        # Logits are gathered from all ranks before one of them samples.
-        return (*requests, head_request(self.decoder, step.num_logit_rows, step.dtype))
+        return (*requests, head_request(spec, step.num_logit_rows, step.dtype))

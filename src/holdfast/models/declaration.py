@@ -164,6 +164,10 @@ class Declaration(Protocol):
         """Keys and values by head, or latents; None where the cache keeps something else."""
         ...
 
+    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
+        """Elements of the largest part of a step of so many rows that ranks exchange; 0 where none of them share layers."""
+        ...
+
     def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         """Workspace of a step; `scratch` is what an attention backend wants beside queries and outputs."""
         ...

@@ -11,6 +11,7 @@ from holdfast.models.activations import (
     fused_decode_request,
     head_request,
     quantized_rows_request,
+    room_elements,
     row_scaled_request,
     step_requests,
     takes_fused_decode,
@@ -130,6 +131,9 @@ class DecoderDeclaration(NamedTuple):
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
         return HeadGeometry(*shape, windows, *biases, *scores, is_rotated=spec.rope is not None)
 
+    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
+        return room_elements(self.rank(mesh), num_rows)
+
     def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         spec = self.rank(mesh)
         own = step_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
@@ -141,8 +145,8 @@ class DecoderDeclaration(NamedTuple):
             requests.append(row_scaled_request(spec, step.recipe))
         if takes_fused_decode(spec, step.dtype, step.device_kind, step.recipe):
             requests.append(fused_decode_request(spec, step.recipe))
-        requests = [request for request in requests if request.specs]
-        return (*requests, head_request(spec, step.num_logit_rows, step.dtype))
+        requests.append(head_request(spec, step.num_logit_rows, step.dtype))
+        return tuple(request for request in requests if request.specs)
 
     def rank(self, mesh: Mesh) -> ModelSpec:
         """The decoder as one rank has it: the layers of its stage, heads and inner width divided, key heads shared where there are too few."""

@@ -10,6 +10,7 @@ from holdfast.cache.compressed import StateKind
 from holdfast.cache.groups import CacheGroup, unrewindable
 from holdfast.cache.spec import CacheSpec
 from holdfast.config import NGRAM, EngineConfig, Limits
+from holdfast.distributed.exchange_plan import ExchangeKind, ExchangeNeeds
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, Term, plan_memory
@@ -22,8 +23,18 @@ from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
 
-NO_RANKS = "tensor parallelism is not in this version"
+NO_RANKS = "compressed attention is not shared by ranks in this version"
 SHORTENED = "shortened from the model's own"
+AGREED_CONTEXT = "what fits on every rank"
+AGREED_PAGES = "as many as the rank with the fewest has"
+
+
+class Agreed(NamedTuple):
+    """What ranks of one engine have in common, before any of them reads a weight."""
+
+    max_model_len: int
+    num_pages: int | None = None
+    """None: not settled yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,8 @@ class PlanRequest:
     target: Target
     mesh: Mesh = ALONE
     """Where the rank stands; the config's own sizes are for who plans all of them."""
+    agreed: Agreed | None = None
+    """What all ranks have settled together; None: this one is asked what it would have by itself."""
     staging: Callable[[Resolved], Term | None] | Term | None = None
     """What loading holds beside the weights, or who knows it once dtype and recipe are settled; None: the most that it may."""
     _settled: list[tuple[Layout, Resolved]] = field(default_factory=list, init=False, compare=False, repr=False)
@@ -106,6 +119,9 @@ class RunnerPlan(NamedTuple):
 
     states: tuple[StateKind, ...] = ()
     """What sequences keep beside their pages: of rows that are not finished."""
+    exchange_needs: ExchangeNeeds | None = None
+    """What its steps exchange with other ranks; None where there are none."""
+    exchange_kind: ExchangeKind = "gloo"
     context_note: str = ""
     """Which limit shortened the context, from what to what, and what would lift it; empty where none did."""
 
@@ -236,6 +252,8 @@ def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
         kv_bytes_per_sequence=request.declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh),
         not_in_this_version=missing_here(request),
         states=layout.states(resolved),
+        exchange_needs=fit.needs.exchange,
+        exchange_kind=layout.exchange_kind,
     )
 
 
@@ -330,7 +348,13 @@ def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
         request.declared.check_ranks(request.mesh)
         resolved = resolve(request.config, request.declared, request.target)
         staging = request.staging(resolved) if callable(request.staging) else request.staging
-        layout = Layout(request.declared, request.target, request.mesh, request.config.enforce_eager, staging)
+        agreed, eager = request.agreed, request.config.enforce_eager
+        num_pages = None if agreed is None else agreed.num_pages
+        layout = Layout(request.declared, request.target, request.mesh, eager, staging, num_pages)
+        if agreed is not None:
+            if agreed.max_model_len != resolved.limits.max_model_len:
+                resolved = resolved.with_max_model_len(agreed.max_model_len, AGREED_CONTEXT)
+            resolved = replace(resolved, may_shorten=False)
         _check_rewinding(layout, resolved)
         request._settled.append((layout, resolved))
     return request._settled[0]
@@ -347,7 +371,7 @@ def _check_rewinding(layout: Layout, resolved: Resolved) -> None:
 def missing_here(request: PlanRequest) -> tuple[str, ...]:
     """What of a request an engine of this version cannot do, in words."""
     reasons = [] if request.declared.not_runnable is None else [request.declared.not_runnable]
-    if not request.mesh.is_alone:
+    if not request.mesh.is_alone and request.declared.is_compressed:
         reasons.append(NO_RANKS)
     too_old = too_old_words(request.target)
     if too_old is not None:
@@ -390,6 +414,8 @@ def _page_bounds(layout: Layout, resolved: Resolved) -> tuple[int, int, tuple[st
     limits = resolved.limits
     min_pages = layout.sequence_pages(resolved, limits.max_num_batched_tokens)
     max_pages = limits.max_num_seqs * min_pages
+    if layout.agreed_pages is not None:
+        return min_pages, layout.agreed_pages, (AGREED_PAGES,)
     if resolved.max_kv_bytes is None:
         return min_pages, max_pages, ()
     bound = resolved.max_kv_bytes // layout.page_bytes(resolved)

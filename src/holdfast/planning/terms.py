@@ -25,6 +25,7 @@ from holdfast.cache.compressed import StateKind, state_terms
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
+from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeKind, ExchangeNeeds, exchange_terms
 from holdfast.distributed.mesh import Mesh
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
 from holdfast.memory.planner import PAGE_PHASES, Term
@@ -305,8 +306,6 @@ ROUNDING_BYTES = 26 * 2**20
 """What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
 
 No other term has a share of it: owners are planned at the bytes that they ask for."""
-COLLECTIVE_BYTES = 512 * 2**20
-"""Buffers of NCCL between ranks; assumed, not measured."""
 STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
 
@@ -342,6 +341,13 @@ class Layout(NamedTuple):
     enforce_eager: bool
     staging: Term | None
     """What loading holds beside the weights; None takes the most that it may."""
+    agreed_pages: int | None = None
+    """As many as every rank has; None: as many as fit."""
+
+    @property
+    def exchange_kind(self) -> ExchangeKind:
+        """How ranks on one node exchange."""
+        return "symmetric" if self.target.kind == "cuda" else "gloo"
 
     @property
     def all_layers(self) -> "Layout":
@@ -445,10 +451,18 @@ class Needs(NamedTuple):
     requests: tuple[Request, ...]
     workspace: WorkspacePlan
     terms: tuple[Term, ...]
+    exchange: ExchangeNeeds | None = None
+    """None where one rank runs all of the model."""
 
 
 def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     """Every term, from shapes."""
+    needs = needs_beside_weights(layout, resolved)
+    return needs._replace(terms=(*_weight_terms(layout, resolved), *needs.terms))
+
+
+def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
+    """Every other term."""
     declared, target, limits = layout.declared, layout.target, resolved.limits
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
     specs = _distinct_specs(layout, resolved)
@@ -463,7 +477,6 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     for request in requests:
         workspace.reserve(request.owner, request.specs, request.lane)
     terms = [
-        *_weight_terms(layout, resolved),
         *_cache_terms(layout, resolved),
         *workspace.terms(),
         *batch_terms(limits, target.kind, *_group_shapes(layout, resolved)),
@@ -475,7 +488,27 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * layout.num_layers)),
         *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
     ]
-    return Needs(declaration, requests, workspace, tuple(terms))
+    exchange = exchange_needs(layout, resolved)
+    if exchange is not None:
+        terms += exchange_terms(exchange, layout.mesh, layout.exchange_kind)
+    return Needs(declaration, requests, workspace, tuple(terms), exchange)
+
+
+def exchange_needs(layout: Layout, resolved: Resolved) -> ExchangeNeeds | None:
+    """What the steps of a rank exchange with others at their largest; None where there are no others."""
+    declared, limits, mesh = layout.declared, resolved.limits, layout.mesh
+    if mesh.is_alone:
+        return None
+    rows, element_bytes = limits.max_num_batched_tokens, DTYPE_BYTES[resolved.dtype]
+    logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
+    # Ids of tokens, and argmaxes of shares, go through rooms too.
+    room_bytes = max(
+        declared.declaration.room_elements(mesh, rows) * element_bytes,
+        rows * DTYPE_BYTES["int64"],
+        logit_rows * CHOICE_FIELDS * DTYPE_BYTES["float32"],
+    )
+    hidden_bytes = rows * declared.hidden_size * element_bytes
+    return ExchangeNeeds(room_bytes, logit_rows, declared.vocab_size, hidden_bytes)
 
 
 def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, ...]:
@@ -599,8 +632,6 @@ def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[
     terms.append(Term("cuda context", target.context_bytes, "CUDA, its libraries' handles and the code of kernels"))
     terms.append(Term("libraries", LIBRARY_BYTES, "workspace of cuBLAS", PAGE_PHASES))
     terms.append(Term("allocator", ROUNDING_BYTES, "what torch rounds up", PAGE_PHASES))
-    if layout.mesh.num_ranks > 1:
-        terms.append(Term("collectives", COLLECTIVE_BYTES, "buffers between ranks; assumed"))
     if has_graphs and not layout.enforce_eager:
         bounds = limits.max_num_seqs, limits.max_num_batched_tokens, resolved.num_proposals > 0
         terms.append(graph_term(layout.num_layers, *bounds))

@@ -101,6 +101,9 @@ class PlannedBlueprint(NamedTuple):
         """None where windows are kept apart: the pages of this version keep all layers alike."""
         return None if self.decoder.sliding_windows else self.grouped.heads(mesh)
 
+    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
+        return self.grouped.room_elements(mesh, num_rows)
+
     def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         if self.heads(mesh) is None:
             shape = (PARTIAL_HEAD_ROWS, self.decoder.head_dim + 2)
