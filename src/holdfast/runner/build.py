@@ -345,8 +345,9 @@ class RunnerBuild:
         sampler = Sampler(vocab_size, self._device, limits.sampled_rows, self._ledger)
         if self._exchange is None:
             return sampler
-        first_token = mesh.tensor_rank * -(-vocab_size // mesh.tensor_size)
-        return SharedSampler(sampler, self._exchange, mesh, first_token, limits.sampled_rows, self._device)
+        needs = self._plan.exchange_needs
+        assert needs is not None, f"{mesh} exchanges nothing"
+        return SharedSampler(sampler, self._exchange, mesh, needs, self._device, self._ledger)
 
     @property
     def _bounds(self) -> StepBounds:
