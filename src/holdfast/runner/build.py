@@ -479,7 +479,10 @@ class RunnerBuild:
             return
         limits, start = runner.limits, time.monotonic()
         graphs, declaration = None, self._plan.declaration
-        if not enforce_eager and declaration is not None and declaration.can_be_captured:
+        is_staged = self._plan.mesh.num_stages > 1
+        if is_staged and not enforce_eager:
+            log.info("steps launch kernel by kernel because stages send and receive between them, outside of any graph")
+        if not enforce_eager and not is_staged and declaration is not None and declaration.can_be_captured:
             least = self._least_rows
             decode = tuple(
                 max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
