@@ -5,6 +5,7 @@ exchange/gathered  of collectives (gloo, NCCL): the parts of all ranks, before t
 exchange/logits    this rank's share of the logits where peers read it; on rank 0 the whole as well
 exchange/signals   who has written and who has read
 pipeline/hidden    rows on their way between stages
+sampling/shares    beside an exchange, of who chooses: the argmax of every share and its logit
 collectives/nccl   what NCCL takes for its communicator; measured; 0 on one node
 """
 
@@ -58,6 +59,17 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
     return found
 
 
+CHOICE_FIELDS = 2
+"""Of a row and a share: the id of its argmax, and the logit; float32, in which ids below 2**24 are exact."""
+
+
+def choice_specs(needs: ExchangeNeeds, mesh: Mesh) -> tuple[TensorSpec, TensorSpec]:
+    """What a choice among shares of the vocabulary holds: of its own share, and of all of them."""
+    rows = needs.num_logit_rows
+    own = TensorSpec("own", (rows, CHOICE_FIELDS), "float32")
+    return own, TensorSpec("all", (mesh.tensor_size * rows * CHOICE_FIELDS,), "float32")
+
+
 def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tuple[Term, ...]:
     """Lines of the plan."""
     reasons = {
@@ -72,6 +84,9 @@ def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tupl
         Term(owner, spec.aligned_bytes, reasons[owner], PAGE_PHASES)
         for owner, spec in exchange_specs(needs, mesh, kind).items()
     ]
+    if not mesh.is_alone:
+        num_bytes = sum(spec.num_bytes for spec in choice_specs(needs, mesh))
+        terms.append(Term("sampling/shares", num_bytes, "the argmax of every share of the vocabulary", PAGE_PHASES))
     if kind == "nccl" and not mesh.is_alone:
         terms.append(Term("collectives/nccl", NCCL_BYTES, "NCCL's communicator; measured on one H200"))
     return tuple(terms)

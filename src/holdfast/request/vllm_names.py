@@ -54,12 +54,13 @@ ENGINE_ALIASES: Mapping[str, str] = {
 SAME_ENGINE_NAMES = (
     *("model", "tokenizer", "dtype", "kv_cache_dtype", "quantization", "load_format", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager", "device", "seed"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
 )
 """Engine options that are called the same in both."""
 
 _GRAPHS = "graph sizes follow from the plan"
 _LOG = "statistics are asked for: llm.stats(), llm.memory"
-_ONE = "one GPU runs a model here: take quantization, a KV format or a larger GPU (holdfast plan tells what fits)"
+_ONE = "one engine runs a model here: take tensor_parallel_size, or several servers behind a router"
 _TEXT = "only text is read here: leave it out"
 _LORA = "merge the adapter into the weights and open the merged folder"
 _DRAFT = "use speculative: ngram:4 proposes from the text itself; answers are the same"
