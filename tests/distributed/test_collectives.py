@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -116,6 +117,24 @@ def test_who_never_comes_is_named() -> None:
     place = listen_for_ranks()
     with pytest.raises(EngineDeadError, match=r"3 ranks were to meet; ranks 1, 2 did not come within 0.2 s"):
         open_collectives(meshes(3)[0], NEEDS, place, CPU, Ledger(), timeout_s=0.2)
+
+
+def test_a_stranger_is_nobody() -> None:
+    place = listen_for_ranks()
+    address = place.getsockname()[:2]
+    strangers = []
+
+    def come() -> None:
+        with pytest.raises(EngineDeadError) as caught:
+            open_collectives(meshes(2)[1], NEEDS, address, CPU, Ledger(), timeout_s=0.5, secret="guessed")
+        strangers.append(str(caught.value))
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    with pytest.raises(EngineDeadError, match=r"rank 1 did not come within 0.5 s"):
+        open_collectives(meshes(2)[0], NEEDS, place, CPU, Ledger(), timeout_s=0.5, secret="known")
+    thread.join()
+    assert len(strangers) == 1
 
 
 def test_nobody_at_the_port() -> None:

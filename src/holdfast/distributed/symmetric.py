@@ -279,6 +279,7 @@ def open_symmetric(
     ledger: Ledger,
     *,
     timeout_s: float = OPEN_SECONDS,
+    secret: str = "",
 ) -> SymmetricExchange:
     """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
     if mesh.tensor_size > MAX_RANKS:
@@ -287,6 +288,6 @@ def open_symmetric(
             f"signals have places for {MAX_RANKS}",
             f"take tensor_parallel_size={MAX_RANKS} at most",
         )
-    store = open_store(place, mesh, timeout_s)
+    store = open_store(place, mesh, timeout_s, secret)
     with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
         return SymmetricExchange(mesh, needs, store, device, ledger)
