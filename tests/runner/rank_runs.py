@@ -213,7 +213,7 @@ def steps_of(runner: Runner) -> list[tuple[LiveStep, list[int]]]:
     pages, sequences = count(), []
     for number, length in enumerate(NUM_TOKENS):
         ids = [(7 * place + 31 * number + 5) % runner.vocab_size for place in range(length)]
-        tables = tuple([next(pages) for _ in range(group.pages_for(length))] for group in runner.groups)
+        tables = [[next(pages) for _ in range(group.pages_for(length))] for group in runner.groups]
         sequence = TokenSequence(number, ids, length, SamplingParams(), seed=0, max_tokens=4, tables=tables)
         sequence.slot = number
         sequences.append(sequence)
