@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, keep_epoch, last_epoch, meet_peers
+from holdfast.kernels.exchange.signals import ASSEMBLER, keep_epoch, last_epoch, meet_peers
 from holdfast.kernels.exchange.sum_rows import Ranks
 from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, tl
 
@@ -40,7 +40,7 @@ def gather_columns_triton(
         return
     block = min(1024, next_power_of_two(share))
     num_tiles = num_rows * -(-share // block)
-    _gather_columns_kernel[(min(num_tiles, MAX_BLOCKS),)](
+    _gather_columns_kernel[(min(num_tiles, ranks.max_blocks),)](
         tuple(rooms),
         out_TY,
         ranks.signals,
@@ -74,6 +74,7 @@ def _gather_columns_kernel(
     BLOCK: constexpr,
     FORM: constexpr,
 ):
+    epoch = 0
     if p_signals is not None:
         epoch = last_epoch(p_signals) + 1
         meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
@@ -117,7 +118,7 @@ def _launch_small(
         return
     assert part_N.is_contiguous(), f"{part_N.stride()=}"
     assert out.is_contiguous(), f"{out.stride()=}"
-    _small_kernel[(min(-(-num_elements // SMALL_BLOCK), MAX_BLOCKS),)](
+    _small_kernel[(min(-(-num_elements // SMALL_BLOCK), ranks.max_blocks),)](
         part_N,
         tuple(rooms),
         out,
@@ -157,6 +158,7 @@ def _small_kernel(
         for r in tl.static_range(SIZE):
             if r == rank:
                 tl.store(rooms[r] + o_n, b_n, mask=o_n < num_elements)
+    epoch = 0
     if p_signals is not None:
         epoch = last_epoch(p_signals) + 1
         tl.debug_barrier()

@@ -14,7 +14,16 @@ import torch
 
 from holdfast.kernels.exchange.add_parts import add_parts_reference
 from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, keep_epoch, last_epoch, meet_peers
-from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, pdl_launch, tl
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -29,8 +38,10 @@ class Ranks(NamedTuple):
     size: int
     signals: torch.Tensor | None
     """int32, this rank's own; None: all rooms are complete already, as in tests of one process."""
-    peers: torch.Tensor
+    peers: torch.Tensor | None = None
     """int64 [S]: where the signals of all ranks are."""
+    max_blocks: int = MAX_BLOCKS
+    """Of a kernel, and the same on every rank."""
 
 
 class Tiles(NamedTuple):
@@ -38,24 +49,29 @@ class Tiles(NamedTuple):
 
     block: int
     num_warps: int
-    max_blocks: int = 64
     form: int = ASSEMBLER
     pdl: bool = False
-    """Programmatic dependent launch; the kernel waits by itself, before it says that it has come."""
-
-    def grid(self, num_elements: int) -> int:
-        return min(-(-num_elements // self.block), self.max_blocks, MAX_BLOCKS)
+    """Programmatic dependent launch: the kernel waits by itself, before it says that it has come."""
 
 
-def choose_tiles(num_elements: int) -> Tiles:
-    """Sixteen bytes a thread where few rows leave most of the device free; more of them where many are read."""
-    return Tiles(1024, 4, 128) if num_elements <= 128 * 1024 else Tiles(4096, 16, 128)
+def choose_tiles(num_elements: int, max_blocks: int, pdl: bool = False) -> Tiles:
+    """Eight elements a thread, and as many programs as may be: few rows leave most of the device free."""
+    blocks = (block for block in (1024, 2048) if num_elements <= block * max_blocks)
+    block = next(blocks, 4096)
+    return Tiles(block, block // 256, pdl=pdl)
 
 
 def takes_two_passes(dtype: torch.dtype, out: torch.Tensor, size: int) -> bool:
     """Whether parts of this type are added up in shares; sums lie in rooms meanwhile, which must hold them as they are."""
     holds_sums = dtype in (out.dtype, torch.float32)
     return size > 2 and out.numel() * dtype.itemsize >= TWO_PASS_BYTES and holds_sums
+
+
+def add_parts(parts: Sequence[torch.Tensor], out_TH: torch.Tensor, scratch_F: torch.Tensor) -> torch.Tensor:
+    """The sum of parts that are all here already; `scratch_F` (float32) is where a CPU's sum grows."""
+    if can_run(out_TH):
+        return sum_rows_triton(parts, out_TH, Ranks(0, len(parts), None), two_passes=False)
+    return add_parts_reference(parts, out_TH, scratch_F)
 
 
 def sum_rows_reference(rooms: Sequence[torch.Tensor], out_TH: torch.Tensor) -> torch.Tensor:
@@ -75,12 +91,12 @@ def sum_rows_triton(
     if not num_elements:
         return out_TH
     assert out_TH.is_contiguous(), f"{out_TH.stride()=}"
-    tiles = tiles or choose_tiles(num_elements)
+    tiles = tiles or choose_tiles(num_elements, ranks.max_blocks, ranks.signals is not None and supports_pdl(out_TH))
     if two_passes is None:
         two_passes = takes_two_passes(rooms[0].dtype, out_TH, ranks.size)
     share = -(-num_elements // (ranks.size * tiles.block)) * tiles.block if two_passes else num_elements
     kernel = _sum_in_two_passes_kernel if two_passes else _sum_kernel
-    kernel[(tiles.grid(share),)](
+    kernel[(min(-(-share // tiles.block), ranks.max_blocks),)](
         tuple(rooms),
         out_TH,
         ranks.signals,
@@ -126,6 +142,7 @@ def _sum_kernel(
     i_block = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    epoch = 0
     if p_signals is not None:
         epoch = last_epoch(p_signals) + 1
         meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
@@ -159,6 +176,7 @@ def _sum_in_two_passes_kernel(
     step = tl.num_programs(0) * BLOCK
     if PDL:
         tl.extra.cuda.gdc_wait()
+    epoch = 0
     if p_signals is not None:
         epoch = last_epoch(p_signals) + 1
         meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
