@@ -106,6 +106,7 @@ def build_runner(
     on_prepare: OnPrepare = prepare_silently,
     *,
     mesh: Mesh = ALONE,
+    target: Target | None = None,
     agreed: Agreed | None = None,
     agree: Callable[[RunnerPlan], None] | None = None,
     connect: Connect | None = None,
@@ -114,7 +115,8 @@ def build_runner(
 
     `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
     Of several ranks each plans for what they have `agreed` on, calls `agree` with its plan before a weight is read, which
-    raises where they differ, and `connect` when its weights are there, for the exchange with the others.
+    raises where they differ, and `connect` when its weights are there, for the exchange with the others. `target` is what a rank
+    has told of its device, and may count on.
     """
     assert mesh.is_alone or connect is not None, f"{mesh} has nobody to exchange with"
     device, device_reason = choose_device(config)
@@ -123,7 +125,7 @@ def build_runner(
         compile_native(_telling(on_prepare))
     if config.batch_invariant and device != "cpu":
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
-    target = device_target(device)
+    target = target or device_target(device)
     profile = PhaseProfile(torch.device(device))
     load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh, agreed=agreed)
     if agree is not None:
@@ -479,7 +481,10 @@ class RunnerBuild:
             return
         limits, start = runner.limits, time.monotonic()
         graphs, declaration = None, self._plan.declaration
-        if not enforce_eager and declaration is not None and declaration.can_be_captured:
+        is_staged = self._plan.mesh.num_stages > 1
+        if is_staged and not enforce_eager:
+            log.info("steps launch kernel by kernel because stages send and receive between them, outside of any graph")
+        if not enforce_eager and not is_staged and declaration is not None and declaration.can_be_captured:
             least = self._least_rows
             decode = tuple(
                 max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))

@@ -68,6 +68,16 @@ class Sampler:
         return False
 
     @property
+    def num_stages(self) -> int:
+        """Of the pipeline that steps go through."""
+        return 1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the logits are those of another stage."""
+        return False
+
+    @property
     def shares_tokens(self) -> bool:
         """Whether ids of every step come from another rank's device."""
         return False
