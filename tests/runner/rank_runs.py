@@ -136,6 +136,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
     },
 }
+MODELS["deepseek_v32"] = MODELS["deepseek_v3"] | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 5,
+}
+MODELS["opt_350m"] = MODELS["opt"] | {"word_embed_proj_dim": 40, "do_layer_norm_before": False}
 NUM_PAGES = 48
 """Of every rank, so that a slot means the same on all of them."""
 NUM_TOKENS = (17, 9, 2)
