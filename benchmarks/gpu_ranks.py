@@ -22,7 +22,8 @@ from dummy_models import TINY, write_dummy_model
 from mps import OVERLAP, mps
 
 MODEL, NUM_LAYERS = "Qwen3-32B", 4
-SIZES = (1, 2, 4)
+SIZES = ("1", "2", "4", "1x2")
+"""Ranks that share all layers; behind the x the stages of a pipeline, whose steps launch kernel by kernel."""
 PART_SECONDS = 170.0
 
 
@@ -42,8 +43,9 @@ def sampled_requests(num_requests: int, num_tokens: int) -> tuple[list[dict[str,
     return prompts, params
 
 
-def run_size(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
+def run_size(arguments: argparse.Namespace, size: str) -> dict[str, Any]:
     """One engine on so many ranks: what it answered, and what its ranks hold and did."""
+    tensor_size, _, num_stages = size.partition("x")
     from holdfast import LLM
     from holdfast.engine.rank_build import allocator_counters
 
@@ -59,7 +61,8 @@ def run_size(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
             device="cpu" if is_cpu else "cuda",
             dtype="float32" if is_cpu else "bfloat16",
             batch_invariant=True,
-            tensor_parallel_size=size,
+            tensor_parallel_size=int(tensor_size),
+            pipeline_parallel_size=int(num_stages or 1),
             max_model_len=512,
             max_num_seqs=16,
             max_num_batched_tokens=512,
@@ -72,13 +75,13 @@ def run_size(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
         prompts, params = sampled_requests(8, 8) if arguments.tiny else sampled_requests(24, 32)
         first = [one.outputs[0].token_ids for one in llm.generate(prompts, params, progress=False)]
         runner = llm.engine.core.runner  # type: ignore[union-attr]
-        own = runner if size == 1 else runner.inner  # type: ignore[union-attr]
-        looks = [[allocator_counters(own.device), *([] if size == 1 else runner.look())]]  # type: ignore[union-attr]
+        own = runner if size == "1" else runner.inner  # type: ignore[union-attr]
+        looks = [[allocator_counters(own.device), *([] if size == "1" else runner.look())]]  # type: ignore[union-attr]
         num_before = llm.engine.core.stats().num_steps
         num_steps = 40 if arguments.tiny else 1000
         while llm.engine.core.stats().num_steps - num_before < num_steps:
             again = [one.outputs[0].token_ids for one in llm.generate(prompts, params, progress=False)]
-        looks.append([allocator_counters(own.device), *([] if size == 1 else runner.look())])  # type: ignore[union-attr]
+        looks.append([allocator_counters(own.device), *([] if size == "1" else runner.look())])  # type: ignore[union-attr]
         memory = llm.memory
         planned = [memory.planned_bytes, *(rank.planned_bytes for rank in memory.ranks)]
         return {
@@ -121,16 +124,16 @@ def judged(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Measure, tell, and keep the record."""
     parser = gpu_records.options(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--sizes", type=lambda text: tuple(map(int, text.split(","))), default=SIZES)
+    parser.add_argument("--sizes", type=lambda text: tuple(text.split(",")), default=SIZES)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        gpu_records.leave(run_size(arguments, int(arguments.child)), arguments.result)
+        gpu_records.leave(run_size(arguments, arguments.child), arguments.result)
         return
     options = [*(["--tiny"] if arguments.tiny else []), "--device", arguments.device]
     found = []
     with nullcontext(None) if arguments.device == "cpu" else mps() as environment:
         for size in arguments.sizes:
-            command = [str(Path(__file__).resolve()), *options, "--child", str(size)]
+            command = [str(Path(__file__).resolve()), *options, "--child", size]
             one = gpu_records.run_child(command, PART_SECONDS, environment=environment or OVERLAP)
             found.append({"size": size, **one})
             rows = [judged(own, found[0]) for own in found]
