@@ -272,6 +272,12 @@ SECTIONS: Mapping[str, Columns] = {
         "accepted of proposed": _accepted,
         "same tokens": _same_tokens,
     },
+    "serve": {
+        "": _value("measure"),
+        "found": _listed_values,
+        "unit": _value("unit"),
+        "against transformers": _value("ratios", "transformers"),
+    },
     "structured": {
         "ms of a step": _value("measure"),
         "without a form": _value("values", "plain"),
