@@ -278,6 +278,12 @@ SECTIONS: Mapping[str, Columns] = {
         "unit": _value("unit"),
         "against transformers": _value("ratios", "transformers"),
     },
+    "gpu-masks": {
+        "us": _value("measure"),
+        "mask kernel": _value("values", "mask kernel"),
+        "copy of masks": _value("values", "copy of masks"),
+        "% of the roof": _value("percent_of_roof"),
+    },
     "structured": {
         "ms of a step": _value("measure"),
         "without a form": _value("values", "plain"),
