@@ -56,10 +56,10 @@ Content = Text | Parts
 
 
 class CalledFunction(Body):
-    """A function that an answer called, with arguments as JSON text."""
+    """A function that an answer called, with arguments as JSON text or as the object itself."""
 
     name: FunctionName
-    arguments: Text
+    arguments: Text | dict[str, Any]
 
 
 class MessageToolCall(Body):
