@@ -10,13 +10,14 @@ from pydantic import BaseModel, model_validator
 from starlette.requests import Request
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from holdfast.server import conversations
 from holdfast.server.bodies import MAX_NAMES, SMALL_BODY_BYTES, Body, parse, parse_json, read_model
 from holdfast.server.errors import ApiError
 from holdfast.server.responses_schemas import ResponseRequest
 from holdfast.server.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
 from holdfast.server.service import ServerLimits
 from holdfast.text.control_tokens import LARGE_TEXT_CHARS, encode_ids
-from server.served import app_client, user
+from server.served import app_client, said, user
 
 MANY = 500_000
 CPU_SECONDS = 1.0
@@ -169,3 +170,17 @@ def test_a_probe_may_ask_for_the_head_alone(client) -> None:
         answer = client.head(path)
         assert answer.status_code == 200
         assert not answer.content
+
+
+def test_tools_are_read_beside_the_event_loop(client, monkeypatch) -> None:
+    threads = []
+    seen = conversations.parse_tools
+    monkeypatch.setattr(conversations, "parse_tools", lambda tools: threads.append(_thread()) or seen(tools))
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    body = {"messages": user(said("Hi")), "tools": tools}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["asyncio"]
+
+
+def _thread() -> str:
+    return threading.current_thread().name
