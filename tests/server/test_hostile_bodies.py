@@ -22,6 +22,7 @@ from server.served import app_client, said, user
 MANY = 500_000
 CPU_SECONDS = 1.0
 """Before, each of these took 4 to 40 seconds of the event loop for a body of 8 MiB, and /health waited as long."""
+HUGE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": list(range(5000))}}}
 MESSAGE = {"role": "user", "content": "x"}
 
 
@@ -144,6 +145,7 @@ def client():
         ("chat/completions", {"stop_token_ids": [999999]}, "stop_token_ids", "vocabulary"),
         ("chat/completions", {"min_tokens": 9, "max_tokens": 5}, "min_tokens", "max_tokens is 5"),
         ("chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "not streamed"),
+        ("chat/completions", {"response_format": HUGE}, "response_format", "response_format with 5000 entries"),
         ("chat/completions", {"prompt": "x"}, "prompt", "did you mean messages?"),
         ("completions", {"messages": []}, "messages", "did you mean prompt?"),
         ("responses", {"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
@@ -163,6 +165,12 @@ def test_the_field_is_named_and_the_one_that_was_meant(client, path, body, param
 def test_a_token_that_cannot_be_detokenized_names_its_field(client) -> None:
     error = client.post("/detokenize", json={"tokens": [1, 999999]}).json()["error"]
     assert error["param"] == "tokens"
+
+
+def test_tools_that_cannot_be_told_name_their_field(client) -> None:
+    twice = [{"type": "function", "function": {"name": "look"}}] * 2
+    error = client.post("/tokenize", json={"messages": user("x"), "tools": twice}).json()["error"]
+    assert error["param"] == "tools"
 
 
 def test_a_probe_may_ask_for_the_head_alone(client) -> None:
