@@ -214,6 +214,8 @@ class Server(uvicorn.Server):
         self.end_by = started + patience + LAST_WORDS_SECONDS + ENGINE_END_SECONDS[0]
         if self._owns_process:
             _leave_after(patience + END_SECONDS, 0 if self.death is None else 1)
+        if self.death is None and self._is_busy():
+            _log.warning("the server ends: running requests may finish for %g s; a second signal ends them", patience)
         await self._drain(started + patience)
         for server in self.servers:
             server.close()
