@@ -325,7 +325,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("ending", ["closed", "forgotten"])
+@pytest.mark.parametrize("ending", ["closed", pytest.param("forgotten", marks=pytest.mark.slow)])
 def test_a_forked_child_is_told_at_once_and_ends(ending: str) -> None:
     """Locks are held by other threads while it forks, as they are during a step: nobody ever opens them in the child."""
     run = subprocess.run(
