@@ -78,7 +78,7 @@ def test_a_thousand_streams_at_once(tmp_path_factory: pytest.TempPathFactory) ->
 def test_twenty_thousand_requests_with_aborts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Resident memory does not grow, pages are all free, the ledger is as it was.
 
-    In the rounds before the first look there are twice as many clients: what a crowd needs at once stays with the process,
+    In the rounds before the first look there are four times as many clients: what a crowd needs at once stays with the process,
     and the largest one among equals would come late.
     """
     with loaded(tmp_path_factory.mktemp("soak")) as server:
@@ -86,7 +86,7 @@ def test_twenty_thousand_requests_with_aborts(tmp_path_factory: pytest.TempPathF
         looks: list[dict[str, int]] = []
         num_left = 0
         for number in range(40):
-            num_left += check_soak(server, 500, 64 if number < 10 else 32, 0.1)
+            num_left += check_soak(server, 500, 128 if number < 10 else 32, 0.1)
             server.at_rest()
             looks.append(server.resident_bytes())
         warm = {name: [float(one[name]) for one in looks[10:]] for name in looks[0]}
