@@ -8,7 +8,7 @@ for both.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, Generic
 
 import torch
@@ -26,7 +26,7 @@ from holdfast.models.decoder_layer import AttentionT, DecoderLayer, PartBuilder,
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.spec import ModelSpec
-from holdfast.models.step_workspace import StepWorkspace, norm_dtype
+from holdfast.models.step_workspace import MAX_CACHED_SIZES, StepWorkspace, norm_dtype
 from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
@@ -57,7 +57,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         self._layers = [builder.layer(index) for index in range(spec.num_layers)]
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
         self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
-        self._requests: Callable[[int], StepRequests] = cache(
+        self._requests: Callable[[int], StepRequests] = lru_cache(MAX_CACHED_SIZES)(
             partial(activations.step_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
         )
         self.fused = self._fused_decode() if takes_fused_decode else None
