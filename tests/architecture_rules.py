@@ -18,7 +18,7 @@ LAYERS = (
     ("quant",),
     ("memory",),
     ("cache", "kernels"),
-    ("attention",),
+    ("attention", "distributed"),
     ("layers",),
     ("models",),
     ("loading", "planning"),
@@ -31,7 +31,7 @@ LAYERS = (
 )
 """Lowest first. A package imports from rows before its own, and from itself."""
 ROOMS = {
-    "kernels": (("",), ("attention", "gemm", "load", "sampling"), ("latent", "moe")),
+    "kernels": (("",), ("attention", "exchange", "gemm", "load", "sampling"), ("latent", "moe")),
     "models": (("",), ("blueprints",)),
     "loading": (("sources",), ("gguf",), ("hub", "planning"), ("execution", "quantized"), ("",)),
     "runner": (("sampling",), ("",)),
@@ -51,6 +51,8 @@ TORCH_FREE = (
     "quant.entry_state",
     "quant.formats",
     "quant.weight_schemes",
+    "distributed.exchange_plan",
+    "distributed.mesh",
     "memory.sizes",
     "memory.ledger",
     "memory.planner",

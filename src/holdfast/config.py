@@ -57,6 +57,14 @@ class Limits:
         return self.max_sampled_rows or self.max_num_seqs
 
 
+SWITCHES = (
+    *("enable_prefix_caching", "batch_invariant", "enforce_eager", "allow_nonfinite", "core_process"),
+    "enable_expert_parallel",
+)
+TENSOR_PARALLEL_SUMS = ("auto", "reduce", "exact")
+MAX_RANKS = 4096
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What a person asked for. "auto" and None are resolved once, by the engine, with a reason for each choice."""
@@ -123,6 +131,15 @@ class EngineConfig:
     """Never capture graphs."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    tensor_parallel_size: int = 1
+    """GPUs, or processes on a CPU, that share every layer."""
+    pipeline_parallel_size: int = 1
+    """Stages of layers, each on GPUs of its own."""
+    enable_expert_parallel: bool = False
+    """Ranks that share layers hold whole experts, not slices of every one."""
+    tensor_parallel_sums: str = "auto"
+    """How ranks share output projections: reduce exchanges float32 sums; exact gathers, so that answers do not depend on the number
+    of ranks. auto is reduce, and exact with batch_invariant."""
     seed: int = 0
     """Where random choices start for requests without a seed of their own."""
     core_process: bool = False
@@ -140,6 +157,9 @@ class EngineConfig:
         self._check_quantization()
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
             _count(name, getattr(self, name))
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            _ranks(name, getattr(self, name))
+        _choice("tensor_parallel_sums", self.tensor_parallel_sums, TENSOR_PARALLEL_SUMS)
         parse_speculative(self.speculative)
         _page_size("page_tokens", self.page_tokens)
         _share("memory_utilization", self.memory_utilization)
@@ -148,7 +168,7 @@ class EngineConfig:
                 parse_bytes(getattr(self, name), name)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed={shown(self.seed)} was asked", "a whole number from 0 to 2**64 - 1 works", "try 0")
-        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager", "allow_nonfinite", "core_process"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
@@ -169,6 +189,11 @@ class EngineConfig:
         asked = self.quantized_embeddings
         embeddings = WeightRecipe().embeddings if asked == AUTO_EMBEDDINGS else asked
         return WeightRecipe(find_scheme(self.quantization), embeddings, patterns)  # type: ignore[arg-type]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes compute."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def is_quantized(self) -> bool:
@@ -351,6 +376,11 @@ def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
             f"the choices are {', '.join(choices)}",
             f"try {near[0] if near else choices[0]}",
         )
+
+
+def _ranks(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
+        raise ConfigError(f"{name}={shown(value)} was asked", f"a whole number from 1 to {MAX_RANKS} works", "try 1")
 
 
 def _count(name: str, value: object) -> None:

@@ -32,6 +32,7 @@ from holdfast.kernels.attention import (  # noqa: E402
 )
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
+from holdfast.kernels.exchange import gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
     coded_rms_norm,
@@ -124,6 +125,8 @@ class CompiledOnly:
             else:
                 is_count = parameter.do_not_specialize and not isinstance(value, torch.Tensor)
                 signature[parameter.name] = "i32" if is_count else _type_of(value)
+                if isinstance(value, tuple):
+                    attributes |= {(index, place): [["tt.divisibility", 16]] for place in range(len(value))}
             if signature[parameter.name] == "constexpr":
                 constants[parameter.name] = value
             elif parameter.do_not_specialize:
@@ -135,6 +138,7 @@ class CompiledOnly:
         compiled = triton.compile(source, target=HOPPER, options=options)
         _check_assembler(compiled.asm["ttgir"])
         _check_words(compiled.asm["ptx"], compiled.metadata.shared)
+        _check_polls(compiled.asm["ptx"])
         self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
         self.num_copies = compiled.asm["ttgir"].count("ttg.async_copy_global_to_local")
 
@@ -162,8 +166,17 @@ def _check_words(program: str, shared_bytes: int) -> None:
     )
 
 
-def _type_of(value: object) -> str:
+def _check_polls(program: str) -> None:
+    """Warps that wait for a peer's signal leave the loop each by itself: a barrier inside would wait for those that have left."""
+    for block in re.split(r"^\$L__BB\d+_\d+:", program, flags=re.MULTILINE):
+        _, _, behind = block.partition("ld.acquire.sys")
+        assert "bar.sync" not in behind, f"a barrier between polls: {block}"
+
+
+def _type_of(value: object) -> Any:
     """As a launch decides it: numbers that are 1, and what is not there, become constants."""
+    if isinstance(value, tuple):
+        return tuple(_type_of(item) for item in value)
     if isinstance(value, torch.Tensor):
         return f"*{NAMES[value.dtype]}"
     if isinstance(value, TensorDescriptor):
@@ -625,7 +638,31 @@ LAYER_CASES: dict[str, Callable[[], None]] = {
     )
 }
 """The first in the widths of Qwen3-30B-A3B."""
+
+
+def exchange_of(size: int) -> None:
+    """Every kernel among so many ranks."""
+    ranks = sum_rows.Ranks(0, size, torch.zeros(4096, dtype=torch.int32), torch.zeros(16, dtype=torch.int64))
+    rooms = [torch.zeros(16, 5120, dtype=BF16)] * size
+    for two_passes in (False, True):
+        for form in range(3):
+            tiles = sum_rows.Tiles(1024, 4, form, pdl=form == 1)
+            sum_rows.sum_rows_triton(rooms, torch.zeros(16, 5120, dtype=BF16), ranks, tiles, two_passes)
+    for out in (torch.zeros(16, 5120 * size, dtype=BF16), None):
+        gather_rows.gather_columns_triton(rooms, out, 16, 5120 * size, ranks)
+    ids = torch.zeros(64, dtype=torch.int64)
+    gather_rows.gather_small_triton(ids, [ids] * size, torch.zeros(size, 64, dtype=torch.int64), ranks)
+    gather_rows.share_first_triton(ids, [ids] * size, ranks)
+    gather_rows.meet_triton(ranks)
+    end = links.offer_end(torch.zeros(4096, dtype=torch.int32), torch.zeros(4096, dtype=torch.int32), 0, 0)
+    links.offer_rows(rooms[0], torch.zeros(size, 16 * 5120, dtype=BF16), end)
+    links.fetch_rows(torch.zeros(1, 16 * 5120, dtype=BF16), rooms[0], end)
+
+
 CASES: dict[str, Callable[[], None]] = {
+    "exchange of 2": lambda: exchange_of(2),
+    "exchange of 4": lambda: exchange_of(4),
+    "exchange of 3": lambda: exchange_of(3),
     "one row": lambda: rows_of(1, BF16, gated=False),
     "one gated row": lambda: rows_of(1, BF16, gated=True),
     "one row of odd sizes": lambda: rows_of(1, BF16, gated=True, size_n=101, size_k=576),
@@ -758,6 +795,7 @@ def main() -> None:
         expert_gemv,
         expert_row,
         expert_sum,
+        gather_rows,
         grouped_gemm,
         hash_routing,
         hyper_connections,
@@ -769,6 +807,7 @@ def main() -> None:
         latent_quantized_warpgroups,
         latent_tiles,
         latent_warpgroups,
+        links,
         mask_logits,
         normed_routing,
         quantize_activations,
@@ -783,6 +822,7 @@ def main() -> None:
         sparse_quantized_attention,
         sparse_tiles,
         sparse_warpgroups,
+        sum_rows,
         tiled_attention,
         compress,
         write_index,

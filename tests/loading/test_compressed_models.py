@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.execution.execute import load_weights
@@ -14,7 +15,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.declared_weights import weight_bytes
 from holdfast.models.families import parameters, read_spec
-from holdfast.models.sharding import Mesh, shard_parameters
+from holdfast.models.sharding import shard_parameters
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, WeightRecipe

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from holdfast import LLM, SamplingParams
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.execution.execute import load_weights
@@ -13,7 +14,7 @@ from holdfast.loading.model_files import open_directory, open_gguf
 from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
 from holdfast.models.families import read_spec
-from holdfast.models.sharding import Mesh, shard_parameters
+from holdfast.models.sharding import shard_parameters
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from loading.latent_models import (
     SOFTMAX,

@@ -50,6 +50,10 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     device: str
     seed: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    enable_expert_parallel: bool
+    tensor_parallel_sums: str
     core_process: bool
     core_timeout: float
     gpu_memory_utilization: float | None

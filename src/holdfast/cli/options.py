@@ -377,6 +377,15 @@ ENGINE_SETTINGS = (
         "max_num_batched_tokens", MEMORY, "Most tokens in one step; longer prompts run in chunks.", "N", read_count
     ),
     _engine("max_queue", MEMORY, "Most sequences that may wait.", "N", read_count),
+    _engine("tensor_parallel_size", MODEL, "GPUs that share every layer.", "N", read_count),
+    _engine("pipeline_parallel_size", MODEL, "Stages of layers, each on GPUs of its own.", "N", read_count),
+    _engine("enable_expert_parallel", MODEL, "These GPUs hold whole experts, not slices of each."),
+    _engine(
+        "tensor_parallel_sums",
+        MODEL,
+        "How they share output projections: reduce is fastest; with exact answers do not depend on their number.",
+        "WAY",
+    ),
     _engine("core_process", MODEL, "Run the model in a process of its own; tokenizer and templates stay in this one."),
     _engine("core_timeout", MODEL, "Silence after which that process counts as dead.", "SECONDS", read_number),
     _engine("seed", SAMPLING, "Where random choices start; the same command gives the same answer.", "N", read_count),
@@ -402,8 +411,9 @@ PLAN_SETTINGS = _among(
     ),
     *("kv_protected_layers", "kv_protected_dtype", "max_model_len", "memory_utilization", "page_tokens"),
     *("index_cache_dtype", "max_num_seqs", "max_num_batched_tokens"),
+    *("pipeline_parallel_size", "enable_expert_parallel", "tensor_parallel_sums"),
 )
-"""Those that change how much memory is needed."""
+"""Those that change how much memory is needed; how many GPUs share a layer a plan asks for by itself, since a GPU may say it too."""
 
 EVAL_SETTINGS = _among(
     *(

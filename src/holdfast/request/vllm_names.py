@@ -54,12 +54,13 @@ ENGINE_ALIASES: Mapping[str, str] = {
 SAME_ENGINE_NAMES = (
     *("model", "tokenizer", "dtype", "kv_cache_dtype", "quantization", "load_format", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager", "device", "seed"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
 )
 """Engine options that are called the same in both."""
 
 _GRAPHS = "graph sizes follow from the plan"
 _LOG = "statistics are asked for: llm.stats(), llm.memory"
-_ONE = "one GPU runs a model here: take quantization, a KV format or a larger GPU (holdfast plan tells what fits)"
+_ONE = "one engine runs a model here: take tensor_parallel_size, or several servers behind a router"
 _TEXT = "only text is read here: leave it out"
 _LORA = "merge the adapter into the weights and open the merged folder"
 _DRAFT = "use speculative: ngram:4 proposes from the text itself; answers are the same"
@@ -107,9 +108,9 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only(_POOL, "auto", "generate", names="task runner"),
     **_only(_POOL, "auto", "none", names="convert"),
     **_only(_POOL, names="pooler_config override_pooler_config"),
-    **_only(_ONE, 1, names="tensor_parallel_size pipeline_parallel_size data_parallel_size nnodes"),
+    **_only(_ONE, 1, names="data_parallel_size nnodes"),
     **_only(_ONE, 1, names="prefill_context_parallel_size decode_context_parallel_size"),
-    **_only(_ONE, False, names="enable_expert_parallel enable_eplb enable_dbo data_parallel_hybrid_lb"),
+    **_only(_ONE, False, names="enable_eplb enable_dbo data_parallel_hybrid_lb"),
     **_only("use memory_limit, quantization or a KV format", 0, 0.0, names="cpu_offload_gb kv_offloading_size"),
     **_only("use kv_cache_memory, in bytes", names="num_gpu_blocks_override"),
     **_only("use max_model_len", False, names="disable_sliding_window"),

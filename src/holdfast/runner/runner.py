@@ -8,6 +8,9 @@ one step after the other, and what the host writes for a step it writes when the
 token that the step before is choosing comes from the device. Choices that need such a token on the host wait for it, and
 nothing else does: collect() makes those of the next step when it has read the results of this one.
 
+In a pipeline every rank computes its stage of a step when it is launched. Rank 0 meets the last stage, which has the logits,
+in collect(), so that as many steps are under way as there are stages; a sequence is in one of them.
+
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
 """
 
@@ -35,6 +38,7 @@ from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
 from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY
 from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.shared_sampler import SharedSampler
 from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import BatchBuffers
 
@@ -88,6 +92,8 @@ class _Flight:
     """None: nothing was computed yet, or the result is there."""
     result: StepResult | None = None
     is_booked: bool = False
+    elsewhere: _WantedRows | None = None
+    """What another stage has the logits of, once this one's part is computed."""
 
 
 class Runner:
@@ -98,7 +104,7 @@ class Runner:
         model: Model,
         backend: AttentionFamily[Any],
         buffers: BatchBuffers,
-        sampler: Sampler,
+        sampler: Sampler | SharedSampler,
         limits: Limits,
         groups: SequenceABC[CacheGroup],
         num_pages: int,
@@ -127,6 +133,8 @@ class Runner:
         self._flights: deque[_Flight] = deque()
         self._collected: _Flight | None = None
         """The oldest flight, where its results were handed out."""
+        self._stage_ends: deque[torch.cuda.Event] = deque()
+        """Of a pipeline on a GPU: where the last steps end that were begun here."""
         assert not sampler.keeps_tokens or buffers.keep_slots_T is not None, "chosen tokens have no slots to be kept by"
 
     @property
@@ -138,13 +146,19 @@ class Runner:
     def launch(self, step: Step) -> None:
         """Take a step; on a GPU begin it, at most one beyond the oldest that is not collected. One that is not sound is refused."""
         self._advance()
-        if self.can_run_ahead:
+        is_staged = self.sampler.num_stages > 1
+        if self.can_run_ahead and not is_staged:
             assert len(self._flights) < MAX_UNDER_WAY, f"{len(self._flights)} steps are in flight"
         flight = _Flight(self._slots.accept(step))
         self._flights.append(flight)
-        if self.can_run_ahead:
+        if self.can_run_ahead or self.sampler.is_behind:
             with self._on_stream():
+                if is_staged and self._stream is not None and len(self._stage_ends) == MAX_UNDER_WAY:
+                    self._stage_ends.popleft().synchronize()  # what the host wrote for that step is written over
                 self._begin(flight)
+                if is_staged and self._stream is not None:
+                    self._stage_ends.append(torch.cuda.Event())
+                    self._stage_ends[-1].record(self._stream)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Where this is interrupted it can be called again, or cancel() on a CPU."""
@@ -158,13 +172,26 @@ class Runner:
         self._collected = flight
         return result
 
+    def run(self, step: Step) -> None:
+        """Run a step of which another rank chooses the tokens; `take_result` brings them later."""
+        self.launch(step)
+        if not self.can_run_ahead:
+            with torch.inference_mode():
+                self._compute(self._flights[-1])
+
+    def take_result(self, result: StepResult) -> None:
+        """What was chosen in the oldest step, as another rank says."""
+        assert self._flights, "no step is in flight"
+        flight = self._flights.popleft()
+        self._slots.book(flight.step, result)
+
     def cancel(self) -> bool:
         """Drop every step in flight, as if none had run; what they told of sequences, pages and releases stands.
 
         Where steps begin when they are launched this cannot be done, unless there are none.
         """
         self._advance()
-        if self.can_run_ahead and self._flights:
+        if (self.can_run_ahead or self.sampler.is_behind) and self._flights:
             return False
         self._flights.clear()
         self._slots.forget_flights()
@@ -184,7 +211,9 @@ class Runner:
         self._check_idle()
         with self._handing_over():
             batch = self._fill(step, list(range(step.num_tokens)))
-            return self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
+            hidden_TH = self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
+            self.sampler.end_step()
+            return hidden_TH
 
     @torch.inference_mode()
     def row_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
@@ -209,9 +238,11 @@ class Runner:
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
             self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
+            self.sampler.end_step()
             for start, num_rows in self.backend.eager_steps():
                 batch = self._fill(self._eager_step(start, num_rows), [num_rows - 1])
                 self.model.hidden(batch, self.backend.plan(batch))
+                self.sampler.end_step()
             for number, num_rows in enumerate(rows, 1):
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
@@ -241,12 +272,20 @@ class Runner:
         plan = self.backend.plan(batch, captured=True)
         self.sampler.resolve(batch.token_ids_T)
         hidden_TH = self.model.hidden(batch, plan)
-        if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
+        self.sampler.end_step()
+        if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS) and self.sampler.is_behind:
+            self.model.step_logits(batch, plan)
+            self.sampler.end_step()
+            self._warm_choices(_absent(num_rows))
+        elif num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
             self.model.logits(hidden_TH)
-            logits_RV = self.model.step_logits(batch, plan)
-            num_chosen = min(num_rows, self.limits.sampled_rows)
-            self.sampler.find_argmax(logits_RV[:num_chosen], self._keep_slots(num_chosen))
-            self.sampler.warm(logits_RV)
+            self._warm_choices(self.model.step_logits(batch, plan))
+
+    def _warm_choices(self, logits_RV: torch.Tensor) -> None:
+        """From the rows of a step, or where another stage has them with it."""
+        num_chosen = min(len(logits_RV), self.limits.sampled_rows)
+        self.sampler.find_argmax(logits_RV[:num_chosen], self._keep_slots(num_chosen))
+        self.sampler.warm(logits_RV)
 
     def close(self) -> None:
         """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
@@ -282,26 +321,50 @@ class Runner:
         what was in flight before it; their results wait to be collected in order.
         """
         wanted = _WantedRows.of(flight.step)
+        if self.sampler.is_behind:
+            self._compute_stage(flight.step, wanted)
+            flight.elsewhere = wanted
+            return
         if not wanted.has_prompts:
             flight.choosing = self._choose(flight.step, wanted)
             return
+        is_follower = self.sampler.is_follower  # which is told what was chosen
         for earlier in self._flights:
-            if earlier is flight:
+            if earlier is flight or is_follower:
                 break
             self._settle(earlier)
         flight.result = self._with_prompt_logprobs(flight.step, wanted)
-        if self._flights and self.can_run_ahead:
+        if self._flights and self.can_run_ahead and not is_follower:
             self._settle(flight)
 
     def _compute(self, flight: _Flight) -> StepResult:
         """A step's results, begun here or on their way."""
         if flight.result is None:
-            if flight.choosing is None:
+            if flight.choosing is None and flight.elsewhere is None:
                 self._begin(flight)
-            if flight.choosing is not None:
+            if flight.elsewhere is not None:
+                flight.result = self._meet_last_stage(flight.step, flight.elsewhere)
+            elif flight.choosing is not None:
                 flight.result = _result_of(flight.step, flight.choosing.read())
         assert flight.result is not None, "the step has not begun"
         return flight.result
+
+    def _compute_stage(self, step: LiveStep, wanted: _WantedRows) -> None:
+        """This stage's part of a step, whose rows go on to the next."""
+        batch = self._fill(step, wanted.logit_rows)
+        self.model.hidden(batch, self.backend.plan(batch))
+        self.sampler.end_step()
+
+    def _meet_last_stage(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
+        """The choices of a step whose logits the last stage has; nothing on ranks that are told them."""
+        if self.sampler.is_follower:
+            return StepResult(())
+        if wanted.has_prompts:
+            return self._prompt_results(step, wanted, None)
+        if not wanted.logit_rows:
+            return _result_of(step, ())
+        choosing = self.sampler.launch(_absent(len(wanted.logit_rows)), wanted.choices, self.eos_token_ids)
+        return _result_of(step, choosing.read())
 
     def _settle(self, flight: _Flight) -> StepResult:
         """The same, once all before it are settled; its tokens are known from here on, and what waited for them is chosen."""
@@ -333,7 +396,8 @@ class Runner:
         """As it is, or padded to the least number of rows; those whose logits are wanted too, if there are any."""
         num_rows, num_logits = max(step.num_tokens, self._min_rows), max(len(logit_rows), self._min_rows)
         batch = self.buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0, keep_slots)
-        if any(item.num_tokens > item.sequence.num_tokens for item in step.scheduled):
+        is_coming = any(item.num_tokens > item.sequence.num_tokens for item in step.scheduled)
+        if is_coming or self.sampler.shares_tokens:
             self.sampler.resolve(batch.token_ids_T)
         return batch
 
@@ -366,27 +430,34 @@ class Runner:
 
     def _with_prompt_logprobs(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
         batch = self._fill(step, wanted.logit_rows)
-        hidden_RH = self.model.hidden(batch, self.backend.plan(batch))
+        return self._prompt_results(step, wanted, self.model.hidden(batch, self.backend.plan(batch)))
+
+    def _prompt_results(self, step: LiveStep, wanted: _WantedRows, hidden_RH: torch.Tensor | None) -> StepResult:
+        """From final hidden states; None: another stage has them."""
         prompts = [
             self._prompt_logprobs(item, *rows, hidden_RH) if rows[1] else ()
             for item, rows in zip(step.scheduled, wanted.prompt_rows, strict=True)
         ]
         samples: list[SequenceSample] = []
         for row, choice in zip(wanted.sampled, wanted.choices, strict=True):
-            logits_1V = self.model.logits(hidden_RH[row : row + 1])
+            logits_1V = self._logits_of(hidden_RH, row, 1)
             samples += self.sampler.launch(logits_1V, [choice], self.eos_token_ids).read()
         return _result_of(step, samples, prompts)
 
+    def _logits_of(self, hidden_RH: torch.Tensor | None, first_row: int, num_rows: int) -> torch.Tensor:
+        if hidden_RH is None:
+            return _absent(num_rows)
+        return self.model.logits(hidden_RH[first_row : first_row + num_rows])
+
     def _prompt_logprobs(
-        self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor
+        self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor | None
     ) -> tuple[TokenLogprobs, ...]:
         num_top = item.sequence.params.prompt_logprobs
         assert num_top is not None, f"{item.sequence.sequence_id=} asked for no prompt logprobs"
         logprobs: list[TokenLogprobs] = []
         for offset in range(0, num_rows, PROMPT_ROWS):
             count = min(PROMPT_ROWS, num_rows - offset)
-            first = first_row + offset
-            logits_TV = self.model.logits(hidden_RH[first : first + count])
+            logits_TV = self._logits_of(hidden_RH, first_row + offset, count)
             target_start = item.start + offset + 1
             targets = item.sequence.token_ids[target_start : target_start + count]
             logprobs.extend(self.sampler.prompt_logprobs(logits_TV, targets, num_top))
@@ -423,6 +494,11 @@ class Runner:
             if len(logit_rows) < num_rows - 1:
                 logit_rows.append(row - 1)
         return LiveStep(tuple(items)), logit_rows
+
+
+def _absent(num_rows: int) -> torch.Tensor:
+    """Logits that another stage has: their number is all that is known here."""
+    return torch.empty((num_rows, 0))
 
 
 def _result_of(

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.planning.coverage import Filled, check_coverage, check_sources, uncovered
 from holdfast.loading.planning.moves import Move, PlannedWeight
 from holdfast.loading.planning.plan import plan_load
 from holdfast.models.parameters import Parameter, Part
-from holdfast.models.sharding import Mesh, shard_parameters
+from holdfast.models.sharding import shard_parameters
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, MXFP4, WeightRecipe
 from loading.header_source import HeaderSource, entries_for, entry, experts, stacked
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning import dequantized_source
@@ -15,7 +16,7 @@ from holdfast.loading.sources.source import RowRead
 from holdfast.memory.ledger import Ledger
 from holdfast.models.declared_weights import review_stored, weight_bytes, weight_of
 from holdfast.models.parameters import DEEPSEEK_NAMES, list_parameters
-from holdfast.models.sharding import Mesh, shard_parameters
+from holdfast.models.sharding import shard_parameters
 from holdfast.models.spec import LatentSpec, ModelSpec
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, WEIGHT_SCHEMES, WeightRecipe
 from loading.smaller_chunks import chunks_of

@@ -1,0 +1,293 @@
+"""SymmetricExchange: ranks on the GPUs of one node read each other's memory (torch symmetric memory); kernels of ours, in graphs.
+
+S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
+
+Rooms, logits and signals lie in one symmetric allocation of the same size on every rank, so that products write where peers read.
+Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing to or from the host and wait for nothing there.
+Why one meeting of all ranks a call is enough: kernels/exchange/signals.py. Rows between stages: kernels/exchange/links.py.
+"""
+
+import json
+import secrets
+from collections import Counter
+from typing import Any
+
+import torch
+
+from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, rounding_bytes, shared_specs
+from holdfast.distributed.held_memory import HeldMemory, allocate_held
+from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.errors import ConfigError
+from holdfast.kernels.exchange.gather_rows import (
+    gather_columns_triton,
+    gather_small_triton,
+    meet_triton,
+    share_first_triton,
+)
+from holdfast.kernels.exchange.links import (
+    HEAD_LINK,
+    ROWS_LINK,
+    fetch_end,
+    fetch_rows,
+    offer_end,
+    offer_rows,
+)
+from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD
+from holdfast.kernels.exchange.sum_rows import Ranks, sum_rows_triton
+from holdfast.memory.arena import views_of
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
+
+natives: Any = getattr(torch._C, "_distributed_c10d", None)
+"""What torch has of groups below Python; its stubs do not name it."""
+GROUP_KEY = "group"
+
+
+class SymmetricMemory:
+    """One allocation of the same size on every rank, and views of everybody's."""
+
+    def __init__(self, num_bytes: int, store: Store, mesh: Mesh, device: torch.device) -> None:
+        symmetric = natives._SymmetricMemory
+        self.name, self._group = register_group(store, mesh)
+        self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
+        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the next line.
+        self.own.zero_()
+        torch.cuda.synchronize(device)
+        self._handle = symmetric.rendezvous(self.own, self.name)
+        self.everybodys = [
+            self.own if rank == mesh.rank else self._handle.get_buffer(rank, (num_bytes,), torch.uint8)
+            for rank in range(mesh.num_ranks)
+        ]
+
+    def close(self) -> None:
+        """The memory goes when the last view does."""
+        self.everybodys.clear()
+        natives._unregister_process_group(self.name)
+        del self._handle, self.own, self._group
+
+
+def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
+    """A group that only symmetric memory knows, by a name that nobody else has; torch knows it as long as somebody holds it."""
+    if mesh.rank == 0:
+        store.set(GROUP_KEY, f"holdfast-{secrets.token_hex(8)}")
+    name = store.get(GROUP_KEY).decode()
+    own_store = c10d.PrefixStore("symmetric", store)
+    group = c10d.ProcessGroup(own_store, mesh.rank, mesh.num_ranks)
+    gloo = make_gloo(store, "symmetric-gloo", mesh.rank, mesh.num_ranks, OPEN_SECONDS)
+    group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_group_name(name)
+    natives._register_process_group(name, group)
+    natives._SymmetricMemory.set_group_info(name, mesh.rank, mesh.num_ranks, own_store)
+    return name, group
+
+
+def agree_blocks(store: Store, mesh: Mesh, device: torch.device) -> int:
+    """How many programs a kernel that waits may have: the same on all ranks, and a share of the GPU where several ranks are on it.
+
+    With more of them those of some ranks could fill a GPU and wait for a peer whose kernels find no place there.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    own = {"device": str(properties.uuid), "num_processors": properties.multi_processor_count}
+    store.set(f"device/{mesh.rank}", json.dumps(own))
+    found = [json.loads(store.get(f"device/{rank}")) for rank in range(mesh.num_ranks)]
+    num_on = Counter(entry["device"] for entry in found)
+    return min(MAX_BLOCKS, *(entry["num_processors"] // num_on[entry["device"]] for entry in found))
+
+
+class SymmetricExchange:
+    """The exchange of one rank; see distributed/exchange.py."""
+
+    def __init__(self, mesh: Mesh, needs: ExchangeNeeds, store: Store, device: torch.device, ledger: Ledger) -> None:
+        specs, shared = exchange_specs(needs, mesh, "symmetric"), shared_specs(needs, mesh)
+        reason = f"exchange of {mesh.num_ranks} ranks over symmetric memory"
+        self._memory: SymmetricMemory | None = SymmetricMemory(arena_bytes(shared.values()), store, mesh, device)
+        own = {owner: spec for owner, spec in specs.items() if owner not in shared}
+        tensors, self._arenas = allocate_held(own, device, ledger, reason)
+        everybodys = [_named_views(buffer, shared) for buffer in self._memory.everybodys]
+        held_bytes = {owner: spec.aligned_bytes for owner, spec in shared.items()}
+        held_bytes["exchange/rounding"] = rounding_bytes(needs, mesh)
+        self._owners = list(held_bytes)
+        self._ledger = ledger
+        for owner, num_bytes in held_bytes.items():
+            ledger.record(owner, num_bytes, reason)
+        self._store = store
+        self.mesh = mesh
+        self._held = HeldMemory(tensors | everybodys[mesh.rank], needs, mesh)
+        first, last = mesh.stage * mesh.tensor_size, (mesh.num_stages - 1) * mesh.tensor_size
+        stage = everybodys[first : first + mesh.tensor_size]
+        self._peer_rooms = [views["exchange/rows"] for views in stage if mesh.tensor_size > 1]
+        self._peer_logits = [views["exchange/logits"] for views in everybodys[last:]]
+        self._everybodys = everybodys
+        self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
+        self.ranks = self._make_ranks(stage)
+        self._is_at_rest = True
+
+    def _make_ranks(self, stage: list[dict[str, torch.Tensor]]) -> Ranks:
+        """Signals of the ranks of this stage, with a table of their addresses behind this rank's own."""
+        signals = stage[self.mesh.tensor_rank]["exchange/signals"].view(torch.int32)
+        peers = signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].view(torch.int64)
+        addresses = [views["exchange/signals"].data_ptr() for views in stage]
+        peers[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
+        max_blocks = agree_blocks(self._store, self.mesh, signals.device)
+        return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers, max_blocks)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.tensor_rank
+
+    @property
+    def size(self) -> int:
+        return self.mesh.tensor_size
+
+    @property
+    def group_name(self) -> str:
+        """By which torch knows these ranks."""
+        assert self._memory is not None, "the exchange is closed"
+        return self._memory.name
+
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._held.room(num_rows, width, dtype)
+
+    def peer_rooms(self, turn: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """One of the two rooms of every rank, all of it in this type; a view is made once."""
+        found = self._typed_rooms.get((turn, dtype))
+        if found is None:
+            found = tuple(rooms[turn].view(dtype) for rooms in self._peer_rooms)
+            self._typed_rooms[turn, dtype] = found
+        return found
+
+    def _take(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._is_at_rest = False
+        return self.peer_rooms(self._held.take(part), part.dtype)
+
+    def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
+        assert part_TH.shape == out_TH.shape, f"{part_TH.shape=} {out_TH.shape=}"
+        return sum_rows_triton(self._take(part_TH), out_TH, self.ranks)
+
+    def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
+        num_rows, num_columns = out_TY.shape
+        assert part_TX.shape == (num_rows, num_columns // self.size), f"{part_TX.shape=} {out_TY.shape=}"
+        assert part_TX.dtype == out_TY.dtype, f"{part_TX.dtype=} {out_TY.dtype=}"
+        gather_columns_triton(self._take(part_TX), out_TY, num_rows, num_columns, self.ranks)
+        return out_TY
+
+    def whole_logits(self, num_rows: int) -> torch.Tensor:
+        return self._held.whole_logits(num_rows)
+
+    def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
+        assert (part_RV is not None) == self.mesh.is_last_stage, f"rank {self.mesh.rank} passes {part_RV=}"
+        assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"
+        if self.mesh.num_stages > 1:
+            if part_RV is not None:
+                self._offer_head(part_RV)
+            else:
+                assert out_RW is not None, "only rank 0 has no part"
+                widths = [self._held.share_width(place) for place in range(self.size)]
+                for place, slot_RV in enumerate(out_RW.split(widths, dim=1)):
+                    self._fetch_head(place, slot_RV)
+            return
+        assert part_RV is not None, "every rank of one stage has a part"
+        self._is_at_rest = False
+        self._held.share_room(*part_RV.shape).copy_(part_RV)
+        num_columns = self._held.needs.vocab_size
+        gather_columns_triton(self._peer_logits, out_RW, part_RV.shape[0], num_columns, self.ranks)
+
+    def _offer_head(self, x_TH: torch.Tensor) -> None:
+        """To rank 0, through the logits of this rank."""
+        slots_LN = self._held.tensors["exchange/logits"].view(x_TH.dtype).unsqueeze(0)
+        offer_rows(x_TH, slots_LN, offer_end(self._signals(self.mesh.rank), self._signals(0), HEAD_LINK, 1 + self.rank))
+
+    def _fetch_head(self, place: int, out_TH: torch.Tensor) -> None:
+        """From one of the last stage."""
+        slots_LN = self._peer_logits[place].view(out_TH.dtype).unsqueeze(0)
+        from_rank = (self.mesh.num_stages - 1) * self.size + place
+        end = fetch_end(self._signals(self.mesh.rank), self._signals(from_rank), HEAD_LINK, 1 + place)
+        fetch_rows(slots_LN, out_TH, end)
+
+    def _signals(self, rank: int) -> torch.Tensor:
+        return self._everybodys[rank]["exchange/signals"].view(torch.int32)
+
+    def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
+        assert (part_RX is not None) == self.mesh.is_last_stage, f"rank {self.mesh.rank} passes {part_RX=}"
+        if part_RX is None:
+            self._fetch_head(0, out_SRX.view(1, -1))
+            return out_SRX
+        if self.size == 1:
+            out_SRX[0].copy_(part_RX)
+        else:
+            gather_small_triton(part_RX, self._take_any(part_RX), out_SRX, self.ranks)
+        if self.mesh.num_stages > 1 and self.rank == 0:
+            self._offer_head(out_SRX.view(1, -1))
+        return out_SRX
+
+    def share_tokens(self, ids_T: torch.Tensor) -> None:
+        if self.size > 1:
+            share_first_triton(ids_T, self._take_any(ids_T), self.ranks)
+
+    def _take_any(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """For a part that lies elsewhere: a kernel brings it into the room."""
+        return self._take(self._held.room(1, part.numel(), part.dtype))
+
+    def send_rows(self, x_TH: torch.Tensor) -> None:
+        assert not self.mesh.is_last_stage, "the last stage has none behind it"
+        target = self._signals(self.mesh.rank + self.size)
+        slots_LN = self._held.tensors["pipeline/hidden"].view(x_TH.dtype)
+        offer_rows(x_TH, slots_LN, offer_end(self._signals(self.mesh.rank), target, ROWS_LINK, 0))
+
+    def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
+        assert not self.mesh.is_first_stage, "the first stage has none before it"
+        from_rank = self.mesh.rank - self.size
+        slots_LN = self._everybodys[from_rank]["pipeline/hidden"].view(out_TH.dtype)
+        return fetch_rows(
+            slots_LN, out_TH, fetch_end(self._signals(self.mesh.rank), self._signals(from_rank), ROWS_LINK, 0)
+        )
+
+    def end_step(self) -> None:
+        if not self._is_at_rest:
+            meet_triton(self.ranks)
+        self._is_at_rest = True
+        self._held.turn = 0
+
+    def close(self) -> None:
+        if self._memory is None:
+            return
+        self._typed_rooms.clear()
+        self._peer_rooms.clear()
+        self._peer_logits.clear()
+        self._everybodys.clear()
+        self._held.tensors.clear()
+        del self.ranks
+        self._memory.close()
+        self._memory = None
+        for arena in self._arenas:
+            arena.release()
+        while self._owners:
+            self._ledger.release(self._owners.pop())
+
+
+def _named_views(buffer: torch.Tensor, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    return dict(zip(specs, views_of(buffer, tuple(specs.values())), strict=True))
+
+
+def open_symmetric(
+    mesh: Mesh,
+    needs: ExchangeNeeds,
+    place: Place,
+    device: torch.device,
+    ledger: Ledger,
+    *,
+    timeout_s: float = OPEN_SECONDS,
+    secret: str = "",
+) -> SymmetricExchange:
+    """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
+    if mesh.tensor_size > MAX_RANKS:
+        raise ConfigError(
+            f"{mesh.tensor_size} ranks were to share layers over symmetric memory",
+            f"signals have places for {MAX_RANKS}",
+            f"take tensor_parallel_size={MAX_RANKS} at most",
+        )
+    store = open_store(place, mesh, timeout_s, secret)
+    with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
+        return SymmetricExchange(mesh, needs, store, device, ledger)

@@ -1,0 +1,294 @@
+"""Ranks built: rank 0 here, every other one in its process, station by station; both sides of each station stand together.
+
+    rank 0                                      every other rank
+    RankStart            ->                     opens the model's headers
+                         <-  RankReported       free memory, versions, a digest of the headers
+    plans all ranks, or refuses
+    RankPlanned          ->                     plans for itself, and compares
+    loads                                       loads
+                         <-  RankLoaded         no collective before every rank is here
+    RankConnect          ->                     meets the others
+    assembles, captures: the same exchanges in the same order on all
+                         <-  RankReady
+
+Rank 0 does all of this in its step thread: whoever waits for it learns at once where another rank is gone.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.distributed.collectives import open_collectives
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.rendezvous import Place, listen_for_ranks
+from holdfast.engine.rank_messages import (
+    RankConnect,
+    RankLoaded,
+    RankPlanned,
+    RankReady,
+    RankReported,
+    RankStart,
+)
+from holdfast.engine.rank_process import RankServer
+from holdfast.engine.ranked_runner import RankedRunner
+from holdfast.engine.ranks import COMMAND, LOADING_SECONDS, PEER_SECONDS, RankGroup, StepThread, check_world
+from holdfast.errors import ConfigError
+from holdfast.loading.declared import declare_opened
+from holdfast.loading.model_files import open_model
+from holdfast.loading.planning.open_model import OpenModel
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.report import RankMemory
+from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
+from holdfast.planning.plan import RunnerPlan
+from holdfast.planning.ranks import Agreement, RankReport, check_ranks, plan_ranks, rank_meshes, report_rank
+from holdfast.planning.target import choose_device, device_target
+from holdfast.request.sequence import SequenceResult, StepResult
+from holdfast.request.step import Step
+from holdfast.runner.build import BuiltRunner, Connect, build_runner
+from holdfast.runner.runner import Runner
+
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Set where several ranks may share a GPU, which only measurements want."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRanks:
+    """All ranks, ready: rank 0 and what drives the others."""
+
+    built: BuiltRunner
+    runner: RankedRunner
+    ranks: tuple[RankMemory, ...]
+    release: Callable[[], None]
+    watch: Callable[[], None]
+    """Raises where one is gone."""
+
+
+def build_ranks(
+    config: EngineConfig,
+    model: OpenModel,
+    on_progress: Callable[[int, int], None],
+    on_prepare: OnPrepare,
+    *,
+    is_remote: bool = False,
+    command: tuple[str, ...] = COMMAND,
+) -> BuiltRanks:
+    """Start every rank and build rank 0 here; nothing is left behind where one fails. `is_remote`: this process is ours."""
+    check_world(config, os.environ)
+    check_devices(config)
+    check_ranks(config, declare_opened(model, model.name))  # before a process is started
+    own = report(config, model, 0)
+    group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote)
+    thread = StepThread()
+    try:
+        zero = RankZero(config, model, group, own, on_progress, on_prepare)
+        built, ranks = group.wait(thread.submit(zero.build))
+    except BaseException:
+        group.end()  # whatever rank 0 is at ends with its next word to the others
+        thread.close(PEER_SECONDS)
+        raise
+    runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
+    return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
+
+
+def _is_eager(config: EngineConfig, runner: Runner) -> bool:
+    return config.pipeline_parallel_size == 1 and not runner.can_run_ahead
+
+
+class RankZero:
+    """The stations of rank 0."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: OpenModel,
+        group: RankGroup,
+        own: RankReport,
+        on_progress: Callable[[int, int], None],
+        on_prepare: OnPrepare,
+    ) -> None:
+        self._config = config
+        self._own = own
+        self._model = model
+        self._group = group
+        self._on_progress = on_progress
+        self._on_prepare = on_prepare
+
+    def build(self) -> tuple[BuiltRunner, tuple[RankMemory, ...]]:
+        """From the reports of all ranks to all of them ready."""
+        group, model = self._group, self._model
+        others = (RankReport.of(message.told) for message in group.expect(RankReported, PEER_SECONDS))
+        agreement = plan_ranks(self._config, declare_opened(model, model.name), (self._own, *others)).agreement
+        group.send_all(RankPlanned(agreement.as_dict()))
+        telling = self._tell_progress, self._tell_preparing
+        built = build_share(self._config, model, self._own, agreement, *telling, self._connect)
+        try:
+            ready = group.expect(RankReady, LOADING_SECONDS)
+        except BaseException:
+            built.release()
+            raise
+        group.serve()
+        return built, tuple(message.memory for message in ready)
+
+    def _connect(self, plan: RunnerPlan, ledger: Ledger) -> Exchange:
+        """All have loaded: tell where to meet."""
+        self._group.expect(RankLoaded, LOADING_SECONDS)
+        place = listen_for_ranks()
+        host, port = place.getsockname()[:2]
+        self._group.send_all(RankConnect(f"{host}:{port}"))
+        return open_exchange(plan, place, ledger)
+
+    def _tell_progress(self, num_done: int, num_total: int) -> None:
+        self._group.raise_if_dead()
+        self._on_progress(num_done, num_total)
+
+    def _tell_preparing(self, preparing: Preparing) -> None:
+        self._group.raise_if_dead()
+        self._on_prepare(preparing)
+
+
+class FollowingRank:
+    """The same stations in the process of another rank, and the steps behind them."""
+
+    def __init__(self, built: BuiltRunner, rank: int) -> None:
+        self._built: BuiltRunner | None = built
+        self._runner: Runner | None = built.runner
+        self.memory = rank_memory(built, rank)
+
+    def book(self, tokens: tuple[tuple[int, ...], ...]) -> None:
+        """What rank 0 has chosen in the oldest step."""
+        assert self._runner is not None, "this rank is closed"
+        self._runner.take_result(StepResult(tuple(SequenceResult(own) for own in tokens)))
+
+    def run(self, step: Step) -> None:
+        """Run a step together with all other ranks."""
+        assert self._runner is not None, "this rank is closed"
+        self._runner.run(step)
+
+    def look(self) -> dict[str, int]:
+        """Counters of torch's allocator on a GPU; nothing on a CPU."""
+        return {} if self._runner is None else allocator_counters(self._runner.device)
+
+    def close(self) -> None:
+        """Give everything back."""
+        built, self._built, self._runner = self._built, None, None
+        if built is not None:
+            built.release()
+
+
+def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
+    """This process's share of the model, step by step with rank 0."""
+    config, rank = start.config, start.rank
+    model = open_model(config.model, config.load_format, config.revision)
+    try:
+        own = report(config, model, rank)
+        server.send(RankReported(own.as_dict()))
+        agreement = Agreement.of(server.expect(RankPlanned).told)
+
+        def connect(plan: RunnerPlan, ledger: Ledger) -> Exchange:
+            server.send(RankLoaded())
+            host, _, port = server.expect(RankConnect).address.rpartition(":")
+            return open_exchange(plan, (host, int(port)), ledger)
+
+        built = build_share(config, model, own, agreement, lambda done, total: None, prepare_silently, connect)
+    finally:
+        model.source.close()
+    return FollowingRank(built, rank)
+
+
+# What both sides do
+
+
+def build_share(
+    config: EngineConfig,
+    model: OpenModel,
+    own: RankReport,
+    agreement: Agreement,
+    on_progress: Callable[[int, int], None],
+    on_prepare: OnPrepare,
+    connect: Connect,
+) -> BuiltRunner:
+    """A rank's runner, once all have agreed."""
+    rank = own.rank
+    return build_runner(
+        *(rank_config(config, rank), model, on_progress, on_prepare),
+        mesh=rank_meshes(config, agreement.cuts)[rank],
+        target=agreement.target(rank, own.target),
+        agreed=agreement.agreed,
+        agree=partial(agreement.check, rank),
+        connect=connect,
+    )
+
+
+def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
+    """The same on the device of a rank: of GPUs, one each."""
+    device, _ = choose_device(config)
+    if device == "cpu":
+        return replace(config, device="cpu")
+    first = int(device.partition(":")[2])
+    count = torch.cuda.device_count()
+    return replace(config, device=f"cuda:{(first + rank) % count}")
+
+
+def check_devices(config: EngineConfig) -> None:
+    """More ranks than devices are refused before anything is started."""
+    device, _ = choose_device(config)
+    if device == "cpu" or os.environ.get(OVERLAPPING) == "1":
+        return
+    first, count, asked = int(device.partition(":")[2]), torch.cuda.device_count(), config.num_ranks
+    if first + asked > count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise ConfigError(
+            f"{asked} ranks from {device} on were asked",
+            f"torch sees {count} CUDA devices here{masked}, and each rank takes one",
+            f"ask for {max(count - first, 1)} at the most, or let this process see more",
+        )
+
+
+def report(config: EngineConfig, model: OpenModel, rank: int) -> RankReport:
+    """What a rank has to tell before all are planned."""
+    device = rank_config(config, rank).device
+    return report_rank(rank, device_target(device), headers_digest(model), device)
+
+
+def headers_digest(model: OpenModel) -> str:
+    """Of everything that a model's headers say."""
+    digest = blake2b(digest_size=16)
+    digest.update(repr((model.spec, model.parameters, model.generation)).encode())
+    return digest.hexdigest()
+
+
+def open_exchange(plan: RunnerPlan, place: Place, ledger: Ledger) -> Exchange:
+    """The way to the other ranks, once all are on their way there."""
+    device = torch.device(plan.target.name)
+    assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
+    opening = plan.mesh, plan.exchange_needs, place, device, ledger
+    if device.type == "cpu":
+        return open_collectives(*opening, timeout_s=PEER_SECONDS)
+    from holdfast.distributed.symmetric import open_symmetric  # its kernels are for GPUs
+
+    return open_symmetric(*opening, timeout_s=PEER_SECONDS)
+
+
+def allocator_counters(device: torch.device) -> dict[str, int]:
+    """What torch's allocator has done so far."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    names = ("allocation.all.allocated", "segment.all.allocated", "reserved_bytes.all.current")
+    return {name: int(stats.get(name, 0)) for name in names}
+
+
+def rank_memory(built: BuiltRunner, rank: int) -> RankMemory:
+    """What a rank was planned to take, holds, and took as its device says."""
+    plan, profile = built.plan, built.profile
+    measured_bytes = None
+    if plan.target.kind == "cuda" and profile.taken_bytes is not None:
+        measured_bytes = profile.taken_bytes + plan.target.present_bytes
+    planned_bytes = plan.memory.phase_bytes["serve"]
+    return RankMemory(rank, plan.target.name, planned_bytes, built.ledger.total_bytes, measured_bytes)
