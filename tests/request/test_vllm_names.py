@@ -63,7 +63,7 @@ def test_the_page_for_vllms_users_has_every_name() -> None:
 
 def test_names_without_effect_are_taken_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig.from_options(
-        model="m", trust_remote_code=True, swap_space=4, tensor_parallel_size=1, disable_log_stats=True, max_num_seqs=3
+        model="m", trust_remote_code=True, swap_space=4, data_parallel_size=1, disable_log_stats=True, max_num_seqs=3
     )
     assert config == EngineConfig(model="m", max_num_seqs=3)
     (record,) = caplog.records
@@ -104,8 +104,8 @@ def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel_size": 2}, "one GPU runs a model here"),
-        ({"tensor_parallel_size": True}, "not in this version"),
+        ({"data_parallel_size": 2}, "put a router in front"),
+        ({"nnodes": True}, "not in this version"),
         ({"enable_lora": True}, "merge the adapter"),
         ({"speculative_config": {"model": "x"}}, "proposals come from n-grams alone here"),
         ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}}, "n-grams alone"),
@@ -122,7 +122,7 @@ def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
         ({"dtype": "fp8"}, "dtype='fp8' was asked; the choices are auto, float32, float16, bfloat16"),
         ({"dtype": "FP64"}, "dtype='FP64' was asked; the choices are auto, float32, float16, bfloat16"),
         ({"quantization": "awq"}, "quantization fp8, int8 or mxfp4"),
-        ({"tensor_parallel": 1}, "did you mean tensor_parallel_size"),
+        ({"tensor_parallel_siz": 1}, "did you mean tensor_parallel_size"),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization"),
         ({"trust_remote_cod": True}, "did you mean trust_remote_code"),
         ({"xyzzy": 1}, "the names are"),
