@@ -31,7 +31,7 @@ LAYERS = (
 )
 """Lowest first. A package imports from rows before its own, and from itself."""
 ROOMS = {
-    "kernels": (("",), ("attention", "gemm", "load", "sampling"), ("latent", "moe")),
+    "kernels": (("",), ("attention", "exchange", "gemm", "load", "sampling"), ("latent", "moe")),
     "models": (("",), ("blueprints",)),
     "loading": (("sources",), ("gguf",), ("hub", "planning"), ("execution", "quantized"), ("",)),
     "runner": (("sampling",), ("",)),

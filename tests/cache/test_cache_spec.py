@@ -132,3 +132,29 @@ def test_models_as_they_are_pad_nothing() -> None:
     assert (term.owner, term.num_bytes, term.phases) == ("kv pages/padding", 0, ("capture", "serve"))
     assert term.reason == "128 planes, each at a multiple of 256 bytes"
     assert plan_memory(2**30, "", (term,), spec.bytes_per_page, 1, 10**6).num_pages == 2**30 // spec.bytes_per_page
+
+
+WINDOWS = (512, 512, 512, 512, 512, None, 512, 512, 512, 512, 512, None, 512, 512)
+"""Fourteen layers, two of them with the whole context."""
+
+
+@pytest.mark.parametrize("windows", [(None,) * 14, WINDOWS], ids=["one group", "windows"])
+def test_stages_have_the_groups_of_the_whole_and_only_their_own_layers(windows: tuple[int | None, ...]) -> None:
+    formats = [KV_FORMATS["turboquant_k8v4" if 1 < layer < 12 else "bfloat16"] for layer in range(14)]
+    whole = mixed_cache(formats, 4, 64, 16, windows, 4096)
+    cuts = (range(5), range(5, 12), range(12, 14))
+    stages = [whole.for_stage(cut) for cut in cuts]
+    for cut, stage in zip(cuts, stages, strict=True):
+        assert stage.cache_groups() == whole.cache_groups()
+        assert [layer.layer for layer in stage.layers] == list(range(len(cut)))
+        assert [layer.format for layer in stage.layers] == [formats[layer] for layer in cut]
+        for number, layer in enumerate(cut):
+            assert stage.group_of(number) == whole.group_of(layer)
+        assert stage.bytes_per_page <= whole.bytes_per_page
+    assert sum(stage.bytes_per_token for stage in stages) == whole.bytes_per_token
+    # The last has no layer of the whole context: a group without layers keeps its place.
+    assert (() in [group.layers for group in stages[-1].groups]) == (windows is WINDOWS)
+    storage = PageStorage(stages[-1], 3, torch.device("meta"), Ledger())
+    num_slots = [len(plane) for number in range(2) for plane in storage.planes(number).values()]
+    chunks = {group.window: group.chunks_per_page for group in stages[-1].groups}[windows[-1]]
+    assert num_slots == [3 * 16 * chunks] * len(num_slots)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import Mesh
 from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import find_gpu
 from holdfast.planning.fit import PlanRequest
@@ -11,6 +12,6 @@ from holdfast.planning.target import Target, gpu_target, memory_target
 
 def plan_request(model: str = "Qwen3-8B", gpu: str = "h200", memory: str | None = None, **options: Any) -> PlanRequest:
     """A request; `tensor_parallel_size` stands beside the config's options."""
-    beside = {name: options.pop(name) for name in ("tensor_parallel_size",) if name in options}
+    mesh = Mesh(tensor_size=options.pop("tensor_parallel_size", 1))
     target: Target = gpu_target(find_gpu(gpu)) if memory is None else memory_target(memory)
-    return PlanRequest(EngineConfig(**options), open_declared(model), target, **beside)
+    return PlanRequest(EngineConfig(**options), open_declared(model), target, mesh)

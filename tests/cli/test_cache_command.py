@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from cli.cli_models import Here
+from holdfast.distributed.mesh import Mesh
 from holdfast.loading.quantized.cache import CACHE_VARIABLE, CacheSlot, cache_entries, find_cached
-from holdfast.loading.quantized.manifest import Mesh
 from holdfast.loading.quantized.source import open_quantized
 from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.memory.sizes import format_bytes

@@ -23,6 +23,7 @@ from holdfast.cli.plan_view import (
 )
 from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives
@@ -90,7 +91,7 @@ def test_the_command_is_there_where_it_would_work() -> None:
         "holdfast chat --quantization mxfp4 --memory-utilization 0.98 --max-num-batched-tokens 2048 --max-num-seqs 4"
     )
     assert view_of(plan_request("Llama-3.1-70B", "l4"), None).command is None, "another GPU is no option"
-    ranks = replace(FITTING, tensor_parallel_size=2)
+    ranks = replace(FITTING, mesh=Mesh(tensor_size=2))
     assert view_of(ranks, None).command is None, "nothing runs it yet"
     quantized = replace(FITTING, config=FITTING.config.with_quantization("fp8"))
     assert "--quantization fp8 " in (view_of(quantized, None).command or "")

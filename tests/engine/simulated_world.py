@@ -69,6 +69,8 @@ class World:
     """Steps go through bytes."""
     has_priorities: bool = False
     """Not all sequences are equally important."""
+    num_stages: int = 1
+    """Of a pipeline, with a step in each."""
 
     def __post_init__(self) -> None:
         if not self.shadows:
@@ -116,6 +118,12 @@ class World:
     def late(cls, seed: int) -> "World":
         """The same with results that come late: up to two steps ahead; in half of those that can rewind, with proposals."""
         return cls._made_late(cls.from_seed(seed), seed)
+
+    @classmethod
+    def piped(cls, seed: int) -> "World":
+        """The same in a pipeline of two to four stages; not all sequences of every fourth world are equal."""
+        world, num_stages = cls._made_late(cls.from_seed(seed), seed), Random(f"stages {seed}").choice((2, 2, 3, 4))
+        return replace(world, num_stages=num_stages, run_ahead=num_stages - 1, has_priorities=seed % 4 == 3)
 
     @classmethod
     def compressed(cls, seed: int) -> "World":

@@ -52,6 +52,7 @@ class Simulation:
             groups=self.groups,
             prefix_root=seed.to_bytes(8, "big"),
             prefix_hash=colliding_hash if self.world.collides else strong_hash,
+            num_stages=self.world.num_stages,
         )
         self.shadow = Shadow(self.world.shadows, self.world.num_pages)
         self.page_epochs = [-1] * self.world.num_pages
@@ -74,6 +75,8 @@ class Simulation:
         self.num_hit_tokens = 0
         self._admitted: set[int] = set()
         """By the last schedule()."""
+        self._num_ran = 0
+        """Before the last schedule()."""
         self._safe: dict[int, int] = {}
         """Of each that ran after the last admission: up to how many tokens nobody has to be preempted for it."""
         self._evict = self.scheduler.pool.on_evict
@@ -333,6 +336,7 @@ class Simulation:
         """Who was admitted, with which hits, and who was preempted by the schedule() that just ran."""
         in_step = {item.sequence.sequence_id for item in items}
         ran = [client.sequence for client in self.alive.values() if client.is_running]
+        self._num_ran = len(ran)
         victims: list[Sequence] = []
         num_preempted, num_admitted = self.counts["preempt"], 0
         self._admitted.clear()
@@ -462,6 +466,8 @@ class Simulation:
         if self._must_run(waits):
             oldest = self._leader().sequence.sequence_id
             assert order[:1] == [oldest], f"the oldest sequence {oldest} does not run: {order}"
+        if self.world.num_stages > 1:
+            self._check_share(step)
         num_rows = sum(1 + len(item.proposals) for item in step.scheduled if item.samples)
         assert num_rows <= limits.sampled_rows, f"{num_rows} rows choose in a step"
         for item in step.scheduled:
@@ -479,6 +485,24 @@ class Simulation:
                     assert page != HOLE, f"{sequence} writes into a hole of {group.name}"
                     assert pool.num_owners(page) == 1, f"page {page} is written and has other owners"
                     assert not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
+
+    def _check_share(self, step: LiveStep) -> None:
+        """In a pipeline: nobody twice, no more than a stage's share, and nobody left out while there is room."""
+        num_stages, limits, running = self.world.num_stages, self.world.limits, self.scheduler.num_running
+        for item in step.scheduled:
+            in_flight = self.alive[item.sequence.sequence_id].num_flying
+            assert not in_flight, f"{item.sequence} is in two stages of a pipeline"
+        num_new = len(self._admitted)
+        num_old, share = len(step.scheduled) - num_new, -(-self._num_ran // num_stages)
+        assert num_old <= share, f"{num_old} of {self._num_ran} that run are more than a share of {num_stages} stages"
+        num_all = min(running + self.scheduler.num_waiting, limits.max_num_seqs)
+        most = -(-num_all // num_stages)
+        assert not num_new or len(step.scheduled) <= most, f"{len(step.scheduled)} of {num_all} are more than a share"
+        took_all = step.num_tokens == limits.max_num_batched_tokens
+        num_idle = sum(client.is_running and not client.num_flying for client in self.alive.values()) - num_new
+        is_full = took_all or num_old >= min(num_idle, -(-(running - num_new) // num_stages))
+        assert is_full, f"{num_idle} of {self._num_ran} have nothing in flight, and {num_old} are in the step"
+        self.seen["shared"] += num_idle > num_old
 
     def _see_results(self, step: LiveStep, chosen: list[tuple[int, ...]], failed: list[int]) -> None:
         for index, (item, tokens) in enumerate(zip(step.scheduled, chosen, strict=True)):
@@ -541,6 +565,8 @@ class Simulation:
         sequence, limits = client.sequence, self.world.limits
         if not self.flights:
             return True
+        if self.world.num_stages > 1 and client.num_flying:
+            return False
         if not client.is_running or (waits and sequence.may_speculate and client.num_coming):
             return False
         longest = min(len(client.prompt) + sequence.max_tokens - 1, limits.max_model_len)
@@ -583,7 +609,7 @@ def main(num_worlds: int, num_events: int, kind: str = "") -> None:
     num_reads = worst = num_hit_tokens = 0
     start = process_time()
     for seed in range(num_worlds):
-        kinds = {"late": World.late, "compressed": World.compressed, "unequal": World.unequal}
+        kinds = {"late": World.late, "compressed": World.compressed, "unequal": World.unequal, "piped": World.piped}
         simulation = Simulation(seed, kinds.get(kind, World.from_seed)(seed))
         try:
             simulation.run(num_events)

@@ -124,6 +124,8 @@ class CompiledOnly:
             else:
                 is_count = parameter.do_not_specialize and not isinstance(value, torch.Tensor)
                 signature[parameter.name] = "i32" if is_count else _type_of(value)
+                if isinstance(value, tuple):
+                    attributes |= {(index, place): [["tt.divisibility", 16]] for place in range(len(value))}
             if signature[parameter.name] == "constexpr":
                 constants[parameter.name] = value
             elif parameter.do_not_specialize:
@@ -162,8 +164,10 @@ def _check_words(program: str, shared_bytes: int) -> None:
     )
 
 
-def _type_of(value: object) -> str:
+def _type_of(value: object) -> Any:
     """As a launch decides it: numbers that are 1, and what is not there, become constants."""
+    if isinstance(value, tuple):
+        return tuple(_type_of(item) for item in value)
     if isinstance(value, torch.Tensor):
         return f"*{NAMES[value.dtype]}"
     if isinstance(value, TensorDescriptor):

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.blueprints.read import declare_config
@@ -25,7 +25,7 @@ STEP = StepShape(num_rows=70, num_logit_rows=9, max_model_len=4096, dtype="bfloa
 
 
 def elements(declared: DeclaredModel, num_ranks: int = 1) -> int:
-    return sum(prod(weight.shape) for weight in declared.parameters(num_ranks))
+    return sum(prod(weight.shape) for weight in declared.parameters(Mesh(tensor_size=num_ranks)))
 
 
 @pytest.mark.parametrize("case", COMPRESSED_MODELS)
@@ -64,16 +64,16 @@ def test_layers_that_draft_tokens_are_no_part_of_a_plan() -> None:
 
 
 def test_rows_of_entries_and_of_their_index() -> None:
-    rows = {row.name: row for row in FLASH.declaration.cache_rows(FLASH.check_format("fp8"), 4)}
+    rows = {row.name: row for row in FLASH.declaration.cache_rows(FLASH.check_format("fp8"), Mesh(tensor_size=4))}
     assert {name: (row.num_layers, row.row_bytes, row.ratio) for name, row in rows.items()} == {
         "entries of 4": (21, 584, 4),
         "index": (21, 132, 4),
         "entries of 128": (20, 584, 128),
     }
-    assert PRO.kv_bytes_per_token("bfloat16", 8) == 30 * (256 + 64) + 31 * 8
+    assert PRO.kv_bytes_per_token("bfloat16", Mesh(tensor_size=8)) == 30 * (256 + 64) + 31 * 8
     assert PRO.kv_bytes_per_token("fp8") == 30 * (146 + 33) + Fraction(31 * 584, 128)
     windows = declare_config({**CATALOGUE["DeepSeek-V4-Flash"], "compress_ratios": [0] * 43}, "x")
-    assert windows.declaration.cache_rows(windows.check_format("fp8"), 1) == ()
+    assert windows.declaration.cache_rows(windows.check_format("fp8"), ALONE) == ()
     assert windows.kv_bytes_per_sequence("fp8") == 0
 
 
@@ -82,7 +82,7 @@ def test_states_of_a_sequence() -> None:
     for model, overlapped, heavy in ((FLASH, 21, 20), (PRO, 30, 31)):
         for format in ("fp8", "bfloat16"):
             own = overlapped * 2 * 3 * (512 + 128) * 4 + heavy * 3 * 512 * 4
-            assert model.kv_bytes_per_sequence(format, 2) == own
+            assert model.kv_bytes_per_sequence(format, Mesh(tensor_size=2)) == own
     assert FLASH.kv_bytes_per_sequence("fp8") <= 0.5 * 2**20
 
 
@@ -98,7 +98,7 @@ def test_formats_that_vectors_cannot_be_kept_in() -> None:
 
 def test_heads_are_those_of_a_rank() -> None:
     for ranks in (1, 4, 8):
-        heads = FLASH.declaration.heads(ranks)
+        heads = FLASH.declaration.heads(Mesh(tensor_size=ranks))
         assert heads is not None
         assert (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rope_dim) == (64 // ranks, 1, 512, 64)
         assert (heads.index_heads, heads.index_dim, heads.index_top_k) == (64, 128, 512)
@@ -131,7 +131,7 @@ def test_ranks_share_heads_groups_experts_and_vocabulary(ranks: int) -> None:
     changes = {"o_groups": 4, "num_attention_heads": 8, "vocab_size": 131}
     spec = read_spec({"architectures": [ARCHITECTURE], **COMPRESSED_MODELS["like V4-Flash"], **changes})
     declared = declare_decoder(spec, "x")
-    planned = {weight.name: weight.shape for weight in declared.parameters(ranks)}
+    planned = {weight.name: weight.shape for weight in declared.parameters(Mesh(tensor_size=ranks))}
     shares = shard_parameters(parameters(spec), Mesh(0, ranks), spec.num_heads, 1, num_groups=4)
     assert {share.name: share.shape for share in shares} == planned
     assert planned["layers.0.router.table"] == (131, 3)
@@ -141,9 +141,9 @@ def test_ranks_share_heads_groups_experts_and_vocabulary(ranks: int) -> None:
 
 def test_numbers_of_ranks_that_do_not_work() -> None:
     with pytest.raises(ConfigError, match=r"8 groups of heads do not divide into 16 equal parts; try 1, 2, 4, 8$"):
-        FLASH.parameters(16)
+        FLASH.parameters(Mesh(tensor_size=16))
     with pytest.raises(ConfigError, match="64 query heads do not divide into 3 equal parts"):
-        FLASH.parameters(3)
+        FLASH.parameters(Mesh(tensor_size=3))
     (o_a,) = (one for one in parameters(FLASH.spec) if one.name == "layers.0.o_a.weight")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="are 8 heads, which do not divide by 16"):
         shard_parameters([o_a], Mesh(0, 16), 64, 1, num_groups=8)
@@ -151,7 +151,7 @@ def test_numbers_of_ranks_that_do_not_work() -> None:
 
 def test_tensors_of_a_step() -> None:
     scratch = (TensorSpec("own", (3,), "float32"),)
-    requests = FLASH.declaration.requests(STEP, 2, scratch)
+    requests = FLASH.declaration.requests(STEP, Mesh(tensor_size=2), scratch)
     shapes = {request.owner: {spec.name: spec.shape for spec in request.specs} for request in requests}
     assert shapes.keys() == {"stream", "attention", "experts", "head"}
     attention = shapes["attention"]
@@ -165,6 +165,6 @@ def test_tensors_of_a_step() -> None:
     recipe = FLASH.stored_recipe
     assert recipe is not None
     (codes,) = (
-        one for one in FLASH.declaration.requests(STEP._replace(recipe=recipe), 1, ()) if one.owner[:4] == "quan"
+        one for one in FLASH.declaration.requests(STEP._replace(recipe=recipe), ALONE, ()) if one.owner[:4] == "quan"
     )
     assert {spec.name: spec.shape for spec in codes.specs} == {"codes": (70 * 8192,), "scales": (70 * 64,)}

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ModelFormatError
 from holdfast.models.activations import experts_request
 from holdfast.models.declaration import CacheRows, Experts, StepShape, needed, split
@@ -40,7 +41,7 @@ STEP = StepShape(num_rows=10, num_logit_rows=4, max_model_len=100, dtype="float1
 
 
 def elements(experts: Experts, num_ranks: int) -> dict[str, int]:
-    return {weight.name: prod(weight.shape) for weight in experts.weights("layers.1.", 32, num_ranks)}
+    return {weight.name: prod(weight.shape) for weight in experts.weights("layers.1.", 32, Mesh(tensor_size=num_ranks))}
 
 
 def test_one_layer() -> None:
@@ -64,20 +65,20 @@ def test_ranks_divide_the_inner_width_alone(num_ranks: int) -> None:
 
 
 def test_what_does_not_divide() -> None:
-    assert EXPERTS.indivisible(8) is None
-    assert EXPERTS.indivisible(16) == "24 columns of an expert do not divide into 16 equal parts"
+    assert EXPERTS.indivisible(Mesh(tensor_size=8)) is None
+    assert EXPERTS.indivisible(Mesh(tensor_size=16)) == "24 columns of an expert do not divide into 16 equal parts"
     odd = EXPERTS._replace(intermediate_size=32, shared_size=24)
-    assert odd.indivisible(16) == "24 columns of the shared experts do not divide into 16 equal parts"
+    assert odd.indivisible(Mesh(tensor_size=16)) == "24 columns of the shared experts do not divide into 16 equal parts"
 
 
 def test_a_step_holds_every_chosen_expert_s_rows() -> None:
     rank = ExpertsSpec(6, 2, intermediate_size=12, shared_size=24, has_shared_gate=True)
-    assert EXPERTS.request(STEP, 32, 2) == experts_request(rank, 32, 10, "float16")
+    assert EXPERTS.request(STEP, 32, Mesh(tensor_size=2)) == experts_request(rank, 32, 10, "float16")
     plain = EXPERTS._replace(shared_size=0, has_shared_gate=False)
     assert plain.request(STEP, 32, 1) == experts_request(ExpertsSpec(6, 2, 24), 32, 10, "float16")
 
 
 def test_natively_quantized_experts_beside_plain_routers() -> None:
-    weights = EXPERTS._replace(expert_native="mxfp4", shared_native="fp8_block").weights("x.", 32, 1)
+    weights = EXPERTS._replace(expert_native="mxfp4", shared_native="fp8_block").weights("x.", 32, ALONE)
     natives = {weight.kind: weight.native for weight in weights}
     assert natives == {"router": None, "expert": "mxfp4", "bias": None, "linear": "fp8_block"}

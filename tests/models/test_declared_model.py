@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.distributed.mesh import ALONE
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.blueprints.read import PLANNED_FAMILIES, declare_config, refuse_planned_only
@@ -61,7 +62,7 @@ def test_halves_and_quarters() -> None:
 
 def test_the_checkpoint_s_own_scheme_counts() -> None:
     r1 = declare_config(CATALOGUE["DeepSeek-R1"], "r1")
-    assert r1.weight_bytes("bfloat16") == r1.weight_bytes("bfloat16", AS_STORED, 1)
+    assert r1.weight_bytes("bfloat16") == r1.weight_bytes("bfloat16", AS_STORED, ALONE)
     assert abs(r1.weight_bytes("bfloat16") / 2**30 - 627.9) < 1
     unpacked = declare_config({**CATALOGUE["DeepSeek-R1"], "quantization_config": None}, "r1")
     assert abs(unpacked.weight_bytes("bfloat16") / r1.weight_bytes("bfloat16") - 2) < 0.02

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.kernels.geometry import (
     ROW_SCALED_BLOCK_N,
@@ -60,7 +61,7 @@ def moe(family: str, **changes: object) -> dict[str, Any]:
 
 
 def elements(declared: DeclaredModel, num_ranks: int = 1) -> int:
-    return sum(prod(weight.shape) for weight in declared.parameters(num_ranks))
+    return sum(prod(weight.shape) for weight in declared.parameters(Mesh(tensor_size=num_ranks)))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_experts_of_gpt_oss_are_stored_in_mxfp4() -> None:
 
 def test_ranks_share_biases_and_sinks_with_their_weights() -> None:
     whole, half = (
-        {weight.name: weight.shape for weight in declare_config(moe("GptOss"), "x").parameters(ranks)}
+        {weight.name: weight.shape for weight in declare_config(moe("GptOss"), "x").parameters(Mesh(tensor_size=ranks))}
         for ranks in (1, 2)
     )
     assert (whole["layers.0.sinks"], half["layers.0.sinks"]) == ((4,), (2,))
@@ -145,7 +146,7 @@ def test_kinds() -> None:
 def test_ranks_hold_everything_and_share_what_they_must(name: str, num_ranks: int) -> None:
     declared = declare_config(CATALOGUE[name], name)
     whole = {weight.name: prod(weight.shape) for weight in declared.parameters()}
-    sharded = {weight.name: weight for weight in declared.parameters(num_ranks)}
+    sharded = {weight.name: weight for weight in declared.parameters(Mesh(tensor_size=num_ranks))}
     assert sharded.keys() == whole.keys(), "every rank holds something of everything"
     num_copies = max(num_ranks - declared.num_kv_heads, 0)  # of keys' heads, and as many of values': one on each rank
     for part, weight in sharded.items():
@@ -161,7 +162,7 @@ def test_ranks_hold_everything_and_share_what_they_must(name: str, num_ranks: in
 
 def test_key_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
     declared = declare_config(CATALOGUE["Qwen3-30B-A3B"], "x")
-    bytes_per_token = [declared.kv_bytes_per_token("bfloat16", ranks) for ranks in (1, 2, 4, 8, 16)]
+    bytes_per_token = [declared.kv_bytes_per_token("bfloat16", Mesh(tensor_size=ranks)) for ranks in (1, 2, 4, 8, 16)]
     assert bytes_per_token == [98304, 49152, 24576, 24576, 24576]
 
 
@@ -177,22 +178,22 @@ def test_key_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
 )
 def test_ranks_that_do_not_divide(name: str, num_ranks: int, reason: str) -> None:
     declared = declare_config(CATALOGUE[find_model(name)[0]], name)
-    for ask in (declared.parameters, lambda ranks: declared.kv_bytes_per_token("bfloat16", ranks)):
+    for ask in (declared.parameters, lambda mesh: declared.kv_bytes_per_token("bfloat16", mesh)):
         with pytest.raises(ConfigError, match=f"tensor_parallel_size={num_ranks} was asked; {reason}"):
-            ask(num_ranks)
+            ask(Mesh(tensor_size=num_ranks))
 
 
 @pytest.mark.parametrize("num_ranks", [0, -1, True, 2.0, "2", None, 10**9])
 def test_ranks_that_are_no_number(num_ranks) -> None:
-    with pytest.raises(ConfigError, match="a whole number from 1 to 4096 works"):
-        declare_config(CATALOGUE["Qwen3-8B"], "x").parameters(num_ranks)
+    with pytest.raises(ConfigError, match="was asked"):
+        declare_config(CATALOGUE["Qwen3-8B"], "x").parameters(Mesh(tensor_size=num_ranks))
 
 
 def test_a_step_of_a_decoder_is_what_its_runner_asks_for() -> None:
     declared = declare_config(CATALOGUE["Qwen3-0.6B"], "x")
     spec = declared.spec
     assert spec is not None
-    assert declared.declaration.requests(STEP, 1, ()) == (
+    assert declared.declaration.requests(STEP, ALONE, ()) == (
         stream_request(spec, 8, "bfloat16"),
         attention_request(spec, 8, "bfloat16", ()),
         mlp_request(spec, 8, "bfloat16"),
@@ -202,7 +203,10 @@ def test_a_step_of_a_decoder_is_what_its_runner_asks_for() -> None:
 
 def test_a_step_of_a_rank_is_narrower_and_its_logits_are_not() -> None:
     declaration = declare_config(CATALOGUE["Qwen3-8B"], "x").declaration
-    whole, part = ({request.owner: request for request in declaration.requests(STEP, ranks, ())} for ranks in (1, 4))
+    whole, part = (
+        {request.owner: request for request in declaration.requests(STEP, Mesh(tensor_size=ranks), ())}
+        for ranks in (1, 4)
+    )
     assert part["head"] == whole["head"]
     assert part["stream"] == whole["stream"]
     assert part["mlp"].specs[0].shape == (8, 2 * 12288 // 4)
@@ -213,8 +217,11 @@ def test_a_step_of_a_rank_is_narrower_and_its_logits_are_not() -> None:
 def test_codes_take_room_where_products_want_them(scheme: WeightScheme) -> None:
     declaration = declare_config(CATALOGUE["Qwen3-30B-A3B"], "x").declaration
     recipe = WeightRecipe(scheme)
-    requests = {request.owner: request for request in declaration.requests(STEP._replace(recipe=recipe), 2, ())}
-    spec = declaration.rank(2)  # type: ignore[attr-defined]
+    requests = {
+        request.owner: request
+        for request in declaration.requests(STEP._replace(recipe=recipe), Mesh(tensor_size=2), ())
+    }
+    spec = declaration.rank(Mesh(tensor_size=2))  # type: ignore[attr-defined]
     wanted = quantized_rows_request(spec, STEP.num_rows, STEP.num_logit_rows, recipe)
     assert requests.get("quantized_rows") == (wanted if scheme is FP8 else None)
     assert wanted.specs == () or wanted.specs[0].shape == (8 * 8 * 768 // 2,)
@@ -225,14 +232,14 @@ def test_codes_take_room_where_products_want_them(scheme: WeightScheme) -> None:
 def test_products_of_middle_batches_share_room_on_a_gpu(name: str, num_ranks: int) -> None:
     """Enough partial sums, counters and amax for every weight that these kernels take."""
     declaration = declare_decoder(with_few_experts(name), name).declaration
-    if declaration.indivisible(num_ranks) is not None:
+    if declaration.indivisible(Mesh(tensor_size=num_ranks)) is not None:
         pytest.skip("not divided")
     step = STEP._replace(recipe=WeightRecipe(FP8), device_kind="cuda")
-    requests = {request.owner: request for request in declaration.requests(step, num_ranks, ())}
-    on_cpu = declaration.requests(step._replace(device_kind="cpu"), num_ranks, ())
+    requests = {request.owner: request for request in declaration.requests(step, Mesh(tensor_size=num_ranks), ())}
+    on_cpu = declaration.requests(step._replace(device_kind="cpu"), Mesh(tensor_size=num_ranks), ())
     assert "row_scaled" not in {request.owner for request in on_cpu}
     parts, arrived, amax = (spec.shape[0] for spec in requests["row_scaled"].specs)
-    weights = [weight for weight in declaration.weights(num_ranks) if weight.kind == "linear"]
+    weights = [weight for weight in declaration.weights(Mesh(tensor_size=num_ranks)) if weight.kind == "linear"]
     assert weights
     for weight in weights:
         size_n, size_k = weight.shape
@@ -245,14 +252,14 @@ def test_products_of_middle_batches_share_room_on_a_gpu(name: str, num_ranks: in
 
 def test_experts_take_the_place_of_the_mlp() -> None:
     declaration = declare_config(CATALOGUE["Qwen3-30B-A3B"], "x").declaration
-    assert [request.owner for request in declaration.requests(STEP, 1, ())] == [
+    assert [request.owner for request in declaration.requests(STEP, ALONE, ())] == [
         "stream",
         "attention",
         "experts",
         "head",
     ]
     mixed = declare_config(moe("Qwen3Moe", mlp_only_layers=[1]), "x").declaration
-    assert [request.owner for request in mixed.requests(STEP, 1, ())] == [
+    assert [request.owner for request in mixed.requests(STEP, ALONE, ())] == [
         "stream",
         "attention",
         "mlp",
@@ -272,9 +279,9 @@ def test_experts_take_the_place_of_the_mlp() -> None:
 def test_ranks_together_keep_at_least_the_whole_cache(heads, shared_by, layers, head_dim, ranks, format) -> None:
     spec = replace(SPEC, num_kv_heads=heads, num_heads=heads * shared_by, num_layers=layers, head_dim=head_dim)
     declared = declare_decoder(spec, "x")
-    if declared.declaration.indivisible(ranks) is not None:
+    if declared.declaration.indivisible(Mesh(tensor_size=ranks)) is not None:
         return
-    whole, part = declared.kv_bytes_per_token(format), declared.kv_bytes_per_token(format, ranks)
+    whole, part = declared.kv_bytes_per_token(format), declared.kv_bytes_per_token(format, Mesh(tensor_size=ranks))
     assert part == whole / min(ranks, heads)
 
 

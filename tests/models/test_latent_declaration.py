@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.blueprints.read import declare_config
@@ -29,7 +29,7 @@ def declared_of(case: str) -> DeclaredModel:
 
 
 def shapes_of(declared: DeclaredModel, step: StepShape, num_ranks: int = 1, scratch=()) -> dict[str, dict[str, tuple]]:
-    requests = declared.declaration.requests(step, num_ranks, scratch)
+    requests = declared.declaration.requests(step, Mesh(tensor_size=num_ranks), scratch)
     return {request.owner: {spec.name: spec.shape for spec in request.specs} for request in requests}
 
 
@@ -66,8 +66,10 @@ def test_one_row_a_token_is_on_every_rank(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
     for ranks in (1, 2, 4):
         for format, num_bytes in BYTES.items():
-            assert declared.kv_bytes_per_token(format, ranks) == declared.num_layers * num_bytes, format
-        assert declared.kv_bytes_per_sequence("bfloat16", ranks) == 0
+            assert declared.kv_bytes_per_token(format, Mesh(tensor_size=ranks)) == declared.num_layers * num_bytes, (
+                format
+            )
+        assert declared.kv_bytes_per_sequence("bfloat16", Mesh(tensor_size=ranks)) == 0
 
 
 INDEX_BYTES = {"bfloat16": 256, "float32": 512, "fp8_ds_mla": 132, "turboquant_mla_4bit": 132}
@@ -80,12 +82,14 @@ def test_a_row_of_the_index_lies_beside_every_latent_on_every_rank() -> None:
     assert isinstance(declaration, LatentDeclaration)
     for ranks in (1, 8, 128):
         for format, num_bytes in INDEX_BYTES.items():
-            assert declared.kv_bytes_per_token(format, ranks) == 61 * (BYTES[format] + num_bytes), format
-        assert declared.kv_bytes_per_token("fp8", ranks) == 61 * (656 + 132)
-        assert declared.kv_bytes_per_sequence("fp8", ranks) == 0
+            assert declared.kv_bytes_per_token(format, Mesh(tensor_size=ranks)) == 61 * (BYTES[format] + num_bytes), (
+                format
+            )
+        assert declared.kv_bytes_per_token("fp8", Mesh(tensor_size=ranks)) == 61 * (656 + 132)
+        assert declared.kv_bytes_per_sequence("fp8", Mesh(tensor_size=ranks)) == 0
     for index_dtype, num_bytes in (("fp8", 132), ("bfloat16", 256), ("float32", 512)):
         kv_format = replace(KV_FORMATS["bfloat16"], index_dtype=index_dtype)
-        rows = {row.name: row for row in declaration.cache_rows(kv_format, 8)}
+        rows = {row.name: row for row in declaration.cache_rows(kv_format, Mesh(tensor_size=8))}
         assert (rows["latent"].row_bytes, rows["index"].row_bytes) == (1152, num_bytes)
         assert rows["index"].num_layers == 61
 
@@ -98,13 +102,15 @@ def test_the_index_is_whole_on_every_rank_and_the_rest_is_that_of_v3() -> None:
         for name in (prefix, "DeepseekV3")
     )
     for ranks in (1, 2, 4):
-        own = [weight for weight in indexed.parameters(ranks) if ".index_" in weight.name]
+        own = [weight for weight in indexed.parameters(Mesh(tensor_size=ranks)) if ".index_" in weight.name]
         assert sum(prod(weight.shape) for weight in own) == 3 * (64 * 32 * 20 + 32 * 60 + 2 * 32 + 64 * 60)
-        assert [weight for weight in indexed.parameters(ranks) if weight not in own] == [*plain.parameters(ranks)]
-        heads = indexed.declaration.heads(ranks)
+        assert [weight for weight in indexed.parameters(Mesh(tensor_size=ranks)) if weight not in own] == [
+            *plain.parameters(Mesh(tensor_size=ranks))
+        ]
+        heads = indexed.declaration.heads(Mesh(tensor_size=ranks))
         assert heads is not None
         assert (heads.num_heads, heads.index_heads, heads.index_dim, heads.index_top_k) == (4 // ranks, 64, 32, 5)
-    v3 = plain.declaration.heads(1)
+    v3 = plain.declaration.heads(ALONE)
     assert v3 is not None
     assert (v3.index_heads, v3.index_dim, v3.index_top_k) == (0, 0, 0)
 
@@ -132,13 +138,13 @@ def test_formats_of_heads_are_taken_for_those_of_latents_or_declined(name: str) 
 def test_heads_are_those_of_a_rank() -> None:
     declared = declare_config(CATALOGUE["DeepSeek-R1"], "r1")
     for ranks in (1, 8):
-        heads = declared.declaration.heads(ranks)
+        heads = declared.declaration.heads(Mesh(tensor_size=ranks))
         assert heads is not None
         assert (heads.num_heads, heads.num_kv_heads, heads.head_dim) == (128 // ranks, 1, 576)
         assert (heads.rope_dim, heads.nope_dim, heads.value_dim) == (64, 128, 128)
         assert heads.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
         assert heads.windows == (None,) * 61
-    assert declared.declaration.rope_width == 64
+    assert declared.declaration.rope_width(ALONE) == 64
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
@@ -146,7 +152,7 @@ def test_a_rank_is_planned_with_what_it_loads(ranks: int) -> None:
     """Heads, MLPs and experts are shared; latents, norms and routers each rank has whole."""
     config = {**CATALOGUE["DeepSeek-V2-Lite"], "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
     spec = read_spec(config)
-    planned = {weight.name: weight.shape for weight in declare_decoder(spec, "x").parameters(ranks)}
+    planned = {weight.name: weight.shape for weight in declare_decoder(spec, "x").parameters(Mesh(tensor_size=ranks))}
     shares = shard_parameters(parameters(spec), Mesh(0, ranks), spec.num_heads, spec.num_kv_heads)
     assert planned == {parameter.name: parameter.shape for parameter in shares}
     assert planned["layers.1.kv_b.weight"] == (16 // ranks * 256, 512)
@@ -156,7 +162,7 @@ def test_a_rank_is_planned_with_what_it_loads(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "reason"), [(3, "5 query heads"), (16, "5 query heads"), (7, "5 query heads")])
 def test_ranks_that_do_not_divide(ranks: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{reason} do not divide into {ranks} equal parts; try 1$"):
-        declared_of("v3 like R1").parameters(ranks)
+        declared_of("v3 like R1").parameters(Mesh(tensor_size=ranks))
 
 
 def test_tensors_of_a_step() -> None:
@@ -167,7 +173,7 @@ def test_tensors_of_a_step() -> None:
     sparse = declared_of("sparse like V3.2")
     index = {"index_q": (70, 64 * 32), "index_k": (70, 32), "index_weights": (70, 64)}
     assert shapes_of(sparse, STEP, scratch=(extra,))["attention"] == wide | index | {"partial": (3, 4)}
-    requests = {request.owner: request for request in sparse.declaration.requests(STEP, 1, ())}
+    requests = {request.owner: request for request in sparse.declaration.requests(STEP, ALONE, ())}
     assert {spec.name: spec.dtype for spec in requests["attention"].specs}["index_weights"] == "float32"
     plain = shapes_of(declared_of("v2 like V2-Lite"), STEP)
     assert plain["attention"] == {"qkv_a": (70, 48), "q": (70, 3 * 28), "attended": (70, 3 * 20)}

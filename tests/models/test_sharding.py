@@ -109,7 +109,9 @@ def test_rows_of_all_ranks_tile_every_part(data):
 @settings(deadline=None)
 @given(st.data())
 def test_experts_of_all_ranks_tile_the_stack_in_every_layout(data):
-    tensor_size, expert_size = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 3]))
+    """Ranks share every expert, or hold whole ones; where outputs are gathered, columns are shared as rows are."""
+    tensor_size, expert_size = data.draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (3, 3)]))
+    is_exact = data.draw(st.booleans())
     count, halves = expert_size * data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     split = data.draw(st.sampled_from(["rows", "columns"]))
     inner, hidden = tensor_size * data.draw(st.integers(1, 2)), tensor_size * data.draw(st.integers(1, 2))
@@ -118,18 +120,16 @@ def test_experts_of_all_ranks_tile_the_stack_in_every_layout(data):
     layout = data.draw(st.integers(0, 2))
     tensors = numbered(whole, (whole.parts, *whole.layouts)[layout], values)
     found = np.full(values.shape, -1)
-    per_rank, axis = count // expert_size, 2 if split == "rows" else 3
-    for expert_rank in range(expert_size):
-        for tensor_rank in range(tensor_size):
-            (share,) = shard_parameters([whole], Mesh(tensor_rank, tensor_size, expert_rank, expert_size), 1, 1)
-            share.check()
-            own = filled(share, (share.parts, *share.layouts)[layout], tensors)
-            place = [slice(None)] * 4
-            place[0] = slice(expert_rank * per_rank, (expert_rank + 1) * per_rank)
-            length = values.shape[axis] // tensor_size
-            place[axis] = slice(tensor_rank * length, (tensor_rank + 1) * length)
-            assert (found[tuple(place)] == -1).all(), "two ranks hold the same"
-            found[tuple(place)] = own.reshape(found[tuple(place)].shape)
+    axis = 0 if expert_size > 1 else 2 if split == "rows" or is_exact else 3
+    for rank in range(tensor_size):
+        mesh = Mesh(rank, tensor_size, rank if expert_size > 1 else 0, expert_size, is_exact=is_exact)
+        (share,) = shard_parameters([whole], mesh, 1, 1)
+        share.check()
+        own = filled(share, (share.parts, *share.layouts)[layout], tensors)
+        place, length = [slice(None)] * 4, values.shape[axis] // tensor_size
+        place[axis] = slice(rank * length, (rank + 1) * length)
+        assert (found[tuple(place)] == -1).all(), "two ranks hold the same"
+        found[tuple(place)] = own.reshape(found[tuple(place)].shape)
     assert (found == values).all()
 
 
@@ -242,18 +242,24 @@ def test_a_mesh_is_checked(values):
 
 
 def test_biases_and_sinks_of_gpt_oss_go_with_their_weights():
-    """Ranks of experts hold whole rows of biases; ranks of matrices hold the columns of their rows of gate and up, which alternate."""
+    """Ranks that share experts hold the columns of their rows of gate and up, which alternate; those with whole ones their rows of biases."""
     config = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 1, "num_local_experts": 4}
     listed = parameters(read_spec(config | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}))
-    mesh = Mesh(tensor_rank=1, tensor_size=2, expert_rank=1, expert_size=2)
-    shared = {one.name: one for one in shard_parameters(listed, mesh, 8, 8)}
-    for one in shared.values():
-        one.check()
-    assert shared["layers.0.sinks"].shape == (4,)
-    assert shared["layers.0.experts.gate_up.weight"].shape == (2, 96, 64)
-    assert shared["layers.0.experts.gate_up.bias"].shape == (2, 96)
-    (bias,) = shared["layers.0.experts.gate_up.bias"].parts
-    assert (bias.rows, bias.columns) == ((2, 4), (96, 192))
-    assert [part.rows for part in shared["layers.0.experts.gate_up.weight"].parts] == [(480, 576), (672, 768)]
-    assert shared["layers.0.experts.down.bias"].shape == (2, 64)
-    assert shared["layers.0.router.bias"].shape == (4,)
+    kinds = {"sliced": Mesh(1, 2), "exact": Mesh(1, 2, is_exact=True), "whole": Mesh(1, 2, 1, 2)}
+    shares = {}
+    for kind, mesh in kinds.items():
+        shares[kind] = {one.name.removeprefix("layers.0."): one for one in shard_parameters(listed, mesh, 8, 8)}
+        for one in shares[kind].values():
+            one.check()
+        assert shares[kind]["sinks"].shape == (4,)
+        assert shares[kind]["router.bias"].shape == (4,)
+    names = ("gate_up.weight", "gate_up.bias", "down.weight", "down.bias")
+    shapes = {kind: [share[f"experts.{name}"].shape for name in names] for kind, share in shares.items()}
+    assert shapes["sliced"] == [(4, 96, 64), (4, 96), (4, 64, 48), (4, 64)]
+    assert shapes["exact"] == [(4, 96, 64), (4, 96), (4, 32, 96), (4, 32)]
+    assert shapes["whole"] == [(2, 192, 64), (2, 192), (2, 64, 96), (2, 64)]
+    (bias,) = shares["sliced"]["experts.gate_up.bias"].parts
+    assert (bias.rows, bias.columns) == (None, (96, 192))
+    assert [part.rows for part in shares["sliced"]["experts.gate_up.weight"].parts][:2] == [(96, 192), (288, 384)]
+    assert [shares[kind]["o.bias"].shape for kind in kinds] == [(64,), (32,), (64,)]
+    assert [shares[kind]["o.weight"].shape for kind in kinds] == [(64, 256), (32, 512), (64, 256)]

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import Mesh
 from holdfast.memory.devices import GPUS
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
@@ -17,6 +18,7 @@ H200 = gpu_target(GPUS["h200"])
 A100 = gpu_target(GPUS["a100-80g"])
 RTX4090 = gpu_target(GPUS["rtx4090"])
 HOST = Target("cpu", "cpu", 16 * GIB, 16 * GIB, 0, "a dummy")
+RANKS = "tensor_parallel_size"
 NUMBERS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
@@ -27,7 +29,8 @@ def declared(name: str) -> DeclaredModel:
 
 def plan_request(name: str = "Qwen3-8B", target: Target = H200, **options: object) -> PlanRequest:
     """A request; options that no config has go beside it."""
-    beside = {key: options.pop(key) for key in ("tensor_parallel_size", "staging") if key in options}
+    beside = {key: options.pop(key) for key in ("mesh", "staging") if key in options}
+    beside |= {"mesh": Mesh(tensor_size=options.pop(RANKS))} if RANKS in options else {}
     return PlanRequest(EngineConfig.from_options(**options), declared(name), target, **beside)  # type: ignore[arg-type]
 
 
@@ -44,8 +47,8 @@ def _changed(request: PlanRequest, option: str, value: str) -> PlanRequest:
         return replace(request, target=gpu_target(GPUS[value]), config=config, staging=None)
     if option == "quantization":
         return replace(request, config=request.config.with_quantization(value))
-    if option == "tensor_parallel_size":
-        return replace(request, tensor_parallel_size=int(value))
+    if option == RANKS:
+        return replace(request, mesh=Mesh(tensor_size=int(value)))
     typed: object = value or None
     if option in NUMBERS:
         typed = int(value)

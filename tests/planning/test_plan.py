@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.cache.spec import kv_padding_term
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
@@ -359,9 +360,9 @@ def test_a_budget_smaller_than_the_weights() -> None:
 def test_ranks_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size=3 was asked"):
         fit_runner(plan_request("Qwen3-8B", tensor_parallel_size=3))
-    for ranks in (0, -2):
-        with pytest.raises(ConfigError, match="a whole number from 1"):
-            fit_runner(plan_request("Qwen3-8B", tensor_parallel_size=ranks))
+    stages = Mesh(stage=3, num_stages=37, layers=(3, 4))
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=37 was asked; Qwen3-8B has 36 layers"):
+        fit_runner(plan_request("Qwen3-8B", mesh=stages))
 
 
 def test_two_ranks_hold_half_each() -> None:

@@ -90,10 +90,10 @@ class Kept:
     def __getattr__(self, name: str):
         return getattr(self._declaration, name)
 
-    def cache_rows(self, kv_format, num_ranks):
-        return self._rows or self._declaration.cache_rows(kv_format, num_ranks)
+    def cache_rows(self, kv_format, mesh):
+        return self._rows or self._declaration.cache_rows(kv_format, mesh)
 
-    def sequence_bytes(self, kv_format, num_ranks):
+    def sequence_bytes(self, kv_format, mesh):
         return self._sequence_bytes
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, StepBounds, TritonPagedDeclaration
 from holdfast.config import EngineConfig, Limits
+from holdfast.distributed.mesh import meshes
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
@@ -20,7 +21,6 @@ from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.target import Target
 from holdfast.planning.terms import (
     BLOCK_ELEMENTS,
-    COLLECTIVE_BYTES,
     EDITED_ELEMENTS,
     LIBRARY_BYTES,
     LISTED_PAGES,
@@ -285,9 +285,26 @@ def test_eager_needs_no_graphs() -> None:
     assert "cuda graphs" not in by_owner(needs(enforce_eager=True))
 
 
-def test_ranks_need_collectives() -> None:
-    assert "collectives" not in by_owner(needs())
-    assert by_owner(needs(tensor_parallel_size=2))["collectives"].num_bytes == COLLECTIVE_BYTES
+def test_ranks_exchange_rows_and_logits() -> None:
+    """Qwen3-8B in bfloat16: rooms of the largest step, logits of a share, and the whole on the rank that chooses."""
+    rows, hidden, vocab, logit_rows = 8192, 4096, 151936, 256
+    assert not [owner for owner in by_owner(needs()) if "exchange" in owner]
+    first, last = (by_owner(needs(mesh=mesh)) for mesh in meshes(2))
+    assert first["exchange/rows"].num_bytes == last["exchange/rows"].num_bytes == 2 * rows * hidden * 2
+    assert first["exchange/logits"].num_bytes == logit_rows * vocab // 2 * 4
+    assert first["exchange/whole_logits"].num_bytes == logit_rows * vocab * 4
+    assert "exchange/whole_logits" not in last
+    assert "collectives/nccl" not in first, "one node does without"
+    exact = by_owner(needs(mesh=meshes(2, is_exact=True)[0]))
+    assert exact["exchange/rows"].num_bytes == 2 * rows * max(hidden, 12288 // 2) * 2, (
+        "inner widths of ranks are gathered"
+    )
+    stages = [by_owner(needs(mesh=mesh)) for mesh in meshes(1, [(0, 20), (20, 36)])]
+    assert all(stage["pipeline/hidden"].num_bytes == 2 * rows * hidden * 2 for stage in stages)
+    assert "exchange/rows" not in stages[0]
+    assert ["rope/table" in stage for stage in stages] == [True, True]
+    assert {"weights/embed", "weights/lm_head"} & stages[0].keys() == {"weights/embed"}
+    assert {"weights/embed", "weights/lm_head"} & stages[1].keys() == {"weights/lm_head"}
 
 
 def test_staging_that_is_known_replaces_the_most() -> None:

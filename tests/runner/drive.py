@@ -17,6 +17,7 @@ from holdfast.cache.compressed import compressed_cache
 from holdfast.cache.spec import CacheSpec, mixed_cache
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.config import Limits
+from holdfast.distributed.mesh import ALONE
 from holdfast.engine.scheduler import Scheduler
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
@@ -177,8 +178,8 @@ class Rig:
         """All NaN: what a place held of another sequence may be anything."""
         declaration = declare_decoder(spec, "tiny").declaration
         assert isinstance(declaration, CompressedDeclaration), f"{spec.architecture} does not compress"
-        states = StateStorage(declaration.states, limits.max_num_seqs, CPU, Ledger())
-        for kind in declaration.states:
+        states = StateStorage(declaration.states(ALONE), limits.max_num_seqs, CPU, Ledger())
+        for kind in declaration.states(ALONE):
             for layer in kind.layers:
                 states.state(layer, kind.name).fill_(float("nan"))
         return states
@@ -221,7 +222,7 @@ def lay_out(
     spec: ModelSpec, kv_format: KVFormat, limits: Limits, dtype: str
 ) -> tuple[CacheSpec, tuple[AttentionSpec, ...]]:
     """The cache of a model in one format, and what its layers compute over it."""
-    geometry, formats = declare_decoder(spec, "tiny").declaration.heads(1), (kv_format,) * spec.num_layers
+    geometry, formats = declare_decoder(spec, "tiny").declaration.heads(ALONE), (kv_format,) * spec.num_layers
     assert geometry is not None, "keys and values by head, latents, or windows and entries"
     if geometry.is_compressed:
         cache = compressed_cache(
@@ -259,7 +260,7 @@ def workspace_plan(spec: ModelSpec, limits: Limits, dtype: str, scratch: tuple[T
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     step = StepShape(limits.max_num_batched_tokens, logit_rows, limits.max_model_len, dtype)
     plan = WorkspacePlan()
-    for request in declare_decoder(spec, "tiny").declaration.requests(step, 1, scratch):
+    for request in declare_decoder(spec, "tiny").declaration.requests(step, ALONE, scratch):
         plan.reserve(request.owner, request.specs, request.lane)
     return plan
 

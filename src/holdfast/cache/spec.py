@@ -16,7 +16,7 @@ layer has one column, and chunk and page are the same.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd, lcm
 from typing import NamedTuple
@@ -213,6 +213,23 @@ class CacheSpec:
                 tokens_again=group.tokens_per_row if group.is_overlapped else 0,
             )
             for group in self.groups
+        )
+
+    def for_stage(self, layers: range) -> "CacheSpec":
+        """The part of a pipeline stage: its own layers, numbered from 0, in columns of their own.
+
+        Page ids mean the same on all ranks, so all stages have the groups of the whole model and as many tokens to a page
+        of each, also of one that none of their layers belongs to.
+        """
+        assert not self.has_states, "rows of several tokens have states, which are not cut into stages"
+        numbers = {layer: number for number, layer in enumerate(layers)}
+        return CacheSpec(
+            self.page_tokens,
+            tuple(replace(self.layers[layer], layer=number) for layer, number in numbers.items()),
+            tuple(
+                replace(group, layers=tuple(numbers[layer] for layer in group.layers if layer in numbers))
+                for group in self.groups
+            ),
         )
 
 

@@ -1,5 +1,6 @@
 """`holdfast plan`: what a model would take of a device that need not be there, before anything is read; no torch."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.cli.options import Given, read_count
@@ -7,6 +8,7 @@ from holdfast.cli.plan_view import sweep, view_of
 from holdfast.cli.tables import Line, plan_lines, show, sweep_lines
 from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import meshes
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.declared import open_declared
 from holdfast.loading.hub.names import parse_hub_name
@@ -87,9 +89,11 @@ def read_request(options: PlanOptions, engine: Given) -> PlanRequest:
     ranks = read_count(asked_ranks)
     declared = open_declared(options.model, config.revision)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
-    declared.check_ranks(asked_ranks if ranks is None else ranks)  # type: ignore[arg-type]
+    replace(config, tensor_parallel_size=asked_ranks if ranks is None else ranks)
     assert isinstance(ranks, int), f"{ranks=} was let through"
-    return PlanRequest(config, declared, target, ranks)
+    mesh = meshes(ranks)[0]
+    declared.check_ranks(mesh)
+    return PlanRequest(config, declared, target, mesh)
 
 
 def _asked_ranks(options: PlanOptions) -> str:

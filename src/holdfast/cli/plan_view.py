@@ -326,7 +326,7 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
         alternatives=listed,
         command=start_command(request, model, None if fits else smallest) if can_start else None,
         not_in_this_version=plan.not_in_this_version,
-        disk=disk_account(request.declared, resolved, request.tensor_parallel_size),
+        disk=disk_account(request.declared, resolved, request.mesh),
         context_note=context_note(request, plan, listed) if fits else "",
         commands=tuple(plan_command(request, model, item) for item in listed),
         groups=plan.groups,

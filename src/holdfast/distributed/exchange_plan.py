@@ -5,6 +5,7 @@ exchange/gathered  of collectives (gloo, NCCL): the parts of all ranks, before t
 exchange/logits    this rank's share of the logits where peers read it; on rank 0 the whole as well
 exchange/signals   who has written and who has read
 pipeline/hidden    rows on their way between stages
+sampling/shares    beside an exchange, of who chooses: the argmax of every share and its logit
 collectives/nccl   what NCCL takes for its communicator; measured; 0 on one node
 """
 
@@ -45,7 +46,7 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
         found["exchange/rows"] = TensorSpec("rows", (2, room), "uint8")
         if kind != "symmetric":
             found["exchange/gathered"] = TensorSpec("gathered", (mesh.tensor_size, room), "uint8")
-    if mesh.is_last_stage and not mesh.is_alone:
+    if (mesh.is_last_stage or mesh.rank == 0) and not mesh.is_alone:  # on rank 0 they go through here as well
         share = needs.num_logit_rows * needs.vocab_share(mesh)
         found["exchange/logits"] = TensorSpec("logits", (share,), "float32")
     if mesh.rank == 0 and not mesh.is_alone:
@@ -55,6 +56,17 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
     if mesh.num_stages > 1:
         found["pipeline/hidden"] = TensorSpec("hidden", (mesh.num_stages, aligned(needs.hidden_bytes)), "uint8")
     return found
+
+
+CHOICE_FIELDS = 2
+"""Of a row and a share: the id of its argmax, and the logit; float32, in which ids below 2**24 are exact."""
+
+
+def choice_specs(needs: ExchangeNeeds, mesh: Mesh) -> tuple[TensorSpec, TensorSpec]:
+    """What a choice among shares of the vocabulary holds: of its own share, and of all of them."""
+    rows = needs.num_logit_rows
+    own = TensorSpec("own", (rows, CHOICE_FIELDS), "float32")
+    return own, TensorSpec("all", (mesh.tensor_size * rows * CHOICE_FIELDS,), "float32")
 
 
 def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tuple[Term, ...]:
@@ -71,6 +83,9 @@ def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tupl
         Term(owner, spec.aligned_bytes, reasons[owner], PAGE_PHASES)
         for owner, spec in exchange_specs(needs, mesh, kind).items()
     ]
+    if not mesh.is_alone:
+        num_bytes = sum(spec.num_bytes for spec in choice_specs(needs, mesh))
+        terms.append(Term("sampling/shares", num_bytes, "the argmax of every share of the vocabulary", PAGE_PHASES))
     if kind == "nccl" and not mesh.is_alone:
         terms.append(Term("collectives/nccl", NCCL_BYTES, "NCCL's communicator; measured on one H200"))
     return tuple(terms)

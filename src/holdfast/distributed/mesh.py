@@ -7,7 +7,7 @@ experts in place of slices of all of them. Stages hold different layers; the fir
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.errors import ConfigError, shown
 
@@ -69,6 +69,11 @@ class Mesh:
     def is_last_stage(self) -> bool:
         """Whether it has the final norm and the head."""
         return self.stage == self.num_stages - 1
+
+    @property
+    def all_layers(self) -> "Mesh":
+        """The same share of every layer, as if one stage had all of them."""
+        return replace(self, stage=0, num_stages=1, layers=None)
 
     def layer_range(self, num_layers: int) -> range:
         """The layers that it holds, of so many."""

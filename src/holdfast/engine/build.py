@@ -103,8 +103,10 @@ def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool, grammars: G
         config.max_queue + num_unheard,
         groups=plan.cache.cache_groups(),
         prefix_root=os.urandom(16),
+        num_stages=config.pipeline_parallel_size,
     )
-    run_ahead = 1 if runner.can_run_ahead else 0
+    # A step in each stage; on one device one runs while the next is prepared, where that gains anything.
+    run_ahead = scheduler.num_stages - 1 or int(runner.can_run_ahead)
     return EngineCore(
         runner,
         scheduler,

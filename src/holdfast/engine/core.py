@@ -8,12 +8,16 @@
     run_ahead 0    launch 1, collect 1 | launch 2, collect 2 | ...
     run_ahead 1    launch 1, launch 2, collect 1 | launch 3, collect 2 | ...
 
+**Pipelines.** With stages, run_ahead is one less than their number: a step is in each of them, with sequences of its own
+(engine/scheduler.py). So every token that a step begins with is known when it is launched, and nothing of it is surplus but by
+a stop string or an abort.
+
 **Surplus.** With steps in flight the end of a sequence is learned late: by eos or stop token a step late, by a stop
 string or an abort whenever the front says so. What steps in flight still bring to it is dropped and counted nowhere.
 An end by length is known before, and brings none.
 
 **Proposals.** With a proposer a sequence may bring several tokens in a step (engine/ngram.py). It must have its last token on
-the host for that, so that no step runs ahead of one that it is in, unless it backs off. Penalties and bad words need every
+the host for that, so that no step runs ahead of one that it is in, unless it backs off or stages are to be kept busy. Penalties and bad words need every
 token before they choose the next, so that sequences with them never have proposals.
 
 **Ctrl-C.** An interrupted wait leaves the steps where they are: on a CPU they are cancelled and scheduled anew, on a
@@ -468,7 +472,7 @@ class EngineCore:
 
     def _is_guessing(self) -> bool:
         """Whether somebody who runs waits for tokens to propose from: a step ahead would leave them out, and halve every batch."""
-        if self.proposer is None:
+        if self.proposer is None or self.scheduler.num_stages > 1:
             return False
         return any(item.sequence.may_speculate for step in self._in_flight for item in step.scheduled)
 

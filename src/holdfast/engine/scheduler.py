@@ -20,6 +20,13 @@ A sequence that ends with steps in flight leaves surplus behind: those steps sti
 stay in *quarantine*, owned by nobody who runs and given to nobody, until the last of these steps is booked. Its surplus
 tokens are dropped there. An end by max_tokens leaves none: nobody is scheduled past it.
 
+**Pipelines.** With `num_stages` stages (pipeline parallelism) as many steps are in flight, one in each, and a sequence is in
+one of them at a time: its next token goes through all stages before the first can go on from it. So that no stage waits for
+another, a step takes a stage's share of those that run, ceil(running / num_stages), the first in order that have nothing in
+flight, and admits up to the same share of all that run or wait. Shares of all stages hold everybody, so that nobody who
+stays is passed over in more than num_stages - 1 steps in a row. Where one of them lacks pages, none goes on before it is
+served or the pipe is empty, and then it is served before others: it may be far from the first, which are served first.
+
 **Pages.** A sequence has a page table for each cache group, and all groups take from one pool. A step from position
 `start` on needs, in a group with a window, only the pages from `first_page(start)` on: once a step is booked, those
 before the first position that is not are given back and their places become holes; steps in flight start there or
@@ -66,7 +73,9 @@ waits for what is in flight: N equal sequences finish within N * max_model_len s
    the bound that add() has summed up, so these suffice.
 3. If it runs and has none left, what it needs is in flight, and booking brings its token.
 4. It is never preempted, because only the last is, and only for one that is before it.
-5. Not all equal: while the first of all waits, nobody else is admitted, so that the first that runs ends, and the next, each
+5. In a pipeline the same: a step's share is at least one, so that the first that runs is in the next step whenever it has
+   nothing in flight, and one that lacks pages holds up the others until at most num_stages - 1 steps are booked.
+6. Not all equal: while the first of all waits, nobody else is admitted, so that the first that runs ends, and the next, each
    within max_model_len, until it is admitted; from then on it is the first that runs, and ends within as much. What the
    first that runs had computed until then may be lost, once for each such admission: 2 * N * max_model_len in all.
 This needs a caller that finishes a sequence once it has max_tokens of output, or got no token where it should have.
@@ -76,6 +85,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
+from itertools import islice
 
 from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
 from holdfast.cache.pages import PagePool
@@ -177,6 +187,7 @@ class Scheduler:
 
     `groups` are the cache groups of the model; left out, one that keeps the whole context of pages of limits.page_tokens.
     `prefix_root` should be random bytes, so that nobody outside can predict the names of cached pages.
+    `num_stages` of a pipeline: so many steps are kept in flight, with different sequences.
     """
 
     def __init__(
@@ -189,12 +200,15 @@ class Scheduler:
         groups: SequenceABC[CacheGroup] = (),
         prefix_root: bytes = b"",
         prefix_hash: Callable[[bytes], bytes] = strong_hash,
+        num_stages: int = 1,
     ) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_tokens"):
             assert getattr(limits, name) >= 1, f"{name}={getattr(limits, name)}"
         assert limits.sampled_rows >= limits.max_num_seqs, f"{limits.max_sampled_rows=} {limits.max_num_seqs=}"
+        assert num_stages >= 1, f"{num_stages=}"
         self.limits = limits
         self.max_queue = max_queue
+        self.num_stages = num_stages
         self.groups = tuple(groups) or (CacheGroup("whole context", limits.page_tokens),)
         self.pool = PagePool(num_pages, len(self.groups))
         self.prefix = PrefixCache(self.pool, self.groups, prefix_root, prefix_hash)
@@ -209,6 +223,8 @@ class Scheduler:
         self._blocked: Blocked | None = None
         self._in_flight: deque[LiveStep] = deque()
         """Steps that were given and not booked, the oldest first."""
+        self._short: Sequence | None = None
+        """In a pipeline: who lacked pages while steps were in flight; until it is served no other step is given."""
         self._quarantine: list[Quarantined] = []
         self._released: list[int] = []
         """Slots that the next step tells to be free."""
@@ -292,7 +308,9 @@ class Scheduler:
         items: list[ScheduledSequence] = []
         budget = self.limits.max_num_batched_tokens
         num_preemptions = self.num_preemptions
-        running = self._queues.running
+        if self._short is not None and not self._serve_short(self._short):
+            return None
+        running = self._queues.running if self.num_stages == 1 else self._share()
         guesses = None if propose is None or self._has_states else Guesses(propose, self._spare_rows())
         for num_before, sequence in enumerate(running):
             # Victims are the last, so everybody after the first victim is one too, and nobody before it.
@@ -308,6 +326,7 @@ class Scheduler:
             end = start + num_new_tokens
             if end > track.capacity and not self._grow(sequence, end):
                 if self._in_flight:
+                    self._short = sequence if self.num_stages > 1 else None
                     return None
                 break
             proposals = ()
@@ -378,6 +397,23 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix, for instance because the weights have changed."""
         self.prefix.reset()
+
+    def _share(self) -> list[Sequence]:
+        """Who may be in the next step of a pipeline: of those that run and have nothing in flight a stage's share, in order."""
+        running = self._queues.running
+        idle = (sequence for sequence in running if sequence.num_scheduled == sequence.num_computed)
+        return list(islice(idle, -(-len(running) // self.num_stages)))
+
+    def _serve_short(self, sequence: Sequence) -> bool:
+        """Gives the one that lacked pages those of its next step; False where the steps in flight must end before."""
+        if sequence.state is SequenceState.RUNNING:
+            longest = self._tracks[sequence.sequence_id].longest
+            most = sequence.num_scheduled + self.limits.max_num_batched_tokens
+            end = min(len(sequence.token_ids), longest, most)
+            if not self._grow(sequence, end) and self._in_flight:
+                return False
+        self._short = None
+        return True
 
     def _most_ahead(self, sequence: Sequence) -> int:
         """Tokens that may be added to what is in flight of it: a window has pages for one step's."""
@@ -525,7 +561,9 @@ class Scheduler:
 
     def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
-        while self.num_waiting and budget > 0 and self._slots.num_free:
+        num_all = min(self.num_running + self.num_waiting, self.limits.max_num_seqs)
+        most = -(-num_all // self.num_stages)
+        while self.num_waiting and budget > 0 and self._slots.num_free and len(scheduled) < most:
             sequence = self._queues.first_waiting
             if self._is_still_blocked(sequence):
                 return
@@ -673,6 +711,8 @@ class Scheduler:
             assert sequence.state is not SequenceState.WAITING, f"{named(sequence)} waits and is in flight"
             if sequence.state is SequenceState.RUNNING:
                 end = ends[sequence.sequence_id]
+                is_alone = self.num_stages == 1 or end == sequence.num_computed
+                assert is_alone, f"{named(sequence)} is in two stages of a pipeline"
                 assert item.start == end, f"{named(sequence)} has a step in flight from {item.start} on, behind {end}"
                 ends[sequence.sequence_id] += item.num_new_tokens
                 coming[sequence.sequence_id] += item.samples

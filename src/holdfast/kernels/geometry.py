@@ -114,16 +114,19 @@ def num_expert_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
     return begun + (num_pairs - begun) // block_rows
 
 
-def order_specs(num_rows: int, top_k: int, num_experts: int) -> tuple[TensorSpec, ...]:
-    """What `order_experts` needs for so many tokens: pairs, experts of blocks, and counts by cut."""
+def order_specs(num_rows: int, top_k: int, num_experts: int, num_local: int | None = None) -> tuple[TensorSpec, ...]:
+    """What `order_experts` needs for so many tokens: pairs, experts of blocks, and counts by cut.
+
+    Of all experts a rank may hold `num_local` (expert parallelism): blocks are as high as one rank's would be.
+    """
     is_sorted, block_rows = sorts_pairs(num_rows), expert_block_rows(num_rows, top_k, num_experts)
-    num_pairs = num_rows * top_k
-    num_blocks = num_expert_blocks(num_pairs, num_experts, block_rows) if is_sorted else 0
+    num_pairs, num_own = num_rows * top_k, num_experts if num_local is None else num_local
+    num_blocks = num_expert_blocks(num_pairs, num_own, block_rows) if is_sorted else 0
     num_cuts = -(-num_pairs // CUT_PAIRS) if is_sorted else 0
     return (
         TensorSpec("expert pairs", (num_blocks, block_rows), "int32"),
         TensorSpec("block experts", (num_blocks,), "int32"),
-        TensorSpec("expert counts", (num_cuts if num_cuts > 1 else 0, num_experts), "int32"),
+        TensorSpec("expert counts", (num_cuts if num_cuts > 1 else 0, num_own), "int32"),
     )
 
 

@@ -16,6 +16,9 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 class Linear:
     """y = x @ weight.T + bias for rows [T, K]."""
 
+    takes_codes = True
+    """Whether whoever makes the rows may leave their codes."""
+
     def __init__(self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None = None) -> None:
         self.weight_NK = weight_NK
         self.bias_N = bias_N
@@ -115,7 +118,7 @@ class GatedMLP:
         """With `is_coded` the codes of x lie in their room."""
         quantized, active_TI = buffers.quantized, buffers.active_TI
         gate_up, down = self.gate_up.weight_NK, self.down.weight_NK
-        if self.limit is None and fuses_gate(x_TH, gate_up, down, quantized):
+        if self.limit is None and self.down.takes_codes and fuses_gate(x_TH, gate_up, down, quantized):
             gated_linear(x_TH, gate_up, self.gate_up.bias_N, self._activation, active_TI, down, quantized, is_coded)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
         wide_TX = self.gate_up(x_TH, buffers.wide_TX, quantized, is_coded)

@@ -20,6 +20,7 @@ from holdfast.kernels.moe.hash_routing import route_by_table
 from holdfast.kernels.moe.normed_routing import route_normed
 from holdfast.kernels.moe.routing import ExpertOrder, Routing, order_experts, route_tokens
 from holdfast.layers.mlp import GatedMLP, MLPBuffers, RMSNorm
+from holdfast.layers.shared_experts import ExpertSharing
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
@@ -44,17 +45,19 @@ class ExpertBuffers(NamedTuple):
     """float32."""
     quantized: QuantizedRows | None = None
     """Room for the rows of any one product as codes; None where no weight takes them so."""
+    local_ids_TS: torch.Tensor | None = None
+    """int32: ids as a rank numbers its own experts; None where it has all of them, or a slice of each."""
 
     @classmethod
     def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "ExpertBuffers":
         """From the tensors of `experts_request`, by name; those of the order of pairs come last, in their own order."""
         own = ("router", "expert_ids", "shares", "active", "routed")
-        shared = ("shared_wide", "shared_active", "shared", "shared_logit")
+        shared = ("shared_wide", "shared_active", "shared", "shared_logit", "local_ids")
         order = tuple(tensor for name, tensor in held.items() if name not in (*own, *shared))
         mlp = MLPBuffers(held["shared_wide"], held["shared_active"], quantized) if "shared_wide" in held else None
         logits_TE, ids_TS, shares_TS, active_PI, routed_PH = (held[name] for name in own)
         routing = logits_TE, ids_TS, shares_TS, active_PI, routed_PH, order
-        return cls(*routing, mlp, held.get("shared"), held.get("shared_logit"), quantized)
+        return cls(*routing, mlp, held.get("shared"), held.get("shared_logit"), quantized, held.get("local_ids"))
 
 
 class SharedExpert:
@@ -96,8 +99,9 @@ class ExpertLayer:
         biases: ExpertBiases = NO_BIASES,
         form: GateForm = SILU_HALVES,
         table_VS: torch.Tensor | None = None,
+        sharing: ExpertSharing | None = None,
     ) -> None:
-        """Of the experts, `gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I].
+        """Of the experts, `gate_up` is [E, 2 I, H], as `form` says, and `down` is [E, H, I]; with `sharing` a rank's share of them.
 
         `table_VS` are the experts of each token id, of which `table_problem` knows no problem (kernels/moe/hash_routing.py).
         """
@@ -109,8 +113,9 @@ class ExpertLayer:
         self.down = down
         self.shared = shared
         self._routing = routing
-        self._biases = biases
+        self._biases = biases if sharing is None or sharing.adds_bias else biases._replace(down_EH=None)
         self._form = form
+        self._sharing = sharing
         self._table_VS = table_VS
 
     def __call__(
@@ -127,9 +132,28 @@ class ExpertLayer:
                 "experts come from a table by token id, and no token ids are here; pass them"
             )
             route_by_table(buffers.logits_TE, table_VS, token_ids_T, self._routing, ids_TS, shares_TS, biases.router_E)
+        if self._sharing is not None:
+            return self._multiply_shared(self._sharing, x_TH, buffers, out_TH)
         self._multiply(x_TH, buffers)
         shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
         return sum_experts(buffers.routed_PH, shares_TS, shared_TH, logit_T1, out_TH)
+
+    def _multiply_shared(
+        self, sharing: ExpertSharing, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor
+    ) -> torch.Tensor:
+        """On ranks: the products of this one, and the sum of what all of them give.
+
+        The expert that every row takes comes first: parts of routed pairs may lie where peers read, which it uses too.
+        """
+        shared_TX = logit_T1 = None
+        if self.shared is not None:
+            shared_TX, logit_T1 = self._share(self.shared, x_TH, buffers)
+        ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
+        order = order_experts(ids_TS, len(self.router_EH), buffers.order, sharing.num_local)
+        active_PI = sharing.whole_inputs(self._gate_and_up(x_TH, order, buffers, is_coded=False))
+        pairs_PX, bias_EX = sharing.room_for_pairs(buffers.routed_PH), self._biases.down_EH
+        expert_linear(active_PI, self.down, order, pairs_PX, False, buffers.quantized, bias_EX)
+        return sharing.combine(pairs_PX, buffers.routed_PH, buffers.shares_TS, shared_TX, logit_T1, out_TH)
 
     @property
     def has_table(self) -> bool:
@@ -220,13 +244,13 @@ class ExpertLayer:
         bias_EH = self._biases.down_EH
         expert_linear(active_PI, self.down, order, buffers.routed_PH, False, buffers.quantized, bias_EH)
 
-    @staticmethod
     def _share(
-        shared: SharedExpert, x_TH: torch.Tensor, buffers: ExpertBuffers
+        self, shared: SharedExpert, x_TH: torch.Tensor, buffers: ExpertBuffers
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert buffers.shared is not None, "no tensors for the shared expert"
         assert buffers.shared_TH is not None, "no place for what the shared expert gives"
-        shared_TH = shared.mlp(x_TH, buffers.shared, buffers.shared_TH)
+        room_TX = buffers.shared_TH if self._sharing is None else self._sharing.columns_of(buffers.shared_TH)
+        shared_TH = shared.mlp(x_TH, buffers.shared, room_TX)
         if shared.gate_1H is None:
             return shared_TH, None
         assert buffers.shared_logit_T1 is not None, "no place for the logit of the shared expert"

@@ -4,6 +4,7 @@ stream           lives through all layers:   x, a normed copy of it, and what th
 chosen           lives through all layers:   tokens that a layer chose (DSA), where layers behind it attend to them too
 layers           takes turns:                attention of a layer, then its MLP or its experts, and after the last layer logits
 quantized rows   takes turns:                inputs of a quantized product as codes, from one product to the next
+gathered         takes turns:                inputs of output projections from all ranks side by side, where ranks gather
 row scaled       lives from start to end:    what products of middle batches share, of e4m3 weights on a GPU
 fused decode     lives from start to end:    what GEMVs and small-batch GEMMs share
 """
@@ -32,6 +33,7 @@ STREAM = "stream"
 CHOSEN = "chosen"
 LAYERS = "layers"
 QUANTIZED_ROWS = "quantized_rows"
+GATHERED = "gathered"
 ROW_SCALED = "row_scaled"
 FUSED_DECODE = "fused_decode"
 
@@ -55,6 +57,7 @@ class StepRequests(NamedTuple):
     mlp: Request
     experts: Request | None
     codes: Request
+    gathered: Request
 
 
 def step_requests(
@@ -70,6 +73,7 @@ def step_requests(
         mlp_request(spec, num_rows, dtype),
         None if experts is None else experts_request(experts, spec.hidden_size, num_rows, dtype),
         quantized_rows_request(spec, num_rows, 0, recipe),
+        gathered_request(spec, num_rows, dtype),
     )
 
 
@@ -149,8 +153,43 @@ def experts_request(experts: ExpertsSpec, hidden_size: int, num_rows: int, dtype
         ]
     if experts.has_shared_gate:
         specs.append(TensorSpec("shared_logit", (num_rows, 1), "float32"))
-    specs += order_specs(num_rows, experts.top_k, experts.num_experts)
+    if experts.num_local is not None:
+        specs.append(TensorSpec("local_ids", choices, "int32"))
+    specs += order_specs(num_rows, experts.top_k, experts.num_experts, experts.num_local)
     return Request(LAYERS, "experts", tuple(specs))
+
+
+def gathered_inputs(spec: ModelSpec) -> list[tuple[str, int, int]]:
+    """Inputs of output projections that ranks gather: kind of the weight, rows for each row of a step, and a rank's columns."""
+    if not spec.gathers:
+        return []
+    inputs = [("linear", 1, spec.attended_size)]
+    if spec.has_mlp:
+        inputs.append(("linear", 1, spec.intermediate_size))
+    experts = spec.experts
+    if experts is not None and experts.shared_size:
+        inputs.append(("linear", 1, experts.shared_size))
+    if experts is not None and experts.num_local is None:
+        inputs.append(("expert", experts.top_k, experts.intermediate_size))
+    return inputs
+
+
+def gathered_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
+    """Room for such inputs of all ranks, from one product to the next; nothing where ranks do not gather."""
+    widest = max((count * width for _, count, width in gathered_inputs(spec)), default=0)
+    specs = (TensorSpec("gathered", (num_rows * spec.num_ranks * widest,), dtype),) if widest else ()
+    return Request(GATHERED, "gathered", specs)
+
+
+def room_elements(spec: ModelSpec, num_rows: int) -> int:
+    """Elements of the largest part of a step that a rank leaves where peers read it; 0 where one rank has all."""
+    if spec.num_ranks == 1:
+        return 0
+    sizes = [max(spec.hidden_size, spec.embedding_size or 0)]
+    sizes += [count * width for _, count, width in gathered_inputs(spec)]
+    if spec.gathers and spec.experts is not None and spec.experts.num_local is not None:
+        sizes.append(spec.experts.top_k * spec.hidden_size)  # pairs, each from the rank that has its expert
+    return num_rows * max(sizes)
 
 
 def quantized_rows_request(spec: ModelSpec, num_rows: int, num_logit_rows: int, recipe: WeightRecipe) -> Request:
@@ -223,12 +262,16 @@ def _products(spec: ModelSpec, num_rows: int, num_logit_rows: int) -> list[tuple
         products.append(("expert", num_rows * spec.experts.top_k, spec.experts.intermediate_size))
     if spec.experts is not None and spec.experts.shared_size:
         products.append(("linear", num_rows, spec.experts.shared_size))
+    # Codes follow from whole rows.
+    products += [(kind, num_rows * count, spec.num_ranks * width) for kind, count, width in gathered_inputs(spec)]
     return products
 
 
 def head_request(spec: ModelSpec, num_logit_rows: int, dtype: str) -> Request:
-    """Logits in float32, and what comes before them where the embedding is projected."""
+    """Logits in float32, and what comes before them where the embedding is projected; nothing where another stage has the head."""
     embedding_size = spec.embedding_size or spec.hidden_size
+    if not spec.is_last_stage:
+        return Request(LAYERS, "head", ())
     return Request(
         LAYERS,
         "head",
@@ -240,8 +283,10 @@ def head_request(spec: ModelSpec, num_logit_rows: int, dtype: str) -> Request:
 
 
 def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
-    """Token embeddings before they are projected, and learned positions; nothing where neither is."""
+    """Token embeddings before they are projected, and learned positions; nothing where neither is, or another stage embeds."""
     specs = []
+    if not spec.is_first_stage:
+        return Request(LAYERS, "embed", ())
     if spec.embedding_size is not None:
         specs.append(TensorSpec("tokens", (num_rows, spec.embedding_size), dtype))
     if spec.rope is None:
@@ -253,7 +298,7 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
     """Whether small batches take the fused decode path, as model, type and device have it: bfloat16 on a GPU, norm first, gate with silu.
 
-    No index chooses tokens (DSA), no table their experts, and the residual is one stream. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
+    One rank has the layers, all of them; no index chooses tokens (DSA), no table their experts, the residual is one stream. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
     more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
     """
     products = ((spec.hidden_size, spec.query_size),) if spec.latent is None else spec.attention_products
@@ -262,6 +307,9 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
     return (
         device_kind == "cuda"
         and dtype == "bfloat16"
+        and spec.num_ranks == 1
+        and spec.is_first_stage
+        and spec.is_last_stage
         and (spec.latent is None or spec.latent.index is None)
         and spec.compressed is None
         and spec.streams is None

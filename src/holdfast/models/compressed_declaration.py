@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.cache.compressed import StateKind, list_states, place_bytes
+from holdfast.distributed.mesh import Mesh
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request, head_request, quantized_rows_request, row_scaled_request
 from holdfast.models.compressed_activations import compressed_requests
@@ -35,14 +36,23 @@ class CompressedDeclaration(DecoderDeclaration):
         assert compressed is not None, f"{self.decoder.architecture} does not compress"
         return compressed
 
-    def indivisible(self, num_ranks: int) -> str | None:
-        reason = super().indivisible(num_ranks)
-        return reason or split(self.compressed.num_output_groups, num_ranks, "groups of heads")
+    def indivisible(self, mesh: Mesh) -> str | None:
+        if mesh.num_stages > 1:
+            return "a stage would have to send several residual streams, and stages exchange one row of hidden states a token"
+        reason = super().indivisible(mesh)
+        return reason or split(self.compressed.num_output_groups, mesh.tensor_size, "groups of heads")
 
-    def rank(self, num_ranks: int) -> ModelSpec:
-        spec, compressed = super().rank(num_ranks), self.compressed
-        groups = compressed.num_output_groups // num_ranks
-        return replace(spec, compressed=replace(compressed, num_output_groups=groups))
+    def rank(self, mesh: Mesh) -> ModelSpec:
+        spec = super().rank(mesh)
+        assert spec.compressed is not None, f"{spec.architecture} does not compress"
+        groups = spec.compressed.num_output_groups // mesh.tensor_size
+        return replace(spec, compressed=replace(spec.compressed, num_output_groups=groups))
+
+    def compressed_of(self, mesh: Mesh) -> CompressedSpec:
+        """Of the layers of a stage."""
+        compressed = self.rank(mesh).compressed
+        assert compressed is not None, f"{self.decoder.architecture} does not compress"
+        return compressed
 
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         plain = self.decoder.head_dim - self.compressed.rope_dim
@@ -57,9 +67,9 @@ class CompressedDeclaration(DecoderDeclaration):
             return f"{plain} elements of a vector are not rotated, and {EXPONENT_TILE} of them share a scale"
         return None
 
-    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
+    def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
         """Entries and their index. Windows do not grow with a sequence; what they take of the pages the cache knows."""
-        compressed, rows = self.compressed, []
+        compressed, rows = self.compressed_of(mesh), []
         row_bytes = kv_format.bytes_per_token(1, self.decoder.head_dim, compressed.rope_dim)
         counts = Counter(one for one in compressed.compressors if one is not None)
         for one, num_layers in sorted(counts.items(), key=lambda item: item[0].ratio):
@@ -70,19 +80,18 @@ class CompressedDeclaration(DecoderDeclaration):
                 rows.append(CacheRows("index", num_layers, index_bytes, one.ratio))
         return tuple(rows)
 
-    def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+    def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
         """The states from which the next entries are made, in float32 whatever the format."""
-        return place_bytes(self.states)
+        return place_bytes(self.states(mesh))
 
-    @property
-    def states(self) -> tuple[StateKind, ...]:
+    def states(self, mesh: Mesh) -> tuple[StateKind, ...]:
         """What is kept of the tokens that are no entry yet."""
-        compressed, geometry = self.compressed, self.heads(1)
+        compressed, geometry = self.compressed, self.heads(mesh)
         index_dim = 0 if compressed.index is None else compressed.index.head_dim
         return list_states(geometry.ratios, geometry.overlapped_layers, self.decoder.head_dim, index_dim)
 
-    def heads(self, num_ranks: int) -> HeadGeometry:
-        spec, compressed = self.rank(num_ranks), self.compressed
+    def heads(self, mesh: Mesh) -> HeadGeometry:
+        spec, compressed = self.rank(mesh), self.compressed_of(mesh)
         compressors = compressed.compressors
         overlapped = frozenset(layer for layer, one in enumerate(compressors) if one is not None and one.is_overlapped)
         geometry = HeadGeometry(
@@ -106,13 +115,12 @@ class CompressedDeclaration(DecoderDeclaration):
             index_turns_neighbours=index.turns_neighbours,
         )
 
-    def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
-        spec = self.rank(num_ranks)
+    def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        spec = self.rank(mesh)
         own = compressed_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
         codes = quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe)
         requests = [own.stream, own.attention, own.experts, codes]
         if step.device_kind == "cuda":
             requests.append(row_scaled_request(spec, step.recipe))
         requests = [request for request in requests if request.specs]
-        # Logits are gathered from all ranks before one of them samples.
-        return (*requests, head_request(self.decoder, step.num_logit_rows, step.dtype))
+        return (*requests, head_request(spec, step.num_logit_rows, step.dtype))

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.compressed import ENTRIES
 from holdfast.cache.spec import CacheSpec, LayerCache
+from holdfast.distributed.mesh import Mesh
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request, experts_request
 from holdfast.models.declared_weights import Weight
@@ -133,18 +134,17 @@ class StepShape(NamedTuple):
 
 
 class Declaration(Protocol):
-    """One kind of model. A rank is one of `num_ranks` that share every layer."""
+    """One kind of model. What is asked is of the rank that stands where the mesh says."""
 
-    @property
-    def rope_width(self) -> int:
-        """Elements of a row of the rotary table, or of all where layers rotate differently; 0 where positions are learned."""
+    def rope_width(self, mesh: Mesh) -> int:
+        """Elements of a row of the rotary table, or of all where layers of its stage rotate differently; 0 where positions are learned."""
         ...
 
-    def indivisible(self, num_ranks: int) -> str | None:
-        """None, or what does not divide into so many parts, in words."""
+    def indivisible(self, mesh: Mesh) -> str | None:
+        """None, or what does not divide into so many parts, in words; the same for all ranks."""
         ...
 
-    def weights(self, num_ranks: int) -> tuple[Weight, ...]:
+    def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
         """Every tensor of one rank."""
         ...
 
@@ -152,19 +152,23 @@ class Declaration(Protocol):
         """None, or why the cache cannot be kept in that format, in words."""
         ...
 
-    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
+    def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
         """What grows with the tokens of a sequence."""
         ...
 
-    def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+    def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
         """What a sequence costs whatever its length."""
         ...
 
-    def heads(self, num_ranks: int) -> HeadGeometry | None:
+    def heads(self, mesh: Mesh) -> HeadGeometry | None:
         """Keys and values by head, or latents; None where the cache keeps something else."""
         ...
 
-    def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
+        """Elements of the largest part of a step of so many rows that ranks exchange; 0 where none of them share layers."""
+        ...
+
+    def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
         """Workspace of a step; `scratch` is what an attention backend wants beside queries and outputs."""
         ...
 
@@ -195,46 +199,66 @@ class Experts(NamedTuple):
     """The scheme in which the checkpoint stores experts."""
     shared_native: str | None = None
 
-    def indivisible(self, num_ranks: int) -> str | None:
-        """Ranks share every expert, a slice of its inner width each."""
-        return indivisible_experts(self.intermediate_size, self.shared_size, num_ranks)
+    def indivisible(self, mesh: Mesh) -> str | None:
+        """Ranks share every expert, a slice of its inner width each, or hold whole ones."""
+        return indivisible_experts(self.num_experts, self.intermediate_size, self.shared_size, mesh)
 
-    def weights(self, prefix: str, hidden: int, num_ranks: int) -> tuple[Weight, ...]:
+    def weights(self, prefix: str, hidden: int, mesh: Mesh) -> tuple[Weight, ...]:
         """Of one layer, on one rank; gate and up are fused."""
-        inner, shared = self.intermediate_size // num_ranks, self.shared_size // num_ranks
-        count, native = self.num_experts, self.expert_native
+        size = mesh.tensor_size if mesh.expert_size == 1 else 1
+        inner, shared = self.intermediate_size // size, self.shared_size // mesh.tensor_size
+        count, native = self.num_experts // mesh.expert_size, self.expert_native
         weights = [
-            Weight(f"{prefix}router.weight", (count, hidden), "router"),
+            Weight(f"{prefix}router.weight", (self.num_experts, hidden), "router"),
             Weight(f"{prefix}experts.gate_up.weight", (count, 2 * inner, hidden), "expert", native),
-            Weight(f"{prefix}experts.down.weight", (count, hidden, inner), "expert", native),
+            Weight(f"{prefix}experts.down.weight", (count, *_output(hidden, inner, size, mesh)), "expert", native),
         ]
         if self.has_router_bias:
-            weights.append(Weight(f"{prefix}router.bias", (count,), "bias", dtype="float32"))
+            weights.append(Weight(f"{prefix}router.bias", (self.num_experts,), "bias", dtype="float32"))
         if shared:
+            down = _output(hidden, shared, mesh.tensor_size, mesh)
             weights += [
                 Weight(f"{prefix}shared.gate_up.weight", (2 * shared, hidden), "linear", self.shared_native),
-                Weight(f"{prefix}shared.down.weight", (hidden, shared), "linear", self.shared_native),
+                Weight(f"{prefix}shared.down.weight", down, "linear", self.shared_native),
             ]
         if self.has_shared_gate:
             weights.append(Weight(f"{prefix}shared.gate.weight", (1, hidden), "router"))
         return tuple(weights)
 
-    def request(self, step: StepShape, hidden: int, num_ranks: int) -> Request:
+    def request(self, step: StepShape, hidden: int, mesh: Mesh) -> Request:
         """One layer's experts: every row goes through `top_k` of them, and its results are summed up."""
-        return experts_request(self.rank(num_ranks), hidden, step.num_rows, step.dtype)
+        return experts_request(self.rank(mesh), hidden, step.num_rows, step.dtype)
 
-    def rank(self, num_ranks: int) -> ExpertsSpec:
+    def rank(self, mesh: Mesh) -> ExpertsSpec:
         """The experts as one rank computes them."""
-        return ExpertsSpec(
+        whole = ExpertsSpec(
             num_experts=self.num_experts,
             top_k=self.top_k,
-            intermediate_size=self.intermediate_size // num_ranks,
-            shared_size=self.shared_size // num_ranks,
+            intermediate_size=self.intermediate_size,
+            shared_size=self.shared_size,
             has_shared_gate=self.has_shared_gate,
         )
+        return rank_experts(whole, mesh)
 
 
-def indivisible_experts(intermediate_size: int, shared_size: int, num_ranks: int) -> str | None:
-    """None, or which width does not divide into so many parts, in words."""
-    reason = split(intermediate_size, num_ranks, "columns of an expert")
-    return reason or split(shared_size, num_ranks, "columns of the shared experts")
+def _output(num_outputs: int, num_inputs: int, size: int, mesh: Mesh) -> tuple[int, int]:
+    """The shape of an output projection whose inputs have been divided by `size`: where ranks gather, outputs are instead."""
+    return (num_outputs // size, num_inputs * size) if mesh.is_exact else (num_outputs, num_inputs)
+
+
+def rank_experts(experts: ExpertsSpec, mesh: Mesh) -> ExpertsSpec:
+    """The experts as a rank computes them: a slice of the inner width of each, or whole ones."""
+    experts = replace(experts, shared_size=experts.shared_size // mesh.tensor_size)
+    if mesh.expert_size == 1:
+        return replace(experts, intermediate_size=experts.intermediate_size // mesh.tensor_size)
+    count = experts.num_experts // mesh.expert_size
+    return replace(experts, first_local=mesh.expert_rank * count, num_local=count)
+
+
+def indivisible_experts(num_experts: int, intermediate_size: int, shared_size: int, mesh: Mesh) -> str | None:
+    """None, or which width, or number of experts, does not divide into so many parts, in words."""
+    if mesh.expert_size > 1:
+        reason = split(num_experts, mesh.expert_size, "experts")
+    else:
+        reason = split(intermediate_size, mesh.tensor_size, "columns of an expert")
+    return reason or split(shared_size, mesh.tensor_size, "columns of the shared experts")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TypeVar, cast
 
-from holdfast.errors import ConfigError, shown
+from holdfast.distributed.mesh import ALONE, Mesh
+from holdfast.errors import ConfigError
 from holdfast.memory.on_disk import OnDisk
 from holdfast.models.compressed_declaration import CompressedDeclaration
 from holdfast.models.declaration import Declaration
@@ -33,13 +34,12 @@ from holdfast.quant.formats import (
 )
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
-MAX_RANKS = 4096
 _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """A model as numbers. Sizes are those of one rank of `tensor_parallel_size`."""
+    """A model as numbers. Sizes are those of the whole; what a rank has of it is asked with its `Mesh`."""
 
     name: str
     spec: ModelSpec | None
@@ -75,7 +75,7 @@ class DeclaredModel:
     @property
     def has_learned_positions(self) -> bool:
         """Positions beyond `max_position` do not exist."""
-        return self.declaration.rope_width == 0
+        return self.declaration.rope_width(ALONE) == 0
 
     def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
         """What was made of this model for this key before, or is now."""
@@ -97,28 +97,36 @@ class DeclaredModel:
             declaration=declaration._replace(decoder=spec),
         )
 
-    def check_ranks(self, tensor_parallel_size: int) -> None:
-        """An error in words where a layer cannot be shared by so many ranks."""
-        number = tensor_parallel_size
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MAX_RANKS:
-            asked, has = (
-                f"tensor_parallel_size={shown(number)} was asked",
-                f"a whole number from 1 to {MAX_RANKS} works",
+    def check_ranks(self, mesh: Mesh) -> None:
+        """An error in words where layers cannot be shared by so many ranks, or there are too few for so many stages."""
+        if mesh.num_stages > self.num_layers:
+            raise ConfigError(
+                f"pipeline_parallel_size={mesh.num_stages} was asked",
+                f"{self.name} has {self.num_layers} layers, and a stage has one at least",
+                f"take {self.num_layers} or fewer",
             )
-            raise ConfigError(asked, has, "try 1")
-        reason = self.declaration.indivisible(number)
-        if reason is not None:
-            works = [str(ranks) for ranks in range(1, 17) if self.declaration.indivisible(ranks) is None]
-            raise ConfigError(f"tensor_parallel_size={number} was asked", reason, f"try {', '.join(works)}")
+        if self.is_divisible(mesh):
+            return
+        works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
+        asked = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
+        do = f"try {', '.join(works)}" if works else "leave pipeline_parallel_size out"
+        raise ConfigError(f"{asked} was asked", self.declaration.indivisible(mesh) or "", do)
 
-    def parameters(self, tensor_parallel_size: int = 1) -> tuple[Weight, ...]:
+    def is_divisible(self, mesh: Mesh) -> bool:
+        """Whether layers can be shared by so many ranks."""
+        return self.declaration.indivisible(mesh) is None
+
+    def parameters(self, mesh: Mesh = ALONE) -> tuple[Weight, ...]:
         """Every tensor that a rank holds, with its kind."""
-        self.check_ranks(tensor_parallel_size)
-        key = ("weights", tensor_parallel_size)
+        self.check_ranks(mesh)
+        # All ranks of a stage but the last, which may have a shorter share of the vocabulary, hold the same shapes.
+        if mesh.tensor_rank < mesh.tensor_size - 1:
+            mesh = replace(mesh, tensor_rank=0, expert_rank=0)
+        key = ("weights", mesh)
         if key not in self._memo:
-            weights = self.declaration.weights(tensor_parallel_size)
+            weights = self.declaration.weights(mesh)
             if self.stored:
-                weights = tuple(weight._replace(native=self.stored.get(weight.name)) for weight in weights)
+                weights = tuple(weight._replace(native=self.stored.get(weight.model_name)) for weight in weights)
             self._memo[key] = weights
         weights = self._memo[key]
         assert isinstance(weights, tuple), f"{key} became {weights!r}"
@@ -152,33 +160,33 @@ class DeclaredModel:
         return found
 
     def group_bytes(
-        self, dtype: str, recipe: WeightRecipe = AS_STORED, tensor_parallel_size: int = 1
+        self, dtype: str, recipe: WeightRecipe = AS_STORED, mesh: Mesh = ALONE
     ) -> Mapping[str, WeightGroup]:
         """Tensors and bytes in an arena, by group: embed, layers, experts, lm_head and so on."""
-        key = ("groups", dtype, recipe, tensor_parallel_size)
+        key = ("groups", dtype, recipe, mesh)
         if key not in self._memo:
-            self._memo[key] = weight_groups(self.parameters(tensor_parallel_size), dtype, recipe)
+            self._memo[key] = weight_groups(self.parameters(mesh), dtype, recipe)
         found = self._memo[key]
         assert isinstance(found, dict), f"{key} became {found!r}"
         return found
 
-    def weight_bytes(self, dtype: str, recipe: WeightRecipe = AS_STORED, tensor_parallel_size: int = 1) -> int:
+    def weight_bytes(self, dtype: str, recipe: WeightRecipe = AS_STORED, mesh: Mesh = ALONE) -> int:
         """Bytes of the arena that holds every parameter of a rank."""
-        groups = self.group_bytes(dtype, recipe, tensor_parallel_size)
+        groups = self.group_bytes(dtype, recipe, mesh)
         return sum(group.num_bytes for group in groups.values())
 
-    def kv_bytes_per_token(self, format: KVFormat | str, tensor_parallel_size: int = 1) -> Fraction:
+    def kv_bytes_per_token(self, format: KVFormat | str, mesh: Mesh = ALONE) -> Fraction:
         """Exact: a row of a compressed cache stands for several tokens."""
         found = self.check_format(format)
-        self.check_ranks(tensor_parallel_size)
-        rows = self.declaration.cache_rows(found, tensor_parallel_size)
+        self.check_ranks(mesh)
+        rows = self.declaration.cache_rows(found, mesh)
         return sum((row.bytes_per_token for row in rows), Fraction(0))
 
-    def kv_bytes_per_sequence(self, format: KVFormat | str, tensor_parallel_size: int = 1) -> int:
+    def kv_bytes_per_sequence(self, format: KVFormat | str, mesh: Mesh = ALONE) -> int:
         """What a sequence costs whatever its length: windows and the like; nothing in ordinary models."""
         found = self.check_format(format)
-        self.check_ranks(tensor_parallel_size)
-        return self.declaration.sequence_bytes(found, tensor_parallel_size)
+        self.check_ranks(mesh)
+        return self.declaration.sequence_bytes(found, mesh)
 
     def check_format(self, format: KVFormat | str, option: str = "kv_cache_dtype") -> KVFormat:
         """The format, by name or as it is, or an error that names the option where this model's cache cannot be kept in it."""
@@ -200,6 +208,12 @@ class DeclaredModel:
             ]
             raise ConfigError(f"{option}={asked} was asked", reason, f"try {' or '.join(works)}")
         return found
+
+
+def _resized(mesh: Mesh, size: int) -> Mesh:
+    """The same kind of mesh with so many ranks to a layer."""
+    is_exact, expert_size = mesh.is_exact and size > 1, size if mesh.expert_size > 1 else 1
+    return replace(mesh, tensor_rank=0, tensor_size=size, expert_rank=0, expert_size=expert_size, is_exact=is_exact)
 
 
 def declare_decoder(

@@ -33,6 +33,8 @@ class Weight(NamedTuple):
     """The checkpoint tensors that it is made of, where they are known."""
     seam_rows: int = 0
     """What divides every row at which two of them meet; 0 where none do."""
+    whole_name: str = ""
+    """Its name in the whole model, where a stage counts layers otherwise; empty: `name`."""
 
     @property
     def group(self) -> str:
@@ -42,8 +44,13 @@ class Weight(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name by which a pattern may mean it."""
-        return (self.name, *self.tensors)
+        """Every name by which a pattern may mean it: the same ones whichever rank holds it."""
+        return (self.model_name, *self.tensors)
+
+    @property
+    def model_name(self) -> str:
+        """Its name in the whole model."""
+        return self.whole_name or self.name
 
     def scheme(self, recipe: WeightRecipe) -> WeightScheme | None:
         """How it is stored: as it is asked, else as the checkpoint has it; None for plain numbers."""
@@ -60,15 +67,17 @@ class Weight(NamedTuple):
 
 
 def weight_of(parameter: Parameter, native: str | None = None) -> Weight:
-    """A parameter of a decoder that runs."""
+    """A parameter of a decoder that runs, or a rank's share of one."""
+    whole = parameter.whole or parameter
     return Weight(
         parameter.name,
         parameter.shape,
         parameter.kind,
         native,
         parameter.dtype,
-        tuple(part.tensor for part in parameter.parts),
+        tuple(part.tensor for part in whole.parts),
         parameter.seam_rows,
+        "" if whole.name == parameter.name else whole.name,
     )
 
 

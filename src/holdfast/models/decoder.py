@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.attention.backend import GroupedAttention
+from holdfast.distributed.exchange import Exchange
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.decoder_layer import LayerBuilder, Weights
-from holdfast.models.layer_stack import LayerStack
+from holdfast.models.layer_stack import LayerStack, output_sharing
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
@@ -33,10 +34,15 @@ class Decoder(LayerStack[AttentionLayer]):
         takes_fused_decode: bool = False,
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
+        exchange: Exchange | None = None,
+        is_exact: bool = False,
     ) -> None:
-        """`rotaries` has an entry a layer; `dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
-        builder = LayerBuilder(spec, weights, backend, rotaries)
-        super().__init__(spec, weights, builder, workspace, scratch, takes_fused_decode, dtype, recipe)
+        """`rotaries` has an entry a layer; `dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized.
+
+        With `exchange` spec and weights are those of one rank; `is_exact` as in its Mesh.
+        """
+        builder = LayerBuilder(spec, weights, backend, rotaries, output_sharing(exchange, is_exact, workspace))
+        super().__init__(spec, weights, builder, workspace, scratch, takes_fused_decode, dtype, recipe, exchange)
 
     def _attention_buffers(self, num_rows: int) -> AttentionBuffers:
         requests = self._requests(num_rows)

@@ -4,17 +4,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import (
     Request,
     fused_decode_request,
     head_request,
     quantized_rows_request,
+    room_elements,
     row_scaled_request,
     step_requests,
     takes_fused_decode,
 )
-from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, indivisible_experts, split
+from holdfast.models.declaration import (
+    CacheRows,
+    HeadGeometry,
+    StepShape,
+    indivisible_experts,
+    rank_experts,
+    split,
+)
 from holdfast.models.declared_weights import Weight, weight_of
 from holdfast.models.parameters import (
     CheckpointNames,
@@ -23,7 +32,8 @@ from holdfast.models.parameters import (
     list_behind_layers,
     list_layer,
 )
-from holdfast.models.spec import ExpertsSpec, LayerKind, ModelSpec
+from holdfast.models.sharding import shard_parameters, vocabulary_rows
+from holdfast.models.spec import LayerKind, ModelSpec
 from holdfast.quant.formats import QUANTIZED_HEAD_DIM, KVFormat
 from holdfast.quant.weight_schemes import MXFP4
 
@@ -38,12 +48,12 @@ class DecoderDeclaration(NamedTuple):
     expert_native: str | None = None
     """That of experts, where it is another."""
 
-    @property
-    def rope_width(self) -> int:
-        return 0 if self.decoder.rope is None else len(self.decoder.ropes) * self.decoder.rope_dim
+    def rope_width(self, mesh: Mesh) -> int:
+        spec = self.rank(mesh)
+        return 0 if spec.rope is None else len(spec.ropes) * spec.rope_dim
 
-    def indivisible(self, num_ranks: int) -> str | None:
-        spec = self.decoder
+    def indivisible(self, mesh: Mesh) -> str | None:
+        spec, num_ranks = self.decoder, mesh.tensor_size
         reason = split(spec.num_heads, num_ranks, "query heads")
         if reason is None and spec.num_kv_heads % num_ranks and num_ranks % spec.num_kv_heads:
             reason = (
@@ -52,34 +62,50 @@ class DecoderDeclaration(NamedTuple):
         if reason is None and spec.has_mlp:
             reason = split(spec.intermediate_size, num_ranks, "columns of the MLP")
         if reason is None and spec.experts is not None:
-            reason = indivisible_experts(spec.experts.intermediate_size, spec.experts.shared_size, num_ranks)
+            experts = spec.experts
+            reason = indivisible_experts(experts.num_experts, experts.intermediate_size, experts.shared_size, mesh)
+        if reason is None and mesh.is_exact:
+            reason = split(spec.hidden_size, num_ranks, "columns of the stream, which ranks gather,")
+        if reason is None and num_ranks > 1 and spec.vocab_size <= -(-spec.vocab_size // num_ranks) * (num_ranks - 1):
+            reason = f"a vocabulary of {spec.vocab_size} tokens leaves none for the last of {num_ranks} ranks"
         return reason
 
-    def weights(self, num_ranks: int) -> tuple[Weight, ...]:
-        spec = self.rank(num_ranks)
-        weights = self._weights(list_before_layers(spec, self.names))
+    def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
+        spec = self.decoder
+        weights = self._weights(list_before_layers(spec, self.names), mesh)
         first_of: dict[LayerKind, tuple[int, list[Weight]]] = {}
-        for layer in range(spec.num_layers):
+        layers = mesh.layer_range(spec.num_layers)
+        for layer in layers:
             kind = spec.layer_kind(layer)
             if kind not in first_of:
                 listed = list_layer(spec, self.names, layer, with_layouts=False)
-                first_of[kind] = layer, self._weights(listed)
-            weights += self._as_in(layer, *first_of[kind])
-        return (*weights, *self._weights(list_behind_layers(spec, self.names)))
+                first_of[kind] = layer, self._weights(listed, mesh)
+            weights += self._as_in(layer, layers.start, *first_of[kind])
+        return (*weights, *self._weights(list_behind_layers(spec, self.names), mesh))
 
-    def _weights(self, parameters: Sequence[Parameter]) -> list[Weight]:
+    def _weights(self, parameters: Sequence[Parameter], mesh: Mesh) -> list[Weight]:
+        """Of those of the whole model what a rank has."""
         linear = None if self.native == MXFP4.name else self.native
         natives: dict[str, str | None] = {"linear": linear, "expert": self.expert_native or self.native}
-        return [weight_of(parameter, natives.get(parameter.kind)) for parameter in parameters]
+        shared = shard_parameters(parameters, mesh, *self.units)
+        return [weight_of(parameter, natives.get(parameter.kind)) for parameter in shared]
 
-    def _as_in(self, layer: int, other: int, weights: list[Weight]) -> list[Weight]:
+    @property
+    def units(self) -> tuple[int, int, int]:
+        """What ranks must not cut: query heads, key heads, groups of heads (`shard_parameters`)."""
+        compressed = self.decoder.compressed
+        groups = 1 if compressed is None else compressed.num_output_groups
+        return self.decoder.num_heads, self.decoder.num_kv_heads, groups
+
+    def _as_in(self, layer: int, first: int, other: int, weights: list[Weight]) -> list[Weight]:
         """Weights of another layer as those of this one: only names differ, and hundreds of experts have many."""
-        ours, theirs = f"layers.{layer}.", self.names.layer.format(layer)
-        our_start, their_start = len(f"layers.{other}."), len(self.names.layer.format(other))
+        ours, theirs, whole = f"layers.{layer - first}.", self.names.layer.format(layer), f"layers.{layer}."
+        our_start, their_start = len(f"layers.{other - first}."), len(self.names.layer.format(other))
         return [
             weight._replace(
                 name=ours + weight.name[our_start:],
                 tensors=tuple([theirs + tensor[their_start:] for tensor in weight.tensors]),
+                whole_name=whole + weight.name[our_start:] if first else "",
             )
             for weight in weights
         ]
@@ -90,54 +116,54 @@ class DecoderDeclaration(NamedTuple):
             return f"head_dim is {head_dim}, and heads of a multiple of {QUANTIZED_HEAD_DIM} elements can be quantized"
         return None
 
-    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
-        spec = self.rank(num_ranks)
+    def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
+        spec = self.rank(mesh)
         return (CacheRows("attention", spec.num_layers, kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)),)
 
-    def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+    def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
         return 0
 
-    def heads(self, num_ranks: int) -> HeadGeometry:
-        spec = self.rank(num_ranks)
+    def heads(self, mesh: Mesh) -> HeadGeometry:
+        spec = self.rank(mesh)
         windows = spec.sliding_windows or (None,) * spec.num_layers
         biases = spec.qkv_bias, spec.has_separable_key_bias
         scores = spec.score_scale, spec.attention_softcap, spec.has_sinks
         shape = spec.num_heads, spec.num_kv_heads, spec.head_dim
         return HeadGeometry(*shape, windows, *biases, *scores, is_rotated=spec.rope is not None)
 
-    def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
-        spec = self.rank(num_ranks)
+    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
+        return room_elements(self.rank(mesh), num_rows)
+
+    def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        spec = self.rank(mesh)
         own = step_requests(spec, step.num_rows, step.dtype, tuple(scratch), step.recipe)
         requests = [own.stream, own.chosen, own.embed, own.attention, *((own.mlp,) if spec.has_mlp else ())]
         requests += [] if own.experts is None else [own.experts]
         requests.append(quantized_rows_request(spec, step.num_rows, step.num_logit_rows, step.recipe))
+        requests.append(own.gathered)
         if step.device_kind == "cuda":
             requests.append(row_scaled_request(spec, step.recipe))
         if takes_fused_decode(spec, step.dtype, step.device_kind, step.recipe):
             requests.append(fused_decode_request(spec, step.recipe))
-        requests = [request for request in requests if request.specs]
-        # Logits are gathered from all ranks before one of them samples.
-        return (*requests, head_request(self.decoder, step.num_logit_rows, step.dtype))
+        requests.append(head_request(spec, step.num_logit_rows, step.dtype))
+        return tuple(request for request in requests if request.specs)
 
-    def rank(self, num_ranks: int) -> ModelSpec:
-        """The decoder as one rank has it: heads and inner width divided, key heads shared where there are too few."""
+    def rank(self, mesh: Mesh) -> ModelSpec:
+        """The decoder as one rank has it: the layers of its stage, heads and inner width divided, key heads shared where there are too few."""
+        spec, num_ranks = self.decoder, mesh.tensor_size
+        if mesh.layers is not None:
+            spec = spec.layer_slice(*mesh.layers)
         if num_ranks == 1:
-            return self.decoder
-        spec = self.decoder
+            return spec
+        start, end = vocabulary_rows(spec.vocab_size, mesh)
         return replace(
             spec,
             num_heads=spec.num_heads // num_ranks,
             num_kv_heads=max(1, spec.num_kv_heads // num_ranks),
             intermediate_size=spec.intermediate_size // num_ranks if spec.has_mlp else spec.intermediate_size,
-            vocab_size=-(-spec.vocab_size // num_ranks),
-            experts=None if spec.experts is None else _rank_experts(spec.experts, num_ranks),
+            vocab_size=end - start,
+            num_ranks=num_ranks,
+            gathers=mesh.is_exact,
+            first_token=start,
+            experts=None if spec.experts is None else rank_experts(spec.experts, mesh),
         )
-
-
-def _rank_experts(experts: ExpertsSpec, num_ranks: int) -> ExpertsSpec:
-    """Ranks share every expert, a slice of its inner width each."""
-    return replace(
-        experts,
-        intermediate_size=experts.intermediate_size // num_ranks,
-        shared_size=experts.shared_size // num_ranks,
-    )

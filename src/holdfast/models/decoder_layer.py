@@ -17,6 +17,8 @@ from holdfast.layers.compressed_attention import CompressedAttentionLayer
 from holdfast.layers.latent_attention import LatentAttentionLayer, LatentIndex, SparseLatentAttentionLayer
 from holdfast.layers.mlp import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm
 from holdfast.layers.moe import ExpertBiases, ExpertLayer, SharedExpert
+from holdfast.layers.shared_experts import ExpertSharing
+from holdfast.layers.shared_linear import OutputSharing
 from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
 
@@ -53,9 +55,11 @@ class DecoderLayer(Generic[AnyAttentionT]):
 class PartBuilder(ABC, Generic[AnyAttentionT]):
     """Parts of one model over its final weights; what attention is made of is left to those who know."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, sharing: OutputSharing | None = None) -> None:
+        """With `sharing` spec and weights are those of a rank."""
         self._spec = spec
         self._weights = weights
+        self._sharing = sharing
 
     @abstractmethod
     def attention(self, index: int, prefix: str) -> AnyAttentionT:
@@ -84,6 +88,12 @@ class PartBuilder(ABC, Generic[AnyAttentionT]):
     def linear(self, name: str) -> Linear:
         return Linear(self._weights[f"{name}.weight"], self._bias(name))
 
+    def output(self, name: str, keeps_share: bool = False) -> Linear:
+        """A projection whose outputs all ranks need; with `keeps_share` it gives a rank's part of them."""
+        if self._sharing is None:
+            return self.linear(name)
+        return self._sharing.linear(self._weights[f"{name}.weight"], self._bias(name), keeps_share)
+
     def _bias(self, name: str) -> torch.Tensor | None:
         return self.plain(f"{name}.bias") if f"{name}.bias" in self._weights else None
 
@@ -94,18 +104,19 @@ class PartBuilder(ABC, Generic[AnyAttentionT]):
         return weight
 
     def _mlp(self, prefix: str) -> GatedMLP | PlainMLP:
-        down = self.linear(f"{prefix}.down")
+        down = self.output(f"{prefix}.down")
         if self._spec.gated_mlp:
             return GatedMLP(self.linear(f"{prefix}.gate_up"), down, self._spec.activation)
         return PlainMLP(self.linear(f"{prefix}.up"), down, self._spec.activation)
 
     def _experts(self, experts: ExpertsSpec, index: int, prefix: str) -> ExpertLayer:
-        shared, limit = None, experts.silu_limit
+        shared, limit, sharing = None, experts.silu_limit, self._expert_sharing(experts)
         form = GateForm(experts.is_interleaved, experts.swiglu_limit)
         if limit is not None:
             form = GateForm(experts.is_interleaved, limit, is_silu=True)
         if experts.shared_size:
-            gate_up, down = self.linear(f"{prefix}.shared.gate_up"), self.linear(f"{prefix}.shared.down")
+            keeps_share = sharing is not None and not sharing.sums_pairs
+            gate_up, down = self.linear(f"{prefix}.shared.gate_up"), self.output(f"{prefix}.shared.down", keeps_share)
             gate_1H = self.plain(f"{prefix}.shared.gate.weight") if experts.has_shared_gate else None
             shared = SharedExpert(GatedMLP(gate_up, down, self._spec.activation, limit), gate_1H)
         has_table = index in experts.table_layers
@@ -118,7 +129,13 @@ class PartBuilder(ABC, Generic[AnyAttentionT]):
             self._expert_biases(experts.has_score_bias and not has_table, prefix),
             form,
             self.plain(f"{prefix}.router.table") if has_table else None,
+            sharing,
         )
+
+    def _expert_sharing(self, experts: ExpertsSpec) -> ExpertSharing | None:
+        if self._sharing is None:
+            return None
+        return ExpertSharing(self._sharing, experts.first_local, experts.num_local)
 
     def _expert_biases(self, has_score_bias: bool, prefix: str) -> ExpertBiases:
         names = ("router", "experts.gate_up", "experts.down")
@@ -131,9 +148,14 @@ class LayerBuilder(PartBuilder[AttentionLayer]):
     """Layers with keys and values by head."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, backend: GroupedAttention[Any], rotaries: Sequence[Rotary | None]
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        backend: GroupedAttention[Any],
+        rotaries: Sequence[Rotary | None],
+        sharing: OutputSharing | None = None,
     ) -> None:
-        super().__init__(spec, weights)
+        super().__init__(spec, weights, sharing)
         self._backend = backend
         self._rotaries = rotaries
 
@@ -142,7 +164,7 @@ class LayerBuilder(PartBuilder[AttentionLayer]):
         if spec.qk_norm:
             q_weight_D, k_weight_D = (self.plain(f"{prefix}.{name}.weight") for name in ("q_norm", "k_norm"))
             head_norm = HeadNorm(q_weight_D, k_weight_D, spec.norm_eps, spec.norm_offset)
-        qkv, o = self.linear(f"{prefix}.qkv"), self.linear(f"{prefix}.o")
+        qkv, o = self.linear(f"{prefix}.qkv"), self.output(f"{prefix}.o")
         return AttentionLayer(index, qkv, o, head_norm, self._rotaries[index], self._backend)
 
 
@@ -150,9 +172,15 @@ class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
     """Layers with latents, which all rotate alike; with an index, too, where a layer has one."""
 
     def __init__(
-        self, spec: ModelSpec, latent: LatentSpec, weights: Weights, backend: LatentAttention[Any], rotary: Rotary
+        self,
+        spec: ModelSpec,
+        latent: LatentSpec,
+        weights: Weights,
+        backend: LatentAttention[Any],
+        rotary: Rotary,
+        sharing: OutputSharing | None = None,
     ) -> None:
-        super().__init__(spec, weights)
+        super().__init__(spec, weights, sharing)
         self._latent = latent
         self._backend = backend
         self._rotary = rotary
@@ -161,7 +189,8 @@ class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
         latent, q_norm = self._latent, None
         if latent.q_rank is not None:
             q_norm = RMSNorm(self.plain(f"{prefix}.q_a_norm.weight"), latent.norm_eps)
-        qkv_a, q, o = (self.linear(f"{prefix}.{name}") for name in ("qkv_a", "q" if q_norm is None else "q_b", "o"))
+        qkv_a, q = (self.linear(f"{prefix}.{name}") for name in ("qkv_a", "q" if q_norm is None else "q_b"))
+        o = self.output(f"{prefix}.o")
         norm = LatentNorm(self.plain(f"{prefix}.kv_a_norm.weight"), latent.norm_eps)
         kv_b_NXL = self.plain(f"{prefix}.kv_b.weight").view(-1, latent.expanded_dim, latent.kv_rank)
         if latent.index is not None:

@@ -30,8 +30,12 @@ from holdfast.models.model import Stream
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
-def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | QuantizedWeight) -> str | None:
+def declined(
+    layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | QuantizedWeight, num_ranks: int = 1
+) -> str | None:
     """None, or why these weights of a model that `takes_fused_decode` cannot: all must be plain, or all have eight bits and scales by row."""
+    if num_ranks > 1:
+        return f"{num_ranks} ranks add up their parts behind a product, and this path adds the residual inside of it"
     blocks = [layer.mlp for layer in layers]
     if any(isinstance(block, ExpertLayer) and block.has_table for block in blocks):
         return "experts of some layer come from a table by token id, and this path has no token ids"

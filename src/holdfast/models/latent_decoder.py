@@ -3,12 +3,13 @@
 from typing import Any
 
 from holdfast.attention.backend import LatentAttention
+from holdfast.distributed.exchange import Exchange
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.layers.latent_attention import LatentAttentionLayer, LatentBuffers
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.decoder_layer import LatentLayerBuilder, Weights
-from holdfast.models.layer_stack import LayerStack
+from holdfast.models.layer_stack import LayerStack, output_sharing
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
@@ -27,14 +28,18 @@ class LatentDecoder(LayerStack[LatentAttentionLayer]):
         takes_fused_decode: bool = False,
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
+        exchange: Exchange | None = None,
+        is_exact: bool = False,
     ) -> None:
         """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized.
 
-        A model with an index takes a `SparseLatentAttention`.
+        A model with an index takes a `SparseLatentAttention`. With `exchange` spec and weights are those of one rank.
         """
         assert spec.latent is not None, f"{spec.architecture} keeps keys and values by head"
-        builder = LatentLayerBuilder(spec, spec.latent, weights, backend, rotary)
-        super().__init__(spec, weights, builder, workspace, scratch, takes_fused_decode, dtype, recipe)
+        builder = LatentLayerBuilder(
+            spec, spec.latent, weights, backend, rotary, output_sharing(exchange, is_exact, workspace)
+        )
+        super().__init__(spec, weights, builder, workspace, scratch, takes_fused_decode, dtype, recipe, exchange)
 
     def _attention_buffers(self, num_rows: int) -> LatentBuffers:
         requests = self._requests(num_rows)

@@ -14,10 +14,12 @@ from typing import Any, Generic
 import torch
 
 from holdfast.attention.backend import Batch
-from holdfast.kernels.gemm.embedding import lookup_rows
+from holdfast.distributed.exchange import Exchange
+from holdfast.kernels.gemm.embedding import lookup_rows, lookup_share
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
+from holdfast.layers.shared_linear import Gathering, OutputSharing
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
@@ -46,17 +48,24 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         takes_fused_decode: bool = False,
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized.
+
+        With `exchange` spec and weights are those of one rank, and so are the logits: those of its share of the vocabulary.
+        """
         super().__init__(spec, workspace, dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight")), recipe)
-        self._embed_VE = weights["embed.weight"]
+        self._exchange = exchange
+        self._embed_VE = weights.get("embed.weight")
+        """None between the first stage of a pipeline and the last, and there too where the head is another weight."""
         self._embed_scale = _rounded(spec.embedding_scale, self._dtype)
         self._positions_PH = weights.get("positions.weight")
         self._embed_in = builder.linear("embed_in") if "embed_in.weight" in weights else None
         self._embed_out = builder.linear("embed_out") if "embed_out.weight" in weights else None
         self._layers = [builder.layer(index) for index in range(spec.num_layers)]
-        self._final_norm = builder.norm("final_norm") if spec.has_final_norm else None
-        self._head_VE = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
+        self._final_norm = builder.norm("final_norm") if spec.has_final_norm and spec.is_last_stage else None
+        head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
+        self._head_VE = weights[head] if spec.is_last_stage else None
         self._requests: Callable[[int], StepRequests] = cache(
             partial(activations.step_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
         )
@@ -68,7 +77,9 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         return len(self._layers)
 
     def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
-        """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again."""
+        """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again; none before the last stage."""
+        if not self._spec.is_last_stage:
+            return self.hidden(batch, plan)
         if self.fused is not None and batch.logits is None and activations.fits_fused_decode(batch.num_rows):
             return self._fused_logits(batch, plan, self.fused)
         return self.logits(self.hidden(batch, plan))
@@ -87,7 +98,10 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
 
     def fused_decode_declined(self) -> str | None:
         """None, or why what was loaded cannot take the fused decode path, in words."""
-        return fused_decode.declined(self._layers, self._head_VE)
+        if self._head_VE is None or not self._spec.is_first_stage:
+            return "this is one stage of a pipeline, and the path goes from the embedding to the head"
+        num_ranks = 1 if self._exchange is None else self._exchange.size
+        return fused_decode.declined(self._layers, self._head_VE, num_ranks)
 
     def _fused_decode(self) -> FusedDecode | None:
         """The fused decode path, unless what was loaded cannot take it."""
@@ -95,23 +109,32 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         if reason is not None:
             log.info("small batches do not take the fused decode path because %s", reason)
             return None
+        assert self._head_VE is not None, "declined without a head"
         scratch = fused_decode.make_scratch(self._acquire(activations.fused_decode_request(self._spec, self._recipe)))
         return FusedDecode(self._layers, self._final_norm, self._head_VE, scratch)
 
     def hidden(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
-        """Final hidden states of the rows whose logits are wanted: [R, H], in the stream."""
-        return self.finish(self.run_layers(self.embed(batch), batch, plan, range(self.num_layers)))
+        """Final hidden states of the rows whose logits are wanted: [R, H], in the stream.
+
+        A stage before the last sends its rows to the next one, all of them, and has none itself: [0, H].
+        """
+        stream = self.run_layers(self.embed(batch), batch, plan, range(self.num_layers))
+        return self.finish(stream) if self._spec.is_last_stage else self._send(stream)
 
     def embed(self, batch: Batch) -> Stream:
-        """The first end: token embeddings, and learned positions where there are."""
+        """The first end: token embeddings, and learned positions where there are; or what the stage before has sent."""
         requests = self._requests(batch.num_rows)
         stream = self._acquire(requests.stream)
         x_TH = stream["x"]
+        if not self._spec.is_first_stage:
+            assert self._exchange is not None, "a stage of a pipeline has nobody to receive from"
+            self._exchange.receive_rows(x_TH)
+            return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
         buffers = self._acquire(requests.embed) if requests.embed.specs else {}
         if self._embed_in is None:
-            lookup_rows(batch.token_ids_T, self._embed_VE, x_TH)
+            self._lookup(batch.token_ids_T, x_TH)
         else:
-            tokens_TE = lookup_rows(batch.token_ids_T, self._embed_VE, buffers["tokens"])
+            tokens_TE = self._lookup(batch.token_ids_T, buffers["tokens"])
             self._embed_in(tokens_TE, x_TH, self._quantized(requests.codes))
         if self._embed_scale is not None:
             x_TH.mul_(self._embed_scale)
@@ -120,6 +143,24 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
             x_TH.add_(lookup_rows(ids_T, self._positions_PH, buffers["positions"]))
         return Stream(x_TH, stream["normed"], stream["delta"], has_delta=False)
 
+    def _send(self, stream: Stream) -> torch.Tensor:
+        """The stream to the next stage, with what the next norm would have added first: it rounds the same sum (kernels/norm.py)."""
+        assert self._exchange is not None, "a stage of a pipeline has nobody to send to"
+        if stream.has_delta:
+            stream.x_TH.add_(stream.delta_TH)
+        self._exchange.send_rows(stream.x_TH)
+        return stream.x_TH[:0]
+
+    def _lookup(self, ids_T: torch.Tensor, out_TE: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding; on ranks each has some, and zeros for the others' ids."""
+        exchange = self._exchange
+        assert self._embed_VE is not None, "the embedding is in another stage"
+        if exchange is None or exchange.size == 1:
+            return lookup_rows(ids_T, self._embed_VE, out_TE)
+        part_TE = exchange.room(*out_TE.shape, out_TE.dtype)
+        lookup_share(ids_T, self._embed_VE, self._spec.first_token, part_TE)
+        return exchange.sum_rows(part_TE, out_TE)
+
     def run_layers(
         self,
         stream: Stream,
@@ -127,9 +168,10 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         plan: Any,  # noqa: ANN401 the backend's own type
         layers: range,
     ) -> Stream:
-        """Some layers in a row. Behind the last one's attention only rows whose logits are wanted go on."""
+        """Some layers in a row. Behind the attention of the last of all only rows whose logits are wanted go on."""
+        last = self.num_layers - 1 if self._spec.is_last_stage and batch.logits is not None else None
         for index in layers:
-            layer, wanted_only = self._layers[index], index == self.num_layers - 1 and batch.logits is not None
+            layer, wanted_only = self._layers[index], index == last
             x_TH, normed_TH, delta_TH, has_delta = stream
             inputs_TH, codes, buffers = x_TH, None, self._attention_buffers(batch.num_rows)
             if self._spec.norm_first:
@@ -159,6 +201,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """The head: float32 logits [R, V], valid until the workspace is used again."""
+        assert self._head_VE is not None, "the head is in another stage"
         head, quantized = self._head_buffers(hidden_RH.shape[0])
         if self._embed_out is not None:
             hidden_RH = self._embed_out(hidden_RH, head["embedded"], quantized)
@@ -210,6 +253,15 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         requests = self._requests(num_rows)
         assert requests.experts is not None, f"{self._spec.architecture} has no experts"
         return ExpertBuffers.of(self._acquire(requests.experts), self._quantized(requests.codes))
+
+
+def output_sharing(exchange: Exchange | None, is_exact: bool, workspace: Workspace) -> OutputSharing | None:
+    """How ranks that share layers make outputs whole; None where one rank has all of them."""
+    if exchange is None or exchange.size == 1:
+        return None
+    if not is_exact:
+        return OutputSharing(exchange, None)
+    return OutputSharing(exchange, Gathering(exchange, workspace.lanes[activations.GATHERED]))
 
 
 def _rounded(number: float | None, dtype: str) -> float | None:

@@ -30,8 +30,11 @@ Kind = Literal["linear", "expert", "embedding", "head", "norm", "bias", "router"
 
 An absorbed one (kv_b of latent attention, o_a of compressed attention) is multiplied by heads, or by groups of them, each by its
 own rows: it is small, and kept in the type of the engine whatever the checkpoint stores it in."""
-Split = Literal["none", "rows", "columns"]
-"""How ranks share a parameter: all of it each, some rows of every part each, or some columns of all rows each."""
+Split = Literal["none", "rows", "columns", "outputs"]
+"""How ranks share a parameter: all of it each, some rows of every part each, or some columns of all rows each.
+
+Those that are split by columns are output projections: where ranks gather (`Mesh.is_exact`) they are split by rows as well.
+Their biases are `outputs`: all of it each where ranks add up their products, their own elements where they gather."""
 
 
 class Part(NamedTuple):
@@ -249,7 +252,7 @@ def _expert_biases(experts: ExpertsSpec, names: ExpertNames, hidden: int, ours: 
     down = [(prefix + names.down + names.bias, (experts.num_experts, hidden))]
     return [
         stacked(f"{ours}gate_up.bias", gate_up, "bias", "columns"),
-        stacked(f"{ours}down.bias", down, "bias", "none"),
+        stacked(f"{ours}down.bias", down, "bias", "outputs"),
     ]
 
 
@@ -446,9 +449,10 @@ def list_parameters(spec: ModelSpec, names: CheckpointNames, with_layouts: bool 
 
 
 def list_before_layers(spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
+    if not spec.is_first_stage:
+        return []
     hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
-    embed_kind: Kind = "head" if spec.tied_embeddings else "embedding"
-    parameters = [_matrix("embed", [(names.embed, spec.vocab_size)], embedding, embed_kind, "rows")]
+    parameters = [_embedding(spec, names)]
     if spec.rope is None:
         num_positions = spec.max_position + spec.position_offset
         parameters.append(_matrix("positions", [(names.positions, num_positions)], hidden, "embedding", "none"))
@@ -457,19 +461,28 @@ def list_before_layers(spec: ModelSpec, names: CheckpointNames) -> list[Paramete
     return parameters
 
 
+def _embedding(spec: ModelSpec, names: CheckpointNames) -> Parameter:
+    kind: Kind = "head" if spec.tied_embeddings else "embedding"
+    return _matrix("embed", [(names.embed, spec.vocab_size)], spec.embedding_size or spec.hidden_size, kind, "rows")
+
+
 def list_behind_layers(spec: ModelSpec, names: CheckpointNames) -> list[Parameter]:
+    if not spec.is_last_stage:
+        return []
     hidden, embedding = spec.hidden_size, spec.embedding_size or spec.hidden_size
     parameters = [] if spec.streams is None else _list_head_streams(spec.streams.num_streams, hidden, names.compressed)
     parameters += _norm(spec, "final_norm", names.final_norm) if spec.has_final_norm else []
     if embedding != hidden:
         parameters.append(_matrix("embed_out", [(names.embed_out, embedding)], hidden, "linear", "none"))
-    if not spec.tied_embeddings:
+    if spec.tied_embeddings:
+        parameters += [] if spec.is_first_stage else [_embedding(spec, names)]
+    else:
         parameters.append(_matrix("lm_head", [(names.lm_head, spec.vocab_size)], embedding, "head", "rows"))
     return parameters
 
 
 def list_layer(spec: ModelSpec, names: CheckpointNames, layer: int, with_layouts: bool = True) -> list[Parameter]:
-    ours, theirs, hidden = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size
+    ours, theirs, hidden = f"layers.{layer}.", names.layer.format(spec.first_layer + layer), spec.hidden_size
     if spec.latent is not None:
         return _list_latent_layer(spec, spec.latent, names, layer, with_layouts)
     if spec.compressed is not None:
@@ -503,7 +516,12 @@ def _list_latent_layer(
     spec: ModelSpec, latent: LatentSpec, names: CheckpointNames, layer: int, with_layouts: bool
 ) -> list[Parameter]:
     """Latent attention, and what follows it. Ranks share query heads; latents are the same on all of them."""
-    ours, theirs, hidden, own = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size, names.latent
+    ours, theirs, hidden, own = (
+        f"layers.{layer}.",
+        names.layer.format(spec.first_layer + layer),
+        spec.hidden_size,
+        names.latent,
+    )
     parameters = [*_norm(spec, f"{ours}attn_norm", theirs + names.attn_norm)]
     kv_a = (theirs + own.kv_a, latent.row_dim)
     q_rows = spec.num_heads * latent.query_dim
@@ -554,7 +572,12 @@ def _list_compressed_layer(
     spec: ModelSpec, compressed: CompressedSpec, names: CheckpointNames, layer: int, with_layouts: bool
 ) -> list[Parameter]:
     """Compressed attention and experts, each with its streams. Ranks share query heads and groups of them; the rest each has whole."""
-    ours, theirs, hidden, own = f"layers.{layer}.", names.layer.format(layer), spec.hidden_size, names.compressed
+    ours, theirs, hidden, own = (
+        f"layers.{layer}.",
+        names.layer.format(spec.first_layer + layer),
+        spec.hidden_size,
+        names.compressed,
+    )
     kind, groups = spec.layer_kind(layer), compressed.num_output_groups * compressed.output_rank
     qkv_a = [(theirs + own.q_a, compressed.q_rank), (theirs + own.kv, spec.head_dim)]
     norms = {"q_a_norm": (own.q_a_norm, compressed.q_rank), "kv_norm": (own.kv_norm, spec.head_dim)}
@@ -587,7 +610,7 @@ def _list_compressor(
     spec: ModelSpec, compressor: CompressorSpec, layer: int, names: CheckpointNames
 ) -> list[Parameter]:
     """What pools tokens into entries, and into those of an index. One product gives all that they are pooled from."""
-    ours, theirs, own = f"layers.{layer}.", names.layer.format(layer), names.compressed
+    ours, theirs, own = f"layers.{layer}.", names.layer.format(spec.first_layer + layer), names.compressed
     index, ratio, columns = spec.layer_index(layer), compressor.ratio, 2 if compressor.is_overlapped else 1
     pooled = [(theirs + own.compressor + end, columns * spec.head_dim) for end in ("wkv", "wgate")]
     made = [("compressor", own.compressor, spec.head_dim)]
@@ -661,8 +684,7 @@ def _linear(
     weight = _matrix(name, modules, num_columns, "linear", split)
     if not has_bias:
         return [weight]
-    # Ranks that share columns add up their products, so a bias belongs to all of them together.
-    bias_split: Split = "rows" if split == "rows" else "none"
+    bias_split: Split = "outputs" if split == "columns" else split
     biases = [(f"{module}.bias", num_rows) for module, num_rows in modules]
     return [weight, _vector(f"{name}.bias", biases, "bias", bias_split)]
 

@@ -1,8 +1,10 @@
-"""Ranks that share a model: which rows, columns and experts of every parameter each of them holds and reads; no torch.
+"""Ranks that share a model: which layers, rows, columns and experts of every parameter each of them holds and reads; no torch.
 
+layers    those of its stage, counted from 0; the embedding is in the first stage, final norm and head are in the last
 rows      of every part (q, k, v; gate, up; of each expert) a rank holds its share, one after the other
-columns   of all rows a rank holds its share of the columns
-experts   whole ones, the first ranks the first
+columns   of all rows a rank holds its share of the columns; of the rows instead where outputs are gathered (Mesh.is_exact)
+outputs   biases of those: all of it each, or a rank's own elements where outputs are gathered
+experts   whole ones, the first ranks the first, where they are not shared by rows and columns
 
 Nothing is padded. Query heads, inner widths and experts must divide by the ranks; key and value heads may also be fewer
 than the ranks, which then share them; of a vocabulary that does not divide, the last rank holds fewer rows.
@@ -15,6 +17,7 @@ from typing import NamedTuple
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import UnsupportedModelError
 from holdfast.models.parameters import Parameter, Part
+from holdfast.models.settings import MAX_LAYERS
 
 QKV_NAMES = (".qkv.weight", ".qkv.bias")
 """Endings of parameters whose three parts are split by heads."""
@@ -22,6 +25,8 @@ LATENT_HEAD_NAMES = (".q.weight", ".q_b.weight", ".kv_b.weight")
 """Endings of those of latent attention that are all query heads."""
 GROUP_NAME = ".o_a.weight"
 """The ending of one whose rows are groups of heads."""
+BEFORE_LAYERS = ("embed", "positions", "embed_in")
+"""First parts of the names of parameters that the first stage has."""
 
 
 def shard_parameters(
@@ -32,7 +37,27 @@ def shard_parameters(
     `num_groups` are those in which heads go through an output projection in two steps (`CompressedSpec.num_output_groups`).
     """
     units = _Units(num_heads, num_kv_heads, num_groups)
-    return tuple(_share(parameter, mesh, units) for parameter in parameters)
+    staged = (_staged(parameter, mesh) for parameter in parameters)
+    return tuple(_share(parameter, mesh, units) for parameter in staged if parameter is not None)
+
+
+def _staged(parameter: Parameter, mesh: Mesh) -> Parameter | None:
+    """The parameter as a stage calls it; None where another stage has it."""
+    if mesh.num_stages == 1 and mesh.layers is None:
+        return parameter
+    first, _, rest = parameter.name.partition(".")
+    if first != "layers":
+        is_tied = first == "embed" and parameter.kind == "head"
+        is_first = first in BEFORE_LAYERS and mesh.is_first_stage
+        is_last = (is_tied or first not in BEFORE_LAYERS) and mesh.is_last_stage
+        return parameter if is_first or is_last else None
+    number, _, module = rest.partition(".")
+    start, end = mesh.layers or (0, MAX_LAYERS)
+    if not start <= int(number) < end:
+        return None
+    if start == 0:
+        return parameter
+    return replace(parameter, name=f"layers.{int(number) - start}.{module}", whole=parameter.whole or parameter)
 
 
 class _Units(NamedTuple):
@@ -65,12 +90,24 @@ def vocabulary_rows(num_rows: int, mesh: Mesh) -> tuple[int, int]:
 
 
 def _share(parameter: Parameter, mesh: Mesh, units: _Units) -> Parameter:
-    shared = _expert_share(parameter, mesh) if _is_by_expert(parameter) else parameter
-    if mesh.tensor_size > 1 and parameter.split == "rows":
-        shared = _row_share(shared, mesh, units)
-    elif mesh.tensor_size > 1 and parameter.split == "columns":
-        shared = _column_share(shared, mesh)
+    if _is_by_expert(parameter) and mesh.expert_size > 1:
+        shared = _expert_share(parameter, mesh)
+    elif mesh.tensor_size == 1:
+        return parameter
+    else:
+        shared = _tensor_share(parameter, mesh, units)
     return shared if shared is parameter else replace(shared, whole=parameter.whole or parameter)
+
+
+def _tensor_share(parameter: Parameter, mesh: Mesh, units: _Units) -> Parameter:
+    split = parameter.split
+    if split == "outputs":  # those of experts are a row each
+        split = ("rows" if len(parameter.shape) == 1 else "columns") if mesh.is_exact else "none"
+    elif split == "columns" and mesh.is_exact and parameter.kind != "bias":
+        split = "rows"
+    if split == "rows":
+        return _row_share(parameter, mesh, units)
+    return _column_share(parameter, mesh) if split == "columns" else parameter
 
 
 def _is_by_expert(parameter: Parameter) -> bool:
@@ -79,8 +116,6 @@ def _is_by_expert(parameter: Parameter) -> bool:
 
 
 def _expert_share(parameter: Parameter, mesh: Mesh) -> Parameter:
-    if mesh.expert_size == 1:
-        return parameter
     num_experts, num_rows = parameter.shape[0], parameter.num_rows // parameter.shape[0]
     if num_experts % mesh.expert_size:
         raise _indivisible(parameter, f"it has {num_experts} experts", mesh.expert_size)

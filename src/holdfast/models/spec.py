@@ -75,6 +75,10 @@ class ExpertsSpec:
     """Layers where a token's experts stand in a table by its id (hash routing); their shares are of the router's scores all the same."""
     table_size: int = 0
     """Token ids of such a table: the whole vocabulary, whatever a rank has of it."""
+    first_local: int = 0
+    """Of expert parallelism: the first expert that this rank holds; routers know all `num_experts`."""
+    num_local: int | None = None
+    """How many it holds; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,18 @@ class ModelSpec:
     """None: the residual is one stream."""
     num_draft_layers: int = 0
     """Layers behind the last that checkpoints hold to draft tokens (multi-token prediction): they are neither planned nor loaded."""
+    num_ranks: int = 1
+    """Ranks that share every layer: heads, inner widths and the vocabulary are one rank's share."""
+    gathers: bool = False
+    """They gather inputs and outputs of output projections (`Mesh.is_exact`); else they add up parts of outputs."""
+    first_token: int = 0
+    """The first row of the vocabulary that this rank has."""
+    first_layer: int = 0
+    """Of a pipeline stage: the layer of the whole model that is layer 0 here."""
+    is_first_stage: bool = True
+    """Tokens are embedded here; else hidden rows come from the stage before."""
+    is_last_stage: bool = True
+    """The final norm and the head are here; else hidden rows go to the next stage."""
 
     @property
     def query_size(self) -> int:
@@ -269,6 +285,11 @@ class ModelSpec:
     @property
     def qkv_size(self) -> int:
         return self.query_size + 2 * self.kv_size
+
+    @property
+    def attended_size(self) -> int:
+        """Columns of what attention gives, before its output projection."""
+        return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
 
     @property
     def attention_modules(self) -> tuple[str, ...]:
@@ -373,16 +394,36 @@ class ModelSpec:
 
     def first_layers(self, num_layers: int) -> "ModelSpec":
         """The same model with fewer layers."""
-        own = frozenset(range(num_layers))
-        spec = replace(self, num_layers=num_layers, sliding_windows=self.sliding_windows[:num_layers])
+        return self._only_layers(0, num_layers)
+
+    def layer_slice(self, first: int, last: int) -> "ModelSpec":
+        """The pipeline stage that has the layers from `first` to before `last`, counted from 0 there."""
+        assert 0 <= first < last <= self.num_layers, f"layers {first} to {last} of {self.num_layers}"
+        spec = self._only_layers(first, last)
+        return replace(
+            spec,
+            first_layer=self.first_layer + first,
+            is_first_stage=self.is_first_stage and first == 0,
+            is_last_stage=self.is_last_stage and last == self.num_layers,
+        )
+
+    def _only_layers(self, first: int, last: int) -> "ModelSpec":
+        def own(layers: frozenset[int]) -> frozenset[int]:
+            return frozenset(layer - first for layer in layers if first <= layer < last)
+
+        spec = replace(self, num_layers=last - first, sliding_windows=self.sliding_windows[first:last])
         if spec.experts is not None:
-            dense, tables = spec.experts.dense_layers & own, spec.experts.table_layers & own
-            spec = replace(spec, experts=replace(spec.experts, dense_layers=dense, table_layers=tables))
+            experts = spec.experts
+            dense, tables = own(experts.dense_layers), own(experts.table_layers)
+            # A stage of which every layer has an MLP has no router, and no room for one.
+            is_dense = len(dense) == spec.num_layers
+            kept = None if is_dense else replace(experts, dense_layers=dense, table_layers=tables)
+            spec = replace(spec, experts=kept)
         if spec.latent is not None and spec.latent.index is not None:
-            index = replace(spec.latent.index, shared_layers=spec.latent.index.shared_layers & own)
+            index = replace(spec.latent.index, shared_layers=own(spec.latent.index.shared_layers))
             spec = replace(spec, latent=replace(spec.latent, index=index))
         if spec.compressed is not None:
-            compressors = spec.compressed.compressors[:num_layers]
+            compressors = spec.compressed.compressors[first:last]
             spec = replace(spec, compressed=replace(spec.compressed, compressors=compressors))
         return spec
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from holdfast.distributed.mesh import ALONE, meshes
 from holdfast.errors import ConfigError, PlanChange, UnsupportedModelError
 from holdfast.memory.devices import GPUS, MIB
 from holdfast.planning.fit import (
@@ -183,7 +184,7 @@ def context_note(request: PlanRequest, plan: RunnerPlan, listed: Sequence[Altern
     `listed` are the changes where they are known already.
     """
     limits = plan.resolved.limits
-    heads = request.declared.declaration.heads(1)
+    heads = request.declared.declaration.heads(ALONE)
     windows = () if heads is None or heads.is_compressed else heads.windows
     notes = []
     reason = next((choice.reason for choice in plan.resolved.choices if choice.name == "max_model_len"), "")
@@ -205,7 +206,7 @@ def layers_note(request: PlanRequest) -> str:
     """How many of a model's layers one device holds where it cannot hold all, and with which context; empty where it can."""
     declared, config = request.declared, request.config
     length = config.max_model_len or declared.max_position
-    alone = replace(request, config=replace(config, max_model_len=length), tensor_parallel_size=1, staging=None)
+    alone = replace(request, config=replace(config, max_model_len=length), mesh=ALONE, staging=None)
 
     def fits(num_layers: int) -> bool:
         cut = declared.first_layers(num_layers)
@@ -483,7 +484,8 @@ def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative
 def _later_changes(request: PlanRequest) -> Iterator[_Change]:
     """What this version does not have: several ranks."""
     for ranks in RANKS:
-        if ranks > request.tensor_parallel_size and request.declared.declaration.indivisible(ranks) is None:
-            changed = replace(request, tensor_parallel_size=ranks, staging=request.known_staging)
+        mesh = meshes(ranks, is_exact=request.mesh.is_exact)[0]
+        if ranks > request.mesh.tensor_size and request.declared.is_divisible(mesh):
+            changed = replace(request, mesh=mesh, staging=request.known_staging)
             settings = (("tensor_parallel_size", str(ranks)),)
             yield _Change(f"share it among {ranks} GPUs", settings, RANKED, changed, NO_RANKS)

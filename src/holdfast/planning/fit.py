@@ -10,6 +10,8 @@ from holdfast.cache.compressed import StateKind
 from holdfast.cache.groups import CacheGroup, unrewindable
 from holdfast.cache.spec import CacheSpec
 from holdfast.config import NGRAM, EngineConfig, Limits
+from holdfast.distributed.exchange_plan import ExchangeKind, ExchangeNeeds
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, Term, plan_memory
 from holdfast.memory.report import GroupAccount
@@ -23,20 +25,38 @@ from holdfast.planning.terms import Layout, Needs, list_needs
 
 NO_RANKS = "tensor parallelism is not in this version"
 SHORTENED = "shortened from the model's own"
+AGREED_CONTEXT = "what fits on every rank"
+AGREED_PAGES = "as many as the rank with the fewest has"
+
+
+class Agreed(NamedTuple):
+    """What ranks of one engine have in common, before any of them reads a weight."""
+
+    max_model_len: int
+    num_pages: int | None = None
+    """None: not settled yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a plan is made from. Beside the config stand ranks, of which an engine of this version takes one."""
+    """What a plan of one rank is made from."""
 
     config: EngineConfig
     declared: DeclaredModel
     target: Target
-    tensor_parallel_size: int = 1
+    mesh: Mesh = ALONE
+    """Where the rank stands; the config's own sizes are for who plans all of them."""
+    agreed: Agreed | None = None
+    """What all ranks have settled together; None: this one is asked what it would have by itself."""
     staging: Callable[[Resolved], Term | None] | Term | None = None
     """What loading holds beside the weights, or who knows it once dtype and recipe are settled; None: the most that it may."""
     _settled: list[tuple[Layout, Resolved]] = field(default_factory=list, init=False, compare=False, repr=False)
     """What the request became: everything that is asked of it later goes on from there."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share every layer."""
+        return self.mesh.tensor_size
 
     def with_config(self, config: EngineConfig) -> "PlanRequest":
         """The same with other settings. What loading holds is not asked again."""
@@ -91,7 +111,7 @@ class RunnerPlan(NamedTuple):
     memory: MemoryPlan
     requests: tuple[Request, ...]
     target: Target
-    tensor_parallel_size: int
+    mesh: Mesh
     kv_bytes_per_token: Fraction
     kv_bytes_per_sequence: int
     not_in_this_version: tuple[str, ...]
@@ -99,8 +119,16 @@ class RunnerPlan(NamedTuple):
 
     states: tuple[StateKind, ...] = ()
     """What sequences keep beside their pages: of rows that are not finished."""
+    exchange_needs: ExchangeNeeds | None = None
+    """What its steps exchange with other ranks; None where there are none."""
+    exchange_kind: ExchangeKind = "gloo"
     context_note: str = ""
     """Which limit shortened the context, from what to what, and what would lift it; empty where none did."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share every layer."""
+        return self.mesh.tensor_size
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -219,11 +247,13 @@ def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
         memory=fit.memory,
         requests=fit.needs.requests,
         target=request.target,
-        tensor_parallel_size=request.tensor_parallel_size,
+        mesh=request.mesh,
         kv_bytes_per_token=layout.bytes_per_token(resolved),
-        kv_bytes_per_sequence=request.declared.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks),
+        kv_bytes_per_sequence=request.declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh),
         not_in_this_version=missing_here(request),
         states=layout.states(resolved),
+        exchange_needs=fit.needs.exchange,
+        exchange_kind=layout.exchange_kind,
     )
 
 
@@ -240,7 +270,7 @@ def try_fit(request: PlanRequest) -> Fit | None:
     """The same without the words of a refusal."""
     layout, resolved = settle(request)
     # Weights alone tell of most GPUs that are too small, and cost nothing to look at again.
-    if request.declared.weight_bytes(resolved.dtype, resolved.recipe, layout.num_ranks) > resolved.budget_bytes:
+    if request.declared.weight_bytes(resolved.dtype, resolved.recipe, layout.mesh) > resolved.budget_bytes:
         return None
     if _room_bytes(layout, resolved) >= 0:
         return _fit_or_refuse(layout, resolved)
@@ -315,11 +345,16 @@ def _shortest(resolved: Resolved) -> Resolved:
 def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
     """Everything that does not depend on what fits, settled once; what cannot be planned at all raises."""
     if not request._settled:
-        request.declared.check_ranks(request.tensor_parallel_size)
+        request.declared.check_ranks(request.mesh)
         resolved = resolve(request.config, request.declared, request.target)
         staging = request.staging(resolved) if callable(request.staging) else request.staging
-        eager, ranks = request.config.enforce_eager, request.tensor_parallel_size
-        layout = Layout(request.declared, request.target, ranks, eager, staging)
+        agreed, eager = request.agreed, request.config.enforce_eager
+        num_pages = None if agreed is None else agreed.num_pages
+        layout = Layout(request.declared, request.target, request.mesh, eager, staging, num_pages)
+        if agreed is not None:
+            if agreed.max_model_len != resolved.limits.max_model_len:
+                resolved = resolved.with_max_model_len(agreed.max_model_len, AGREED_CONTEXT)
+            resolved = replace(resolved, may_shorten=False)
         _check_rewinding(layout, resolved)
         request._settled.append((layout, resolved))
     return request._settled[0]
@@ -336,7 +371,7 @@ def _check_rewinding(layout: Layout, resolved: Resolved) -> None:
 def missing_here(request: PlanRequest) -> tuple[str, ...]:
     """What of a request an engine of this version cannot do, in words."""
     reasons = [] if request.declared.not_runnable is None else [request.declared.not_runnable]
-    if request.tensor_parallel_size > 1:
+    if not request.mesh.is_alone:
         reasons.append(NO_RANKS)
     too_old = too_old_words(request.target)
     if too_old is not None:
@@ -379,6 +414,8 @@ def _page_bounds(layout: Layout, resolved: Resolved) -> tuple[int, int, tuple[st
     limits = resolved.limits
     min_pages = layout.sequence_pages(resolved, limits.max_num_batched_tokens)
     max_pages = limits.max_num_seqs * min_pages
+    if layout.agreed_pages is not None:
+        return min_pages, layout.agreed_pages, (AGREED_PAGES,)
     if resolved.max_kv_bytes is None:
         return min_pages, max_pages, ()
     bound = resolved.max_kv_bytes // layout.page_bytes(resolved)

@@ -16,7 +16,7 @@ def plan_runner(request: PlanRequest) -> RunnerPlan:
     try:
         plan = fit_runner(request)
     except MemoryPlanError as error:
-        account = disk_account(request.declared, settle(request)[1], request.tensor_parallel_size)
+        account = disk_account(request.declared, settle(request)[1], request.mesh)
         if account is not None:
             error.has = f"{error.has}; {account.clause}"
         listed = list_alternatives(request)

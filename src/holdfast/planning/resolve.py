@@ -10,6 +10,7 @@ from holdfast.cache.compressed import StateKind, compressed_cache, list_states
 from holdfast.cache.groups import block_tokens, tokens_again
 from holdfast.cache.spec import CacheSpec, mixed_cache
 from holdfast.config import AUTO_EMBEDDINGS, NGRAM, EngineConfig, Limits, parse_layers, parse_speculative
+from holdfast.distributed.mesh import ALONE
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import format_bytes, parse_bytes
 from holdfast.models.declaration import HeadGeometry
@@ -158,7 +159,7 @@ def resolve(config: EngineConfig, model: DeclaredModel | ModelSpec, target: Targ
 
 def _with_index(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> KVFormat:
     """The format with how the index beside latents is kept; as it is where a model has none."""
-    heads, asked = model.declaration.heads(1), config.index_cache_dtype
+    heads, asked = model.declaration.heads(ALONE), config.index_cache_dtype
     if heads is None or not heads.index_dim:
         if asked != "auto":
             has = f"{model.name} has no index that chooses tokens (DSA)"
@@ -184,7 +185,7 @@ def choose_dtype(config: EngineConfig, checkpoint_dtype: str, kind: str) -> tupl
 
 
 def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, choices: list[Choice]) -> int:
-    heads = model.declaration.heads(1)
+    heads = model.declaration.heads(ALONE)
     if heads is not None and heads.is_compressed:
         return _entry_rows(config, heads, kv_format, choices)
     if config.page_tokens is not None:
@@ -193,7 +194,7 @@ def _page_tokens(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat
         reason = f"attention over latents works in tiles of {LATENT_PAGE_TOKENS} tokens"
         choices.append(Choice("page_tokens", str(LATENT_PAGE_TOKENS), reason))
         return LATENT_PAGE_TOKENS
-    if not kv_format.is_quantized or model.declaration.heads(1) is None:
+    if not kv_format.is_quantized or model.declaration.heads(ALONE) is None:
         return PAGE_TOKENS
     reason = f"attention over quantized pages works in tiles of {QUANTIZED_PAGE_TOKENS} tokens"
     choices.append(Choice("page_tokens", str(QUANTIZED_PAGE_TOKENS), reason))
@@ -286,7 +287,7 @@ def _unrewindable(model: DeclaredModel, kv_format: KVFormat) -> str | None:
         return f"{model.name} is planned, not run: {model.not_runnable}"
     if model.kv_bytes_per_sequence(kv_format):
         return f"{model.name} keeps a state of a sequence, which cannot go back behind a rejected token"
-    for rows in model.declaration.cache_rows(kv_format, 1):
+    for rows in model.declaration.cache_rows(kv_format, ALONE):
         if rows.ratio > 1:
             return f"{model.name} keeps one row for {rows.ratio} tokens ({rows.name}), which cannot go back behind one"
     return None
@@ -341,7 +342,7 @@ def _bounded_reason(target: Target, wanted: str) -> str:
 def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> ProtectedLayers:
     """What was asked, or the default of a format; by position until the weights are there."""
     asked = parse_layers(config.kv_protected_layers, "kv_protected_layers")
-    heads, num_layers = model.declaration.heads(1), model.num_layers
+    heads, num_layers = model.declaration.heads(ALONE), model.num_layers
     if asked in (0, None) and (heads is None or heads.is_compressed or not kv_format.is_quantized):
         return ProtectedLayers((), kv_format, False, "")
     if heads is None or heads.is_compressed:
@@ -357,8 +358,9 @@ def choose_protected(config: EngineConfig, model: DeclaredModel, kv_format: KVFo
         return ProtectedLayers((), kv_format, False, "" if asked == 0 else reason)
     wider = _wider_format(config, model, kv_format, dtype)
     layers, has_groups = by_position(count, num_layers), _num_groups(config, model, heads) > 1
-    # Where groups share columns, bytes depend on which layers are protected, so that weights come too late to say it.
-    is_open = heads.has_key_bias and count < num_layers and not has_groups
+    # Where groups share columns, or stages have different layers, bytes depend on which layers are protected, so that weights
+    # come too late to say it.
+    is_open = heads.has_key_bias and count < num_layers and not has_groups and config.pipeline_parallel_size == 1
     ends = "the first" if count == 1 else "the first and the last"
     which = "those with the largest key biases" if is_open else f"{ends} ({numbers(layers)})"
     why = f"the default of {kv_format.name}" if count == default else f"half of the layers, {default} would be more"
@@ -446,7 +448,7 @@ def _check_layers(asked: int | tuple[int, ...] | None, num_layers: int) -> None:
 def _wider_format(config: EngineConfig, model: DeclaredModel, kv_format: KVFormat, dtype: str) -> KVFormat:
     asked = dtype if config.kv_protected_dtype == "auto" else config.kv_protected_dtype
     found = model.check_format(asked, "kv_protected_dtype")
-    heads, known = model.declaration.heads(1), formats_of(model.keeps_latents, model.is_compressed)
+    heads, known = model.declaration.heads(ALONE), formats_of(model.keeps_latents, model.is_compressed)
     rope_dim = 0 if heads is None else heads.rope_dim
     sizes = {name: value.bytes_per_token(1, model.head_dim, rope_dim) for name, value in known.items()}
     if sizes[found.name] > sizes[kv_format.name]:

@@ -25,6 +25,8 @@ from holdfast.cache.compressed import StateKind, state_terms
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
+from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeKind, ExchangeNeeds, exchange_terms
+from holdfast.distributed.mesh import Mesh
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
@@ -304,8 +306,6 @@ ROUNDING_BYTES = 26 * 2**20
 """What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
 
 No other term has a share of it: owners are planned at the bytes that they ask for."""
-COLLECTIVE_BYTES = 512 * 2**20
-"""Buffers of NCCL between ranks; assumed, not measured."""
 STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
 
@@ -337,26 +337,46 @@ class Layout(NamedTuple):
 
     declared: DeclaredModel
     target: Target
-    num_ranks: int
+    mesh: Mesh
     enforce_eager: bool
     staging: Term | None
     """What loading holds beside the weights; None takes the most that it may."""
+    agreed_pages: int | None = None
+    """As many as every rank has; None: as many as fit."""
+
+    @property
+    def exchange_kind(self) -> ExchangeKind:
+        """How ranks on one node exchange."""
+        return "symmetric" if self.target.kind == "cuda" else "gloo"
+
+    @property
+    def all_layers(self) -> "Layout":
+        """The same share of the layers of all stages: groups of the cache and who attends follow from these."""
+        return self._replace(mesh=self.mesh.all_layers)
 
     def heads(self) -> HeadGeometry | None:
-        return self.declared.declaration.heads(self.num_ranks)
+        return self.declared.declaration.heads(self.mesh)
 
     def formats(self, resolved: Resolved) -> tuple[KVFormat, ...]:
-        """One entry a layer."""
-        return resolved.protected.formats(resolved.kv_format, self.declared.num_layers)
+        """One entry a layer of its stage."""
+        by_layer = resolved.protected.formats(resolved.kv_format, self.declared.num_layers)
+        layers = self.mesh.layer_range(self.declared.num_layers)
+        return by_layer[layers.start : layers.stop]
+
+    @property
+    def num_layers(self) -> int:
+        """Of its stage."""
+        return len(self.mesh.layer_range(self.declared.num_layers))
 
     def bytes_per_token(self, resolved: Resolved) -> Fraction:
-        """Of all layers; where formats are mixed they have the same heads, so that only the numbers of layers count."""
-        protected, num_layers = resolved.protected, self.declared.num_layers
-        token_bytes = self.declared.kv_bytes_per_token(resolved.kv_format, self.num_ranks)
-        if not protected.layers:
+        """Of all layers of its stage; where formats are mixed they have the same heads, so that only the numbers of layers count."""
+        protected, num_layers = resolved.protected, self.num_layers
+        num_protected = sum(layer in self.mesh.layer_range(self.declared.num_layers) for layer in protected.layers)
+        token_bytes = self.declared.kv_bytes_per_token(resolved.kv_format, self.mesh)
+        if not num_protected:
             return token_bytes
-        wider_bytes = self.declared.kv_bytes_per_token(protected.format, self.num_ranks)
-        return token_bytes + (wider_bytes - token_bytes) * len(protected.layers) / num_layers
+        wider_bytes = self.declared.kv_bytes_per_token(protected.format, self.mesh)
+        return token_bytes + (wider_bytes - token_bytes) * num_protected / num_layers
 
     def page_bytes(self, resolved: Resolved) -> int:
         """Of one page of the pool; rows that stand for several tokens are rounded up to whole bytes."""
@@ -377,14 +397,19 @@ class Layout(NamedTuple):
 
     def pages(self, resolved: Resolved) -> "Pages | None":
         """The same with what is counted from it. A search asks for many lengths, and few of them change anything."""
-        heads, limits = self.heads(), resolved.limits
+        heads, limits = self.all_layers.heads(), resolved.limits
         if heads is None:
             return None
         outgrown = frozenset(w for w in set(heads.windows) if w is not None and w < limits.max_model_len)
         protected = resolved.protected
-        key = "pages", resolved.kv_format, protected.format, protected.layers, limits.page_tokens, self.num_ranks
+        key = "pages", resolved.kv_format, protected.format, protected.layers, limits.page_tokens, self.mesh
 
         def make() -> Pages:
+            if self.mesh.num_stages > 1:
+                whole = self.all_layers.cache(resolved)
+                assert whole is not None, f"{self.declared.name} has heads and no cache"
+                cache = whole.for_stage(self.mesh.layer_range(self.declared.num_layers))
+                return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
             if heads.is_compressed:
                 cache, states = compressed_pages(heads, self.formats(resolved), limits.page_tokens)
                 return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache), states)
@@ -426,25 +451,32 @@ class Needs(NamedTuple):
     requests: tuple[Request, ...]
     workspace: WorkspacePlan
     terms: tuple[Term, ...]
+    exchange: ExchangeNeeds | None = None
+    """None where one rank runs all of the model."""
 
 
 def list_needs(layout: Layout, resolved: Resolved) -> Needs:
     """Every term, from shapes."""
+    needs = needs_beside_weights(layout, resolved)
+    return needs._replace(terms=(*_weight_terms(layout, resolved), *needs.terms))
+
+
+def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
+    """Every other term."""
     declared, target, limits = layout.declared, layout.target, resolved.limits
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
     specs = _distinct_specs(layout, resolved)
-    declaration = choose_declaration(specs) if specs else None
+    declaration = choose_declaration(_distinct_specs(layout.all_layers, resolved)) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     step = StepShape(
         limits.max_num_batched_tokens, logit_rows, limits.max_model_len, resolved.dtype, target.kind, resolved.recipe
     )
-    requests = declared.declaration.requests(step, layout.num_ranks, scratch)
+    requests = declared.declaration.requests(step, layout.mesh, scratch)
     workspace = WorkspacePlan()
     for request in requests:
         workspace.reserve(request.owner, request.specs, request.lane)
     terms = [
-        *_weight_terms(layout, resolved),
         *_cache_terms(layout, resolved),
         *workspace.terms(),
         *batch_terms(limits, target.kind, *_group_shapes(layout, resolved)),
@@ -453,10 +485,30 @@ def list_needs(layout: Layout, resolved: Resolved) -> Needs:
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(layout, resolved, specs),
         # Those of compressed attention are read where they were loaded.
-        *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * declared.num_layers)),
+        *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * layout.num_layers)),
         *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
     ]
-    return Needs(declaration, requests, workspace, tuple(terms))
+    exchange = exchange_needs(layout, resolved)
+    if exchange is not None:
+        terms += exchange_terms(exchange, layout.mesh, layout.exchange_kind)
+    return Needs(declaration, requests, workspace, tuple(terms), exchange)
+
+
+def exchange_needs(layout: Layout, resolved: Resolved) -> ExchangeNeeds | None:
+    """What the steps of a rank exchange with others at their largest; None where there are no others."""
+    declared, limits, mesh = layout.declared, resolved.limits, layout.mesh
+    if mesh.is_alone:
+        return None
+    rows, element_bytes = limits.max_num_batched_tokens, DTYPE_BYTES[resolved.dtype]
+    logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
+    # Ids of tokens, and argmaxes of shares, go through rooms too.
+    room_bytes = max(
+        declared.declaration.room_elements(mesh, rows) * element_bytes,
+        rows * DTYPE_BYTES["int64"],
+        logit_rows * CHOICE_FIELDS * DTYPE_BYTES["float32"],
+    )
+    hidden_bytes = rows * declared.hidden_size * element_bytes
+    return ExchangeNeeds(room_bytes, logit_rows, declared.vocab_size, hidden_bytes)
 
 
 def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, ...]:
@@ -492,7 +544,7 @@ def _group_shapes(layout: Layout, resolved: Resolved) -> tuple[tuple[int, ...], 
 
 
 def _weight_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    groups = layout.declared.group_bytes(resolved.dtype, resolved.recipe, layout.num_ranks)
+    groups = layout.declared.group_bytes(resolved.dtype, resolved.recipe, layout.mesh)
     return [Term(f"weights/{name}", group.num_bytes, _counted(group)) for name, group in groups.items()]
 
 
@@ -530,7 +582,7 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
             num_bytes = sum(count * padding.num_bytes for count, padding in paddings)
             reason = "; ".join(f"{count} layers, each with {padding.reason}" for count, padding in paddings)
             terms.append(Term(paddings[0][1].owner, num_bytes, reason, PAGE_PHASES))
-    sequence_bytes = layout.declared.kv_bytes_per_sequence(resolved.kv_format, layout.num_ranks)
+    sequence_bytes = layout.declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh)
     if sequence_bytes:
         num_seqs = resolved.limits.max_num_seqs
         reason = f"windows and unfinished entries of {num_seqs} sequences, whatever their length"
@@ -539,7 +591,7 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
 
 
 def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    width = layout.declared.declaration.rope_width
+    width = layout.declared.declaration.rope_width(layout.mesh)
     if not width:
         return []
     table_bytes = 2 * DTYPE_BYTES[resolved.dtype] * resolved.limits.max_model_len * width
@@ -580,11 +632,9 @@ def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[
     terms.append(Term("cuda context", target.context_bytes, "CUDA, its libraries' handles and the code of kernels"))
     terms.append(Term("libraries", LIBRARY_BYTES, "workspace of cuBLAS", PAGE_PHASES))
     terms.append(Term("allocator", ROUNDING_BYTES, "what torch rounds up", PAGE_PHASES))
-    if layout.num_ranks > 1:
-        terms.append(Term("collectives", COLLECTIVE_BYTES, "buffers between ranks; assumed"))
     if has_graphs and not layout.enforce_eager:
         bounds = limits.max_num_seqs, limits.max_num_batched_tokens, resolved.num_proposals > 0
-        terms.append(graph_term(layout.declared.num_layers, *bounds))
+        terms.append(graph_term(layout.num_layers, *bounds))
     if layout.staging is None:
         terms.append(Term("staging", STAGING_BYTES, "rows on their way to their place", ("load",)))
     return terms

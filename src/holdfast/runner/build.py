@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,9 @@ from holdfast.attention.select import build_backend, build_compressed_backend, b
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.mesh import ALONE, Mesh
+from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import linear
 from holdfast.kernels.latent.latent_geometry import compressed_splits
@@ -37,9 +39,11 @@ from holdfast.memory.workspace import Workspace
 from holdfast.models.activations import takes_fused_decode
 from holdfast.models.compressed_decoder import CompressedDecoder
 from holdfast.models.decoder import Decoder
+from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.latent_decoder import LatentDecoder
 from holdfast.models.model import Model
 from holdfast.models.rope import key_turns, rope_tables
+from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
@@ -61,6 +65,8 @@ log = get_logger(__name__)
 
 INVARIANT_ROWS = 16
 """From this many rows on cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
+EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
+"""By the most ranks: from so many rows on it multiplies by a share of a weight, cut along N, as by all of it; measured."""
 SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
@@ -69,6 +75,8 @@ COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
 CAPTURING = "Capturing CUDA graphs"
 COMPANIES = (24, 64, 200)
 """Rows of other products, of which the first are those of the smallest."""
+Connect = Callable[[RunnerPlan, Ledger], Exchange]
+"""Gives a rank whose weights are loaded the way to the others."""
 MakeBackend = Callable[..., GroupedAttention[Any]]
 """What takes the place of build_backend, and its arguments."""
 
@@ -94,11 +102,18 @@ def build_runner(
     model: OpenModel,
     on_progress: Callable[[int, int], None],
     on_prepare: OnPrepare = prepare_silently,
+    *,
+    mesh: Mesh = ALONE,
+    agree: Callable[[RunnerPlan], None] | None = None,
+    connect: Connect | None = None,
 ) -> BuiltRunner:
-    """Everything from a model's headers to a runner.
+    """Everything from a model's headers to a runner, or to that of one rank.
 
     `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
+    Of several ranks each calls `agree` with its plan before a weight is read, which raises where they differ, and `connect`
+    when its weights are there, for the exchange with the others.
     """
+    assert mesh.is_alone or connect is not None, f"{mesh} has nobody to exchange with"
     device, device_reason = choose_device(config)
     if device == "cpu":
         # The choice of an attention backend would compile them too, without a word.
@@ -107,7 +122,9 @@ def build_runner(
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = device_target(device)
     profile = PhaseProfile(torch.device(device))
-    load, plan = plan_model(config, model, target, uses_cache=True)
+    load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh)
+    if agree is not None:
+        agree(plan)
     for choice in plan.resolved.choices:
         log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
     log.info("device=%s because %s", device, device_reason)
@@ -126,6 +143,8 @@ def build_runner(
         log.info("Model loading took %s memory and %.2f seconds", format_bytes(ledger.total_bytes), load_seconds)
         log.info("Weights: %s", load_words(report))
         profile.end("load")
+        if connect is not None:
+            build.connect(connect(plan, ledger))
         runner = build.assemble()
         build.capture(runner, config.enforce_eager, on_prepare)
         profile.end("capture")
@@ -151,9 +170,9 @@ def build_runner(
 
 
 def plan_model(
-    config: EngineConfig, model: OpenModel, target: Target, uses_cache: bool = False
+    config: EngineConfig, model: OpenModel, target: Target, uses_cache: bool = False, mesh: Mesh = ALONE
 ) -> tuple[WeightLoad, RunnerPlan]:
-    """How the weights will arrive and what the runner will hold, from headers alone; what cannot run raises.
+    """How the weights will arrive and what the runner, or that of one rank, will hold, from headers alone; what cannot run raises.
 
     With `uses_cache`, weights that an earlier start has quantized are looked for.
     """
@@ -161,10 +180,11 @@ def plan_model(
 
     def staging(resolved: Resolved) -> Term | None:
         """Of the weights as they are settled, which are looked for on the way."""
-        loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache))
+        loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache, mesh))
         return loads[-1].staging(target.kind)
 
-    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, staging=staging))
+    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, mesh, staging))
+    _refuse_ranks(config, plan)
     _refuse_variance(config, plan)
     (load,) = loads
     return load, plan
@@ -191,6 +211,9 @@ class RunnerBuild:
         self._ledger = ledger
         self._device = device
         self._weights: dict[str, torch.Tensor | QuantizedWeight] = {}
+        self._spec = model.spec if plan.mesh.is_alone else rank_spec(plan)
+        """What this rank computes."""
+        self._exchange: Exchange | None = None
         self._is_sharing = False
         self._storage: PageStorage | None = None
         self._releases: list[Callable[[], None]] = []
@@ -200,7 +223,8 @@ class RunnerBuild:
         """Rows that a step is padded to; where no step can have so many, all have as many as the largest."""
         if not self._config.batch_invariant or self._device.type != "cuda":
             return 1
-        return min(INVARIANT_ROWS, self._plan.resolved.limits.max_num_batched_tokens)
+        mesh, most_rows = self._plan.mesh, self._plan.resolved.limits.max_num_batched_tokens
+        return min((mesh.is_exact and exact_rows(mesh.tensor_size)) or INVARIANT_ROWS, most_rows)
 
     def load(self, load: WeightLoad, on_progress: Callable[[int, int], None]) -> LoadReport:
         """Bring the weights to the device; the source is closed afterwards."""
@@ -210,8 +234,16 @@ class RunnerBuild:
         if self._config.batch_invariant and self._device.type == "cuda":
             most_rows = self._plan.resolved.limits.max_num_batched_tokens
             refuse_variant_products(self._weights.values(), self._least_rows, most_rows)
+            if self._plan.mesh.is_exact:
+                whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
+                refuse_unequal_shares(self._weights, whole, self._least_rows)
             torch.cuda.empty_cache()
         return loaded.report
+
+    def connect(self, exchange: Exchange) -> None:
+        """Take the way to the other ranks, and close it in the end."""
+        self._exchange = exchange
+        self._releases.append(exchange.close)
 
     def share(self, loaded: "RunnerBuild") -> None:
         """Take the weights that another build has loaded, and will give back."""
@@ -234,14 +266,16 @@ class RunnerBuild:
         protected = self._plan.resolved.protected
         if not protected.is_open:
             return
-        layers, reason = by_key_bias(len(protected.layers), key_bias_norms(self._weights, self._model.spec))
+        norms = key_bias_norms(self._weights, self._spec, self._exchange, self._model.spec.num_kv_heads)
+        layers, reason = by_key_bias(len(protected.layers), norms)
         self._plan = self._plan.with_protected(layers, reason)
         log.info("kv_protected_layers=%s because %s", listed(layers), reason)
 
     def assemble(self, make_backend: MakeBackend | None = None) -> Runner:
         """Pages, workspace, attention, model and everything around them; `make_backend` is for who measures another one."""
         self._settle_layers()
-        plan, spec, device, ledger = self._plan, self._model.spec, self._device, self._ledger
+        plan, spec, device, ledger = self._plan, self._spec, self._device, self._ledger
+        vocab_size = self._model.spec.vocab_size
         limits, cache = plan.resolved.limits, plan.cache
         assert cache is not None, f"{plan.declared.name} cannot run"
         storage = self._storage = PageStorage(cache, plan.memory.num_pages, device, ledger)
@@ -270,11 +304,11 @@ class RunnerBuild:
             BatchBuffers(
                 limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes, has_states=cache.has_states
             ),
-            Sampler(spec.vocab_size, device, limits.sampled_rows, ledger),
+            Sampler(vocab_size, device, limits.sampled_rows, ledger),
             limits,
             cache.cache_groups(),
             plan.memory.num_pages,
-            spec.vocab_size,
+            vocab_size,
             frozenset(self._model.generation.eos_token_ids),
             device,
             self._least_rows,
@@ -303,7 +337,7 @@ class RunnerBuild:
         make_backend: MakeBackend,
     ) -> tuple[Model, AttentionFamily[Any]]:
         """A decoder with keys and values by head."""
-        plan, spec, invariant = self._plan, self._model.spec, self._config.batch_invariant
+        plan, spec, invariant = self._plan, self._spec, self._config.batch_invariant
         declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
         assert declaration is not None, f"{plan.declared.name} cannot run"
         tables = self._layer_tables(biases, means)
@@ -311,33 +345,36 @@ class RunnerBuild:
         dtype, recipe = plan.resolved.dtype, plan.resolved.recipe
         scratch, weights = declaration.scratch(specs, bounds), self._weights | biases.qkv
         is_fused = self._is_fused
-        return Decoder(spec, weights, backend, rotaries, workspace, scratch, is_fused, dtype, recipe), backend
+        ranks = self._exchange, plan.mesh.is_exact
+        return Decoder(spec, weights, backend, rotaries, workspace, scratch, is_fused, dtype, recipe, *ranks), backend
 
     @property
     def _is_fused(self) -> bool:
         """Whether small batches take the fused decode path, as far as is known before weights are looked at."""
         resolved = self._plan.resolved
-        takes = takes_fused_decode(self._model.spec, resolved.dtype, self._device.type, resolved.recipe)
+        takes = takes_fused_decode(self._spec, resolved.dtype, self._device.type, resolved.recipe)
         return takes and not self._config.batch_invariant
 
     def _latent(
         self, storage: PageStorage, workspace: Workspace, rotaries: Sequence[Rotary | None]
     ) -> tuple[Model, AttentionFamily[Any]]:
         """A decoder that keeps latents (MLA)."""
-        plan, spec, (rotary, *_) = self._plan, self._model.spec, rotaries
+        plan, spec, (rotary, *_) = self._plan, self._spec, rotaries
         declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
         assert declaration is not None and rotary is not None, f"{plan.declared.name} cannot run"  # noqa: PT018
         backend = build_latent_backend(declaration, specs, storage, bounds, self._num_sms)
         weights, recipe = self._rotated_weights("attention/kv_b"), plan.resolved.recipe
         scratch, dtype = declaration.scratch(specs, bounds), plan.resolved.dtype
         is_fused = self._is_fused
-        return LatentDecoder(spec, weights, backend, rotary, workspace, scratch, is_fused, dtype, recipe), backend
+        ranks = self._exchange, plan.mesh.is_exact
+        decoder = LatentDecoder(spec, weights, backend, rotary, workspace, scratch, is_fused, dtype, recipe, *ranks)
+        return decoder, backend
 
     def _compressed(
         self, storage: PageStorage, workspace: Workspace, rotaries: Sequence[Rotary | None]
     ) -> tuple[Model, AttentionFamily[Any]]:
         """A decoder that keeps windows, entries and states (DeepSeek-V4)."""
-        plan, spec, device = self._plan, self._model.spec, self._device
+        plan, spec, device = self._plan, self._spec, self._device
         declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
         assert declaration is not None, f"{plan.declared.name} cannot run"
         states = StateStorage(plan.states, plan.resolved.limits.max_num_seqs, device, self._ledger)
@@ -375,16 +412,18 @@ class RunnerBuild:
         mean_bytes = sum(mean_KD.nbytes for mean_KD in means if mean_KD is not None)
         if mean_bytes:
             self._ledger.record("attention/key_means", mean_bytes, "what the keys of a head have in common")
-        if mean_bytes or any(biases.keys):
+        # The prompt goes through all stages, those too that have nothing to measure.
+        is_staged = self._plan.mesh.num_stages > 1 and self._plan.resolved.kv_format.is_quantized
+        if mean_bytes or any(biases.keys) or is_staged:
             rooms = KeyRooms(biases.keys, biases.by_layer, means)
-            num_tokens = centre_keys(runner, self._model.spec, rotaries, rooms)
+            num_tokens = centre_keys(runner, self._spec, rotaries, rooms)
             log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
 
     def _rope(self) -> tuple[Rotary | None, ...]:
         """By layer."""
         resolved = self._plan.resolved
         dtype, longest = getattr(torch, resolved.dtype), resolved.limits.max_model_len
-        rotaries = rope_tables(self._model.spec, longest, dtype, self._device)
+        rotaries = rope_tables(self._spec, longest, dtype, self._device)
         distinct = {id(rotary): rotary for rotary in rotaries if rotary is not None}
         num_bytes = sum(rotary.cos_LD.nbytes + rotary.sin_LD.nbytes for rotary in distinct.values())
         if num_bytes:
@@ -393,7 +432,7 @@ class RunnerBuild:
 
     def _split_biases(self, specs: Sequence[AttentionSpec]) -> SplitBiases:
         """Biases for keys that are stored without theirs; nothing where no layer stores such."""
-        spec, plan, turns = self._model.spec, self._plan, None
+        spec, plan, turns = self._spec, self._plan, None
         if spec.rope is not None and any(own.has_key_bias for own in specs):
             dtype, longest = getattr(torch, plan.resolved.dtype), plan.resolved.limits.max_model_len
             turns = key_turns(spec.rope, spec.head_dim, spec.max_position, longest, dtype, self._device)
@@ -416,7 +455,7 @@ class RunnerBuild:
             has_proposals = self._plan.resolved.num_proposals > 0
             mixed = tuple(size for size in mixed_sizes(limits.max_num_batched_tokens, has_proposals) if size >= least)
             graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.sampled_rows, least))
-        spec = self._model.spec
+        spec = self._spec
         is_split = None if spec.compressed is None else partial(_is_split, spec.num_heads, self._num_sms)
         rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, spec.experts, is_split)
         _warm(runner, rows, graphs, on_prepare)
@@ -432,6 +471,13 @@ class RunnerBuild:
         if self._device.type == "cuda":
             with suppress(RuntimeError):  # a device that has failed cannot even do this
                 torch.cuda.empty_cache()
+
+
+def rank_spec(plan: RunnerPlan) -> ModelSpec:
+    """The decoder as the rank of a plan has it."""
+    declaration = plan.declared.declaration
+    assert isinstance(declaration, DecoderDeclaration), f"{plan.declared.name} cannot run"
+    return declaration.rank(plan.mesh)
 
 
 def _is_split(num_heads: int, num_sms: int, num_rows: int) -> bool:
@@ -461,6 +507,36 @@ def _warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, on_pre
     with counting_compiles(compiled) as counted:
         runner.warm(rows, graphs, lambda *counts: on_prepare(Preparing(CAPTURING, *counts)), warmed)
     log.info("Triton compiled %d kernels and found %d compiled", counted.num_compiled, counted.num_found)
+
+
+def _refuse_ranks(config: EngineConfig, plan: RunnerPlan) -> None:
+    """What ranks cannot do, or not to the bit."""
+    mesh = plan.mesh
+    if not mesh.is_alone and plan.cache is not None and plan.cache.has_states:
+        raise UnsupportedModelError(
+            f"{plan.declared.name} was asked to run on {mesh.num_ranks} ranks",
+            "compressed attention and streams (DeepSeek-V4) are planned for ranks and run on one",
+            "take one rank",
+        )
+    if not mesh.is_exact or plan.target.kind != "cuda":
+        return
+    least_rows = exact_rows(mesh.tensor_size)
+    if not config.batch_invariant:
+        has = "on a GPU products of few rows take kernels that cut a sum by the size of a weight, which ranks change"
+        raise ConfigError("tensor_parallel_sums=exact was asked", has, "add batch_invariant=True, or leave it out")
+    most_rows = plan.resolved.limits.max_num_batched_tokens
+    if least_rows is None or most_rows < least_rows:
+        few = f"is equal to that by all of it from {least_rows} rows on, and a step has at most {most_rows}"
+        raise ConfigError(
+            f"tensor_parallel_sums=exact was asked of {mesh.tensor_size} ranks",
+            f"the product of cuBLAS by a share of a weight {'was never compared' if least_rows is None else few}",
+            "take 2 or 4 ranks, steps of more tokens, or tensor_parallel_sums=reduce",
+        )
+
+
+def exact_rows(num_ranks: int) -> int | None:
+    """Rows from which on cuBLAS multiplies by a share of a weight as by all of it; None where nobody has measured it."""
+    return next((rows for ranks, rows in EXACT_ROWS.items() if num_ranks <= ranks), None)
 
 
 def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
@@ -503,6 +579,36 @@ def refuse_variant_products(weights: Iterable[torch.Tensor | QuantizedWeight], l
                     "batch_invariant=True was asked",
                     f"cuBLAS multiplies {least_rows} and {num_rows} rows by a weight of {list(weight_NK.shape)} differently",
                     "start the engine before anything else uses the GPU in this process, or leave it out",
+                )
+
+
+def refuse_unequal_shares(
+    weights: Mapping[str, torch.Tensor | QuantizedWeight], whole: Mapping[str, tuple[int, ...]], least_rows: int
+) -> None:
+    """Raise if the product by a share of a weight's rows is not what the whole weight gives, for any shape among the weights.
+
+    `whole` are shapes by name. Random weights stand for the others' shares, while nothing but weights is in memory.
+    """
+    seen: set[tuple[int, int, int]] = set()
+    for name, share_NK in weights.items():
+        shape = whole.get(name, ())
+        if not isinstance(share_NK, torch.Tensor) or len(shape) != 2 or shape[0] == len(share_NK):
+            continue
+        size_n, (all_n, size_k) = len(share_NK), shape
+        if (size_n, all_n, size_k) in seen or share_NK.shape[1] != size_k:
+            continue
+        seen.add((size_n, all_n, size_k))
+        generator = torch.Generator(share_NK.device).manual_seed(0)
+        made = {"generator": generator, "device": share_NK.device, "dtype": share_NK.dtype}
+        weight_NK, x_TK = torch.randn(all_n, size_k, **made), torch.randn(least_rows, size_k, **made)
+        y_TN = linear(x_TK, weight_NK, None)
+        for start in {0, all_n - size_n}:
+            part = slice(start, start + size_n)
+            if not torch.equal(linear(x_TK, weight_NK[part], None), y_TN[:, part]):
+                raise ConfigError(
+                    "tensor_parallel_sums=exact was asked",
+                    f"cuBLAS multiplies {least_rows} rows by {size_n} of the {all_n} rows of {name} differently than by all",
+                    "take fewer ranks, or tensor_parallel_sums=reduce",
                 )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.attention.declarations import AttentionSpec
+from holdfast.distributed.exchange import Exchange
 from holdfast.kernels.attention.key_bias import KeyBias, KeyTurns
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -72,13 +73,33 @@ def split_biases(
     return SplitBiases({bias_name(layer): qkv_NX[place] for place, layer in enumerate(layers)}, tuple(found))
 
 
-def key_bias_norms(weights: Weights, spec: ModelSpec) -> list[float]:
-    """The norm of each layer's key bias, by layer; rotary positions do not change it."""
+def key_bias_norms(
+    weights: Weights, spec: ModelSpec, exchange: Exchange | None = None, num_kv_heads: int | None = None
+) -> list[float]:
+    """The norm of each layer's key bias, by layer; rotary positions do not change it.
+
+    With `exchange` weights and spec are those of a rank, and each gathers the heads of all: `num_kv_heads` is the whole
+    model's. So every rank finds what one alone would find, to the bit.
+    """
     assert spec.qkv_bias, f"{spec.architecture} has no key biases"
     keys = key_part(spec)
     # On the host: the device's memory is spoken for.
-    biases = (plain_bias(weights, layer)[keys].cpu() for layer in range(spec.num_layers))
-    return [torch.linalg.vector_norm(bias_X, dtype=torch.float64).item() for bias_X in biases]
+    biases = (plain_bias(weights, layer)[keys] for layer in range(spec.num_layers))
+    if exchange is not None and exchange.size > 1:
+        assert num_kv_heads is not None, "how many key heads all ranks have together is not said"
+        biases = (_gathered(bias_X, spec, exchange, num_kv_heads) for bias_X in biases)
+    norms = [torch.linalg.vector_norm(bias_X.cpu(), dtype=torch.float64).item() for bias_X in biases]
+    if exchange is not None and exchange.size > 1:
+        exchange.end_step()
+    return norms
+
+
+def _gathered(bias_X: torch.Tensor, spec: ModelSpec, exchange: Exchange, num_kv_heads: int) -> torch.Tensor:
+    """The key bias of all heads, each once: where there are fewer than ranks, neighbours have the same."""
+    part_1X = exchange.room(1, len(bias_X), bias_X.dtype).copy_(bias_X)
+    whole_1X = exchange.gather_columns(part_1X, bias_X.new_empty(1, exchange.size * len(bias_X)))
+    heads_KD = whole_1X.view(-1, spec.head_dim)
+    return heads_KD[:: max(1, len(heads_KD) // num_kv_heads)].flatten()
 
 
 def key_part(spec: ModelSpec) -> slice:

@@ -81,7 +81,10 @@ class KeyRooms(NamedTuple):
 
 @torch.inference_mode()
 def centre_keys(runner: Runner, spec: ModelSpec, rotaries: Sequence[Rotary | None], rooms: KeyRooms) -> int:
-    """Measure and keep; the number of tokens that were read, 0 where a step has no room for enough of them."""
+    """Measure and keep; the number of tokens that were read, 0 where a step has no room for enough of them.
+
+    Ranks measure the heads that each has, together: `spec` is a rank's, token ids are those of the runner's whole vocabulary.
+    """
     limits, backend = runner.limits, runner.backend
     num_tokens = min(WARM_TOKENS, limits.max_model_len, limits.max_num_batched_tokens)
     while sum(group.pages_for(num_tokens) for group in runner.groups) > runner.num_pages:
@@ -96,7 +99,7 @@ def centre_keys(runner: Runner, spec: ModelSpec, rotaries: Sequence[Rotary | Non
 
     backend.on_write = measure
     try:
-        runner.hidden_rows(_step(warm_token_ids(spec.vocab_size, num_tokens), runner.groups))
+        runner.hidden_rows(_step(warm_token_ids(runner.vocab_size, num_tokens), runner.groups))
     finally:
         backend.on_write = None
     turns = {id(rotary): average_turn(rotary) for rotary in rotaries if rotary is not None}

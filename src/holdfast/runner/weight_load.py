@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.loading.execution.execute import LoadedWeights, load_weights
 from holdfast.loading.planning.open_model import OpenModel
@@ -17,6 +18,8 @@ from holdfast.loading.sources.source import WeightSource
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import Term
 from holdfast.memory.sizes import format_bytes
+from holdfast.models.parameters import Parameter
+from holdfast.models.sharding import shard_parameters
 from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import WeightRecipe
 
@@ -88,17 +91,34 @@ class WeightLoad:
 
 
 def plan_weights(
-    config: EngineConfig, model: OpenModel, dtype: str, recipe: WeightRecipe, uses_cache: bool
+    config: EngineConfig, model: OpenModel, dtype: str, recipe: WeightRecipe, uses_cache: bool, mesh: Mesh = ALONE
 ) -> WeightLoad:
-    """A load of these weights; what is wrong with the checkpoint, or with where weights are to be saved, raises."""
+    """A load of these weights, or of a rank's share of them; what is wrong with the checkpoint, or with where weights are to be saved, raises."""
+    parameters = rank_parameters(model, mesh)
     if isinstance(model.source, QuantizedSource):
-        plan = plan_quantized(model.parameters, model.source, dtype, recipe)
+        plan = plan_quantized(parameters, model.source, dtype, recipe, mesh)
     else:
-        plan = plan_load(model.parameters, model.source, dtype, recipe, model.stored)
+        whole = model.parameters if mesh.num_stages > 1 else None
+        plan = plan_load(parameters, model.source, dtype, recipe, model.stored, whole)
     folder = None if config.save_quantized is None else _folder(config.save_quantized)
+    if folder is not None and not mesh.is_alone:
+        raise ConfigError(
+            f"save_quantized={config.save_quantized} was asked",
+            f"each of {mesh.num_ranks} ranks holds a share of the weights",
+            "save the model on one rank, or leave it out: shares are kept for the next start by themselves",
+        )
     identity = None if folder is None else refuse_saving(folder, model, plan)
-    slot = _find_slot(config, model, plan) if uses_cache else None
+    slot = _find_slot(config, model, plan, mesh) if uses_cache else None
     return WeightLoad(config, model, plan, slot, identity)
+
+
+def rank_parameters(model: OpenModel, mesh: Mesh) -> tuple[Parameter, ...]:
+    """What a rank holds of a model's parameters: the layers of its stage, and of each its share."""
+    if mesh.is_alone:
+        return model.parameters
+    spec, parameters = model.spec, model.parameters
+    num_groups = 1 if spec.compressed is None else spec.compressed.num_output_groups
+    return shard_parameters(parameters, mesh, spec.num_heads, spec.num_kv_heads, num_groups)
 
 
 def _folder(name: str) -> Path:
@@ -108,10 +128,10 @@ def _folder(name: str) -> Path:
         raise ConfigError(f"save_quantized={name} was asked", str(error), "name a folder by its full path") from error
 
 
-def _find_slot(config: EngineConfig, model: OpenModel, plan: LoadPlan) -> CacheSlot | None:
+def _find_slot(config: EngineConfig, model: OpenModel, plan: LoadPlan, mesh: Mesh) -> CacheSlot | None:
     if config.weight_cache == "off" or not config.is_quantized:
         return None
-    found = find_cached(model, plan)
+    found = find_cached(model, plan, mesh)
     if isinstance(found, CacheSlot):
         return found
     if config.weight_cache == "on":

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from holdfast.kernels.gemm import embedding as module
-from holdfast.kernels.gemm.embedding import lookup_rows, lookup_rows_reference, lookup_rows_triton
+from holdfast.kernels.gemm.embedding import (
+    lookup_rows,
+    lookup_rows_reference,
+    lookup_rows_triton,
+    lookup_share,
+    lookup_share_triton,
+)
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
@@ -116,3 +122,41 @@ def test_a_row_may_lie_beyond_two_to_the_31_bytes(device):
     table = QuantizedWeight(INT8, (num_rows, 4096), codes, torch.ones(num_rows, device=device))
     out = lookup_rows(torch.tensor([num_rows - 1], device=device), table, torch.empty(1, 4096, device=device))
     assert (out == 5).all()
+
+
+SHARES = ((0, 12), (12, 24), (24, 29))
+"""Rows of each rank; the last has fewer."""
+
+
+def share_of(table, start, end):
+    if isinstance(table, torch.Tensor):
+        return table[start:end].contiguous()
+    planes = table.codes[start:end].contiguous(), table.scales[start:end].contiguous()
+    return QuantizedWeight(table.scheme, (end - start, table.shape[1]), *planes)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("scheme", [None, FP8, INT8], ids=lambda scheme: scheme.name if scheme else "plain")
+@TYPES
+@pytest.mark.parametrize("num_columns", [1, 33, 1024, 1408])
+def test_shares_of_ranks_add_up_to_the_row(device, guarded, scheme, dtype, num_columns):
+    plain = random(29, num_columns, seed=4).to(dtype)
+    table = plain.to(device) if scheme is None else table_of(scheme, num_columns, device)
+    ids = IDS.to(device)
+    whole = (
+        lookup_rows_reference(IDS, table_of(scheme, num_columns), plain.new_empty(5, num_columns))
+        if scheme
+        else plain[IDS]
+    )
+    for start, end in SHARES:
+        is_mine = (start <= IDS) & (end > IDS)
+        expected = whole.masked_fill(~is_mine[:, None], 0.0)
+        share = share_of(table, start, end)
+        out = guarded(len(IDS), num_columns + 3, dtype=dtype).fill_(torch.nan)
+        lookup_share_triton(ids, share, start, out[:, :num_columns])
+        assert same_bits(out[:, :num_columns].cpu(), expected)
+        assert out[:, num_columns:].isnan().all()
+        y = torch.full_like(expected, torch.nan)
+        cpu_share = share_of(plain if scheme is None else table_of(scheme, num_columns), start, end)
+        assert lookup_share(IDS, cpu_share, start, y) is y
+        assert same_bits(y, expected)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.kernels.geometry import MAX_DIRECT_TOKENS
+from holdfast.kernels.moe.expert_gemv import expert_gemv
 from holdfast.kernels.moe.expert_linear import expert_linear, expert_linear_reference
 from holdfast.kernels.moe.expert_sum import (
     LARGE_BATCH_COLUMNS,
@@ -14,8 +16,23 @@ from holdfast.kernels.moe.expert_sum import (
     sum_experts_reference,
     sum_experts_triton,
 )
+from holdfast.kernels.moe.grouped_gemm import grouped_gemm
+from holdfast.kernels.moe.routing import PADDING
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
-from kernels.expert_cases import CPU, FORMS, GPT_OSS, SCHEMES, among, exact, expert_case, order_of, placed, room_for
+from kernels.expert_cases import (
+    CPU,
+    FORMS,
+    GPT_OSS,
+    SCHEMES,
+    among,
+    exact,
+    expert_case,
+    in_torch,
+    order_of,
+    placed,
+    room_for,
+    run_kernel,
+)
 from kernels.triton_cases import DTYPES, QUIET, assert_allocates_nothing
 from red_zones import RedZones
 
@@ -268,3 +285,21 @@ def test_sums_allocate_nothing(device):
     parts = operands(3, 8, 2048, "gated", torch.bfloat16, device)
     out = torch.empty(3, 2048, dtype=torch.bfloat16, device=device)
     assert_allocates_nothing(lambda: sum_experts(*parts, out))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("num_rows", [2, 9, 21])
+@pytest.mark.parametrize("scheme", [None, "fp8", "fp8_block", "mxfp4"], ids=str)
+def test_pairs_of_other_ranks_are_not_written(device, scheme, num_rows):
+    """PADDING in the place of an expert, by every kernel; all other pairs are as they are without."""
+    case = expert_case((num_rows, 3, 5, 16, 256), True, scheme, choice="any", has_bias=True)
+    ids = case.expert_ids_TS
+    some = replace(case, expert_ids_TS=torch.where(ids % 2 == 0, ids, PADDING))
+    is_other = (ids % 2 == 1).flatten()
+    launch = expert_gemv if num_rows <= MAX_DIRECT_TOKENS else grouped_gemm
+    for all_pairs, own in (
+        (run_kernel(launch, case, device), run_kernel(launch, some, device)),
+        (in_torch(case), in_torch(some)),
+    ):
+        assert own[is_other].isnan().all()
+        assert same_bits(own[~is_other], all_pairs[~is_other])

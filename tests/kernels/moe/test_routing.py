@@ -14,6 +14,8 @@ from holdfast.kernels.moe.routing import (
     PADDING,
     ExpertOrder,
     Routing,
+    local_ids,
+    local_ids_triton,
     order_experts,
     order_experts_reference,
     order_experts_triton,
@@ -306,3 +308,32 @@ def test_small_batches_have_no_order() -> None:
     assert expert_block_rows(4, 8, 128) == 1
     assert arena_bytes(order_specs(16, 8, 128)) == 0
     assert arena_bytes(order_specs(17, 8, 128)) > 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 700])
+def test_ids_of_experts_that_a_rank_has(device, num_rows):
+    ids = choose(num_rows, 4, 12)
+    expected = [[expert - 3 if 3 <= expert < 8 else PADDING for expert in row] for row in ids.tolist()]
+    assert local_ids(ids, 3, 5, torch.full_like(ids, BEYOND)).tolist() == expected
+    room = RedZones(device)
+    out = room.allocate(*ids.shape, dtype=torch.int32).fill_(BEYOND)
+    assert local_ids_triton(among(ids, device), 3, 5, out).tolist() == expected
+    room.check()
+
+
+@pytest.mark.parametrize("cut_pairs", [64, CUT_PAIRS])
+def test_pairs_of_other_ranks_are_in_no_block(device, cut_pairs):
+    for first in (0, 4, 8):
+        ids = choose(50, 4, 12, seed=first)
+        check(local_ids(ids, first, 4, torch.empty_like(ids)), 4, device, cut_pairs)
+    check(torch.full((40, 2), PADDING, dtype=torch.int32), 4, device, cut_pairs)
+
+
+def test_blocks_are_as_high_as_one_rank_alone_has_them():
+    ids = choose(200, 4, 64)
+    alone, share = (order_specs(200, 4, 64, num_local) for num_local in (None, 16))
+    assert alone[0].shape[1] == share[0].shape[1] == expert_block_rows(200, 4, 64)
+    tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in share]
+    order = order_experts(local_ids(ids, 48, 16, torch.empty_like(ids)), 64, tensors, 16)
+    assert (order.num_experts, order.block_rows) == (16, alone[0].shape[1])
+    assert sum(pair >= 0 for block in used(order)[1] for pair in block) == int((ids >= 48).sum())

@@ -261,13 +261,13 @@ def test_dummy_weights_take_the_staging_of_real_ones(device_kind, dtype):
 
 def test_a_rank_reads_only_what_it_needs_and_knows_the_rest():
     whole = experts(8, 64, 128)
-    (share,) = shard_parameters([whole], Mesh(1, 2, 3, 4), 8, 8)
+    (share,) = shard_parameters([whole], Mesh(3, 4, 3, 4), 8, 8)
     plan = plan_of([share], recipe=WeightRecipe(FP8), entries=entries_for([whole]))
     assert {move.tensor for move in plan.moves} == {
         f"experts.{expert}.{half}.weight" for expert in (6, 7) for half in ("gate", "up")
     }
-    assert plan.read_bytes == 4 * 32 * 128 * 2
-    assert plan.weights[0].shape == (2, 64, 128)
+    assert plan.read_bytes == 4 * 64 * 128 * 2
+    assert plan.weights[0].shape == (2, 128, 128)
 
 
 @pytest.mark.parametrize(

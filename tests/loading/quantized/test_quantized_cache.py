@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ModelFormatError
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.quantized import cache as quantized_cache
@@ -26,7 +27,7 @@ from holdfast.loading.quantized.cache import (
     find_cached,
     trim_cache,
 )
-from holdfast.loading.quantized.manifest import ALONE, Mesh, identify_source
+from holdfast.loading.quantized.manifest import identify_source
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.files import MANIFEST_FILE
 from holdfast.memory.ledger import Ledger

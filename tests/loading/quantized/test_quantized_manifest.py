@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.gguf.file import GGUFFile
 from holdfast.loading.planning.moves import PlannedWeight
 from holdfast.loading.quantized.manifest import (
     DIGEST_BYTES,
     Manifest,
-    Mesh,
     PlaneFile,
     SourceFile,
     SourceIdentity,

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, ModelError, ModelFormatError
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.planning.plan import CHUNK_BYTES, CPU_CHUNK_BYTES, plan_load
-from holdfast.loading.quantized.manifest import Mesh
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized, plan_from_cache, plan_quantized
 from holdfast.loading.quantized.writer import remove_whole, save_quantized
 from holdfast.loading.sources.files import MANIFEST_FILE

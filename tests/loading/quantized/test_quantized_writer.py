@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.loading.quantized import writer as quantized_writer
-from holdfast.loading.quantized.manifest import Mesh, identify_source, read_manifest
+from holdfast.loading.quantized.manifest import identify_source, read_manifest
 from holdfast.loading.quantized.source import open_quantized, plan_quantized
 from holdfast.loading.quantized.writer import (
     files_of,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.models.blueprints.planned import READERS
 from holdfast.models.blueprints.read import PLANNED_FAMILIES, declare_config
@@ -70,7 +71,7 @@ def read(case: str, **more: object) -> DeclaredModel:
 
 
 def elements(declared: DeclaredModel, num_ranks: int = 1) -> int:
-    return sum(prod(weight.shape) for weight in declared.parameters(num_ranks))
+    return sum(prod(weight.shape) for weight in declared.parameters(Mesh(tensor_size=num_ranks)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,14 +95,14 @@ def test_it_says_that_it_does_not_run(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_share_all_that_is_not_a_norm_or_a_tower(case: str) -> None:
     found = read(case)
-    names = [[weight.name for weight in found.parameters(ranks)] for ranks in (1, 2)]
+    names = [[weight.name for weight in found.parameters(Mesh(tensor_size=ranks))] for ranks in (1, 2)]
     assert names[0] == names[1]
     assert len(set(names[0])) == len(names[0]), "a name stands for one weight"
-    for whole, half in zip(found.parameters(1), found.parameters(2), strict=True):
+    for whole, half in zip(found.parameters(), found.parameters(Mesh(tensor_size=2)), strict=True):
         is_shared = whole.name.startswith("layers.") and whole.kind in ("linear", "expert")
         assert prod(half.shape) * 2 == prod(whole.shape) or not is_shared, whole.name
-    assert found.kv_bytes_per_token("bfloat16", 2) * 2 == found.kv_bytes_per_token("bfloat16")
-    assert found.declaration.indivisible(3) is not None
+    assert found.kv_bytes_per_token("bfloat16", Mesh(tensor_size=2)) * 2 == found.kv_bytes_per_token("bfloat16")
+    assert found.declaration.indivisible(Mesh(tensor_size=3)) is not None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_layers_with_a_window_keep_that_and_no_more(case: str, num_full: int, nu
     found, row_bytes = read(case), 2 * 2 * (8 if case == "phi" else 16) * 2
     assert found.kv_bytes_per_token("bfloat16") == num_full * row_bytes
     assert found.kv_bytes_per_sequence("bfloat16") == num_windowed * 32 * row_bytes
-    assert (found.declaration.heads(1) is None) == (num_windowed > 0)
+    assert (found.declaration.heads(ALONE) is None) == (num_windowed > 0)
 
 
 def test_windows_are_those_that_are_listed() -> None:
@@ -142,14 +143,14 @@ def test_mxfp4_is_not_of_all_families() -> None:
 
 
 def test_half_of_a_head_is_rotated() -> None:
-    assert read("glm").declaration.rope_width == read("glm 4.5").declaration.rope_width == 8
-    assert read("phi, tied").declaration.rope_width == 6
-    assert read("phi").declaration.rope_width == 8
+    assert read("glm").declaration.rope_width(ALONE) == read("glm 4.5").declaration.rope_width(ALONE) == 8
+    assert read("phi, tied").declaration.rope_width(ALONE) == 6
+    assert read("phi").declaration.rope_width(ALONE) == 8
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_has_room_for_what_it_makes(case: str) -> None:
-    requests = {request.owner: request for request in read(case).declaration.requests(STEP, 1, ())}
+    requests = {request.owner: request for request in read(case).declaration.requests(STEP, ALONE, ())}
     assert {"stream", "attention", "head"} <= requests.keys()
     assert ("experts" in requests) == (case in ("mixtral", "glm 4.5"))
     assert ("mlp" in requests) == (case != "mixtral")

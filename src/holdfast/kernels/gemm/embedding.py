@@ -1,4 +1,4 @@
-"""The embedding: rows by token id, from a plain table or from a quantized one with a scale for every row.
+"""The embedding: rows by token id, from a plain table or from a quantized one with a scale for every row; whole, or a rank's share.
 
 T tokens, V rows of the table, K columns
 """
@@ -62,6 +62,64 @@ def lookup_rows_triton(ids_T: torch.Tensor, table: QuantizedWeight, out_TK: torc
     return out_TK
 
 
+def lookup_share(
+    ids_T: torch.Tensor, table: torch.Tensor | QuantizedWeight, first_row: int, out_TK: torch.Tensor
+) -> torch.Tensor:
+    """The same from the rows of a whole table that begin at `first_row`; zeros for ids that other ranks have the rows of.
+
+    So what all ranks find, added up, is what the whole table has.
+    """
+    if isinstance(table, QuantizedWeight):
+        _check(ids_T, table, out_TK)
+    else:
+        assert table.dtype == out_TK.dtype, f"rows of {table.dtype} into {out_TK.dtype}"
+    if can_run(out_TK):
+        return lookup_share_triton(ids_T, table, first_row, out_TK)
+    return lookup_share_reference(ids_T, table, first_row, out_TK)
+
+
+def lookup_share_reference(
+    ids_T: torch.Tensor, table: torch.Tensor | QuantizedWeight, first_row: int, out_TK: torch.Tensor
+) -> torch.Tensor:
+    """The same in plain torch."""
+    rows_T = ids_T - first_row
+    is_other_T = (rows_T < 0) | (rows_T >= table.shape[0])
+    rows_T = rows_T.masked_fill(is_other_T, 0)
+    if isinstance(table, torch.Tensor):
+        torch.index_select(table, 0, rows_T, out=out_TK)
+    else:
+        lookup_rows_reference(rows_T, table, out_TK)
+    return out_TK.masked_fill_(is_other_T[:, None], 0.0)
+
+
+def lookup_share_triton(
+    ids_T: torch.Tensor, table: torch.Tensor | QuantizedWeight, first_row: int, out_TK: torch.Tensor
+) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some columns of a token."""
+    num_tokens, num_columns = out_TK.shape
+    assert out_TK.stride(1) == 1, f"{out_TK.stride()=}: columns lie apart"
+    is_plain = isinstance(table, torch.Tensor)
+    codes, scales = (table, ids_T) if isinstance(table, torch.Tensor) else (table.codes, table.scales)
+    assert codes.is_contiguous(), f"{codes.shape} with strides {codes.stride()}"
+    if num_tokens:
+        _lookup_share_kernel[(num_tokens, -(-num_columns // COLUMNS_PER_PROGRAM))](
+            ids_T,
+            as_bits(codes),
+            scales,
+            as_bits(out_TK),
+            first_row,
+            table.shape[0],
+            num_columns,
+            out_TK.stride(0),
+            TARGET=str(out_TK.dtype).removeprefix("torch."),
+            IS_PLAIN=is_plain,
+            IS_INT8=not isinstance(table, torch.Tensor) and table.scheme.code_dtype == "int8",
+            BLOCK=COLUMNS_PER_PROGRAM,
+            num_warps=4,
+        )
+    return out_TK
+
+
 def _check(ids_T: torch.Tensor, table: QuantizedWeight, out_TK: torch.Tensor) -> None:
     scheme = table.scheme
     assert scheme.block_columns == 0, f"{scheme.name}: a row cannot be looked up by itself"
@@ -80,4 +138,34 @@ def _lookup_rows_kernel(
     b_code = tl.load(p_codes + i_row * num_columns + i_column, mask=m_column, other=0).to(tl.int32)
     b_value = (b_code << 24 >> 24).to(tl.float32) if IS_INT8 else e4m3_value(b_code)
     b_bits = narrowed_bits(b_value * tl.load(p_scales + i_row), TARGET)
+    tl.store(p_y + i_token * y_stride + i_column, b_bits, mask=m_column)
+
+
+@jit
+def _lookup_share_kernel(
+    p_ids,
+    p_codes,
+    p_scales,
+    p_y,
+    first_row,
+    num_rows,
+    num_columns,
+    y_stride,
+    TARGET: constexpr,
+    IS_PLAIN: constexpr,
+    IS_INT8: constexpr,
+    BLOCK: constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64)
+    i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_column = i_column < num_columns
+    i_row = tl.load(p_ids + i_token).to(tl.int64) - first_row
+    is_mine = (i_row >= 0) & (i_row < num_rows)
+    b_code = tl.load(p_codes + i_row * num_columns + i_column, mask=m_column & is_mine, other=0)
+    if IS_PLAIN:
+        b_bits = b_code
+    else:
+        b_code = b_code.to(tl.int32)
+        b_value = (b_code << 24 >> 24).to(tl.float32) if IS_INT8 else e4m3_value(b_code)
+        b_bits = narrowed_bits(b_value * tl.load(p_scales + i_row, mask=is_mine, other=0.0), TARGET)
     tl.store(p_y + i_token * y_stride + i_column, b_bits, mask=m_column)

@@ -223,6 +223,8 @@ def _deep_gemv_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_ids + i_pair).to(tl.int64)
+    if expert < 0:
+        return  # of another rank
     # A row for each output: every thread loads the columns that it multiplies, and nothing goes through shared memory.
     p_row = p_x + i_row * size_k
     b_x = deep_load(p_row + o_k + 0 * o_n[:, None], m_n[:, None], o_k, size_k, EVEN, BLOCK_K, DEPTH)

@@ -168,6 +168,8 @@ def _expert_gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_ids + i_pair).to(tl.int64)
+    if expert < 0:
+        return  # of another rank
     first_row = expert * size_n * (2 if GATED else 1)
     p_rows = p_x + i_row * size_k + o_k
     b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
@@ -268,6 +270,8 @@ def _mxfp4_gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.load(p_ids + i_pair).to(tl.int64)
+    if expert < 0:
+        return  # of another rank
     first_row = expert * size_n * (2 if GATED else 1)
     b_weight_rows, up_rows = weight_rows(first_row, o_n, size_n, INTERLEAVED)
     row_bytes = tl.multiple_of(size_k // 2, 16)

@@ -13,7 +13,7 @@ from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_l
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference
 from holdfast.kernels.moe.expert_gemv import expert_gemv
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
-from holdfast.kernels.moe.routing import ExpertOrder
+from holdfast.kernels.moe.routing import PADDING, ExpertOrder
 from holdfast.kernels.triton_compat import can_run
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
@@ -34,7 +34,7 @@ def expert_linear(
 
     Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that quantizes activations gets room in `quantized`
     for all rows of x at least; `is_coded`: they lie there as codes already, and of x only the shape is looked at. On CPU a row's
-    result does not depend, to the bit, on the other rows.
+    result does not depend, to the bit, on the other rows. Pairs of experts that are not here (PADDING) are not written.
     """
     if not can_run(x_XK):
         return expert_linear_reference(x_XK, weight, order, out_PN, gated, quantized, bias_EN, form, is_coded)
@@ -62,7 +62,7 @@ def expert_linear_reference(
     rows = room if room is None or is_coded else quantize_rows_reference(x_XK, room)
     pairs_per_row = order.num_pairs // max(1, len(x_XK))
     ids_P = order.expert_ids_TS.flatten()
-    for expert in ids_P.unique().tolist():
+    for expert in ids_P[ids_P != PADDING].unique().tolist():
         pairs = (ids_P == expert).nonzero().flatten()
         chosen = pairs // pairs_per_row
         if isinstance(weight, torch.Tensor):

@@ -14,7 +14,14 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from holdfast.kernels.geometry import CUT_PAIRS, expert_block_rows, expert_order_form, order_specs, sorts_pairs
+from holdfast.kernels.geometry import (
+    CUT_PAIRS,
+    LARGE_BATCH_PAIRS,
+    expert_block_rows,
+    expert_order_form,
+    order_specs,
+    sorts_pairs,
+)
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
@@ -431,7 +438,9 @@ class ExpertOrder:
     """Which rows each expert multiplies."""
 
     expert_ids_TS: torch.Tensor
+    """PADDING where another rank has the expert (expert parallelism): nobody here writes the row of such a pair."""
     num_experts: int
+    """Those that are here."""
     block_rows: int
     """1: a GEMV for each pair, and the tensors below are empty."""
     pairs_BR: torch.Tensor
@@ -459,9 +468,47 @@ class ExpertOrder:
         return self.expert_ids_TS.shape[1]
 
 
-def order_experts(expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor]) -> ExpertOrder:
-    """Sort the pairs into `tensors`, which are shaped as `order_specs` says; the same ids give the same order to the bit."""
-    order = _empty_order(expert_ids_TS, num_experts, tensors)
+def local_ids(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
+    """Ids of experts as a rank numbers its own, which are `num_local` from `first_expert` on; PADDING for those of other ranks."""
+    if not can_run(ids_TS):
+        return local_ids_reference(ids_TS, first_expert, num_local, out_TS)
+    return local_ids_triton(ids_TS, first_expert, num_local, out_TS)
+
+
+def local_ids_reference(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch."""
+    own_TS = ids_TS - first_expert
+    return out_TS.copy_(own_TS.masked_fill((own_TS < 0) | (own_TS >= num_local), PADDING))
+
+
+def local_ids_triton(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
+    """The same as a Triton kernel, a program for some pairs."""
+    assert ids_TS.is_contiguous(), f"{ids_TS.shape} with strides {ids_TS.stride()}"
+    assert out_TS.is_contiguous(), f"{out_TS.shape} with strides {out_TS.stride()}"
+    num_pairs = ids_TS.numel()
+    if num_pairs:
+        _local_ids_kernel[(-(-num_pairs // LARGE_BATCH_PAIRS),)](
+            ids_TS, out_TS, num_pairs, FIRST=first_expert, COUNT=num_local, BLOCK=LARGE_BATCH_PAIRS, num_warps=4
+        )
+    return out_TS
+
+
+@jit_counting("num_pairs")
+def _local_ids_kernel(p_ids, p_out, num_pairs, FIRST: constexpr, COUNT: constexpr, BLOCK: constexpr):
+    o_p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_p = o_p < num_pairs
+    b_own = tl.load(p_ids + o_p, mask=m_p, other=0) - FIRST
+    tl.store(p_out + o_p, tl.where((b_own >= 0) & (b_own < COUNT), b_own, -1), mask=m_p)
+
+
+def order_experts(
+    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None = None
+) -> ExpertOrder:
+    """Sort the pairs into `tensors`, which are shaped as `order_specs` says; the same ids give the same order to the bit.
+
+    With `num_local` ids are those of `local_ids`: of the `num_experts` only so many are here.
+    """
+    order = _empty_order(expert_ids_TS, num_experts, tensors, num_local)
     if order.is_sorted:
         if can_run(expert_ids_TS):
             order_experts_triton(order, tensors[2])
@@ -471,36 +518,40 @@ def order_experts(expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequen
 
 
 def order_experts_reference(
-    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor]
+    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None = None
 ) -> ExpertOrder:
     """The same in plain torch."""
-    order = _empty_order(expert_ids_TS, num_experts, tensors)
+    order = _empty_order(expert_ids_TS, num_experts, tensors, num_local)
     if order.is_sorted:
         _fill_reference(order)
     return order
 
 
-def _empty_order(expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor]) -> ExpertOrder:
+def _empty_order(
+    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None
+) -> ExpertOrder:
     num_rows, top_k = expert_ids_TS.shape
     assert expert_ids_TS.dtype == torch.int32, f"{expert_ids_TS.dtype}, not int32"
     assert expert_ids_TS.is_contiguous(), f"{expert_ids_TS.shape} with strides {expert_ids_TS.stride()}"
-    for spec, tensor in zip(order_specs(num_rows, top_k, num_experts), tensors, strict=True):
+    for spec, tensor in zip(order_specs(num_rows, top_k, num_experts, num_local), tensors, strict=True):
         assert tuple(tensor.shape) == spec.shape, f"{tensor.shape=}, not {spec}"
         assert tensor.dtype == torch.int32, f"{tensor.dtype=}, not {spec}"
     pairs_BR, block_experts_B, _ = tensors
     block_rows = expert_block_rows(num_rows, top_k, num_experts)
-    return ExpertOrder(expert_ids_TS, num_experts, block_rows, pairs_BR, block_experts_B)
+    num_own = num_experts if num_local is None else num_local
+    return ExpertOrder(expert_ids_TS, num_own, block_rows, pairs_BR, block_experts_B)
 
 
 def _fill_reference(order: ExpertOrder) -> None:
     ids_P = order.expert_ids_TS.flatten().long()
-    sorted_P = ids_P.sort(stable=True).indices
-    counts_E = ids_P.bincount(minlength=order.num_experts)
+    num_padding = int((ids_P == PADDING).sum())
+    sorted_P = ids_P.sort(stable=True).indices[num_padding:]  # those of no expert come first
+    counts_E = ids_P[sorted_P].bincount(minlength=order.num_experts)
     blocks_E = -(-counts_E // order.block_rows)
     first_row_E = (blocks_E.cumsum(0) - blocks_E) * order.block_rows
     first_pair_E = counts_E.cumsum(0) - counts_E
     experts_P = ids_P[sorted_P]
-    rows_P = first_row_E[experts_P] + torch.arange(len(ids_P), device=ids_P.device) - first_pair_E[experts_P]
+    rows_P = first_row_E[experts_P] + torch.arange(len(sorted_P), device=ids_P.device) - first_pair_E[experts_P]
     order.pairs_BR.fill_(PADDING).view(-1)[rows_P] = sorted_P.to(torch.int32)
     order.block_experts_B.fill_(PADDING)
     experts_B = torch.arange(order.num_experts, device=ids_P.device).repeat_interleave(blocks_E)
@@ -512,7 +563,9 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
     num_pairs, num_experts = order.num_pairs, order.num_experts
     num_cuts = max(1, len(counts_CE))
     assert num_cuts == -(-num_pairs // cut_pairs), f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"
-    form = expert_order_form(len(order.expert_ids_TS), order.top_k, num_experts, cut_pairs)
+    form = expert_order_form(len(order.expert_ids_TS), order.top_k, num_experts, cut_pairs)._replace(
+        block_rows=order.block_rows
+    )
     block_e = next_power_of_two(num_experts)
     pdl = supports_pdl(order.expert_ids_TS)
     flags = {"BLOCK_E": block_e, "CUT_PAIRS": cut_pairs, "PDL": pdl, **pdl_launch(pdl)}
@@ -545,8 +598,9 @@ def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, C
         tl.extra.cuda.gdc_wait()
     o_p = i_cut * CUT_PAIRS + tl.arange(0, CUT_PAIRS)
     m_p = o_p < num_pairs
-    b_ids = tl.load(p_ids + o_p, mask=m_p, other=0)
-    tl.store(p_counts + i_cut * num_experts + o_e, tl.histogram(b_ids, BLOCK_E, mask=m_p), mask=o_e < num_experts)
+    b_ids = tl.load(p_ids + o_p, mask=m_p, other=-1)
+    b_counts = tl.histogram(tl.maximum(b_ids, 0), BLOCK_E, mask=b_ids >= 0)
+    tl.store(p_counts + i_cut * num_experts + o_e, b_counts, mask=o_e < num_experts)
 
 
 @jit_counting("num_cuts", "num_blocks")
@@ -586,8 +640,8 @@ def _order_kernel(
     else:
         b_counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
         for p in range(0, num_pairs, BLOCK_P):
-            m_p = p + o_p < num_pairs
-            b_counts += tl.histogram(tl.load(p_ids + p + o_p, mask=m_p, other=0), BLOCK_E, mask=m_p)
+            b_ids = tl.load(p_ids + p + o_p, mask=p + o_p < num_pairs, other=-1)
+            b_counts += tl.histogram(tl.maximum(b_ids, 0), BLOCK_E, mask=b_ids >= 0)
     b_blocks = (b_counts + BLOCK_ROWS - 1) // BLOCK_ROWS
     first_block = tl.sum(tl.where(o_e < i_expert, b_blocks, 0), axis=0)
     count = tl.sum(tl.where(o_e == i_expert, b_counts, 0), axis=0)

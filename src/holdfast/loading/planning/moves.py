@@ -183,7 +183,9 @@ def choose_all(parameters: Sequence[Parameter], entries: Mapping[str, TensorEntr
     tied: list[Choice] = []
     uses_head = any(part.tensor == HEAD for choice in fills for part in choice.whole_parts)
     for place, choice in enumerate(fills):
-        if choice.parameter.name == EMBEDDING and HEAD in entries and not uses_head:
+        # The first stage of a model that does not tie them has an embedding and no head; it is no head either, by its kind.
+        is_tied = choice.parameter.name == EMBEDDING and choice.parameter.kind == "head"
+        if is_tied and HEAD in entries and not uses_head:
             if all(part.tensor in entries for part in choice.whole_parts):
                 tied.append(choice.renamed(HEAD))
             else:

@@ -153,18 +153,21 @@ def plan_load(
     dtype: str,
     recipe: WeightRecipe = AS_STORED,
     stored: StoredSchemes | None = None,
+    whole: Iterable[Parameter] | None = None,
 ) -> LoadPlan:
     """The plan for a checkpoint, a final dtype and a recipe, or an error that names the file and the tensor.
 
-    `stored` says how the checkpoint is quantized already, if it is.
+    `stored` says how the checkpoint is quantized already, if it is. `whole` are the parameters of the whole model, where
+    `parameters` are those of a stage: tensors of the others have a place there.
     """
     entries = source.entries
-    planes = StoredPlanes(tuple(parameters), {}) if stored is None else stored.planes(parameters, entries, recipe)
+    parameters = tuple(parameters)
+    planes = StoredPlanes(parameters, {}) if stored is None else stored.planes(parameters, entries, recipe)
     choices = choose_all(planes.parameters, entries)
     ignorable = source.ignorable if stored is None else source.ignorable | stored.ignorable(entries)
     every = (*choices.fills, *choices.tied)
     refuse_missing(every, entries)
-    refuse_unexpected(every, ignorable, entries)
+    refuse_unexpected(every if whole is None else _choices(whole, entries, recipe, stored), ignorable, entries)
     scale_names = planes.scale_names
     refuse_wrong_tensors(every, dtype, entries, scale_names)
     schemes: dict[str, WeightScheme | None] = {}
@@ -192,6 +195,20 @@ def plan_load(
         writer_specs=writer_specs,
         reader_bytes=source.scratch_bytes_per_reader,
     )
+
+
+def _choices(
+    parameters: Iterable[Parameter],
+    entries: Mapping[str, TensorEntry],
+    recipe: WeightRecipe,
+    stored: StoredSchemes | None,
+) -> tuple[Choice, ...]:
+    """Where the tensors of these parameters go, whoever loads them."""
+    parameters = tuple(parameters)
+    choices = choose_all(
+        parameters if stored is None else stored.planes(parameters, entries, recipe).parameters, entries
+    )
+    return (*choices.fills, *choices.tied)
 
 
 def _scheme(choice: Choice, recipe: WeightRecipe, stored: StoredSchemes | None) -> WeightScheme | None:

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import HoldfastError, ModelError
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.planning.plan import LoadPlan
 from holdfast.loading.quantized.manifest import (
-    ALONE,
     VERSION,
-    Mesh,
     SourceIdentity,
     digest,
     identify_source,
@@ -63,7 +62,8 @@ def cache_folder() -> Path:
 
 def cache_key(identity: SourceIdentity, plan: LoadPlan, mesh: Mesh = ALONE) -> str:
     """The name of an entry: what was done, and to which files."""
-    acts = repr((VERSION, plan.recipe, plan.dtype, tuple(mesh), plan_digest(plan)))
+    place = (0, 1) if mesh.is_alone else mesh
+    acts = repr((VERSION, plan.recipe, plan.dtype, place, plan_digest(plan)))
     names = repr([file.name for file in identity.files])
     return f"{digest((acts + names).encode()).hex()[:16]}-{digest(repr(identity).encode()).hex()[:16]}"
 

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from pathlib import Path
-from typing import NamedTuple
 
 from holdfast import __version__
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.planning.moves import PlannedWeight
 from holdfast.loading.planning.open_model import OpenModel
@@ -137,21 +137,12 @@ VERSION = 2
 """Raised whenever the same source and recipe would give other bytes, or the manifest says something else."""
 MODEL_DTYPES = ("float32", "float16", "bfloat16")
 MAX_RANKS = 2**16
+MESH_SIZES = ("tensor_rank", "tensor_size", "expert_rank", "expert_size", "stage", "num_stages")
 MAX_TEXT = 512
 SAVE_AGAIN = "delete the folder and save the weights again"
 _FILE_NAME = re.compile(r"model-[0-9]{5}\.safetensors")
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
-
-
-class Mesh(NamedTuple):
-    """Which of how many ranks the weights are for."""
-
-    rank: int
-    num_ranks: int
-
-
-ALONE = Mesh(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +200,7 @@ def manifest_text(manifest: Manifest) -> str:
             "ignore": list(recipe.ignore),
             "head": recipe.head_scheme.name,
         },
-        "mesh": manifest.mesh._asdict(),
+        "mesh": {"rank": manifest.mesh.rank, "num_ranks": manifest.mesh.num_ranks, **_mesh_values(manifest.mesh)},
         "plan": manifest.plan_digest,
         "source": {
             "settings": source.settings_digest,
@@ -251,17 +242,47 @@ def read_manifest(path: Path) -> Manifest:
             f"version {VERSION} is read by holdfast {__version__}",
             "save the weights again with this one",
         )
-    mesh = fields.inner("mesh")
-    num_ranks = mesh.count("num_ranks", 1, MAX_RANKS)
     return Manifest(
         dtype=fields.choice("dtype", MODEL_DTYPES),
         recipe=_read_recipe(fields.inner("recipe")),
-        mesh=Mesh(mesh.count("rank", 0, num_ranks - 1), num_ranks),
+        mesh=_read_mesh(fields.inner("mesh")),
         plan_digest=fields.digest("plan"),
         source=_read_source(fields.inner("source")),
         weights=tuple(_read_weight(inner) for inner in fields.inners("weights")),
         files=tuple(_read_file(inner) for inner in fields.inners("files")),
     )
+
+
+def _mesh_values(mesh: Mesh) -> dict[str, object]:
+    """Where a rank stands, beyond its number; nothing of one that is alone."""
+    if mesh.is_alone:
+        return {}
+    layers = None if mesh.layers is None else list(mesh.layers)
+    return {name: getattr(mesh, name) for name in MESH_SIZES} | {"layers": layers, "is_exact": mesh.is_exact}
+
+
+def _read_mesh(fields: "_Fields") -> Mesh:
+    num_ranks = fields.count("num_ranks", 1, MAX_RANKS)
+    rank = fields.count("rank", 0, num_ranks - 1)
+    if num_ranks == 1:
+        return ALONE
+    layers, is_exact = fields.values.get("layers"), fields.values.get("is_exact")
+    if not isinstance(is_exact, bool):
+        raise fields.wrong("is_exact", "true or false is needed")
+    if layers is not None and (
+        not isinstance(layers, list) or len(layers) != 2 or not all(type(one) is int for one in layers)
+    ):
+        raise fields.wrong("layers", "two whole numbers are needed")
+    if layers is not None and not 0 <= layers[0] < layers[1]:
+        raise fields.wrong("layers", "the first comes before the last")
+    sizes = {name: fields.count(name, 0, MAX_RANKS) for name in MESH_SIZES}
+    try:
+        mesh = Mesh(**sizes, layers=None if layers is None else (layers[0], layers[1]), is_exact=is_exact)
+    except ConfigError as error:
+        raise fields.wrong("tensor_rank", "a rank below its size is needed") from error
+    if (mesh.rank, mesh.num_ranks) != (rank, num_ranks):
+        raise fields.wrong("rank", f"rank {mesh.rank} of {mesh.num_ranks} stands there by its sizes")
+    return mesh
 
 
 def _read_recipe(fields: "_Fields") -> WeightRecipe:

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, HoldfastError, ModelFormatError, shown
 from holdfast.loading.planning.moves import Move, PlannedWeight
 from holdfast.loading.planning.plan import LoadPlan
 from holdfast.loading.quantized.manifest import (
-    ALONE,
     SAVE_AGAIN,
     Manifest,
-    Mesh,
     PlaneFile,
     header_digest,
     read_manifest,

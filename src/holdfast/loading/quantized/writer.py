@@ -17,13 +17,12 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.planning.plan import LoadPlan
 from holdfast.loading.quantized.manifest import (
-    ALONE,
     Manifest,
-    Mesh,
     PlaneFile,
     SourceIdentity,
     digest,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.attention.declarations import PARTIAL_HEAD_ROWS
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request
@@ -53,29 +54,30 @@ class PlannedBlueprint(NamedTuple):
     def decoder(self) -> ModelSpec:
         return self.grouped.decoder
 
-    @property
-    def rope_width(self) -> int:
+    def rope_width(self, mesh: Mesh) -> int:
         return self.rotated_dim
 
-    def indivisible(self, num_ranks: int) -> str | None:
-        return self.grouped.indivisible(num_ranks)
+    def indivisible(self, mesh: Mesh) -> str | None:
+        if mesh.num_stages > 1:
+            return f"{mesh.num_stages} stages are planned of models that run, and this one is planned as a whole"
+        return self.grouped.indivisible(mesh)
 
-    def weights(self, num_ranks: int) -> tuple[Weight, ...]:
-        spec = self.grouped.rank(num_ranks)
-        dense = self._without_experts(num_ranks)
+    def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
+        spec = self.grouped.rank(mesh)
+        dense = self._without_experts(mesh)
         weights = [weight for weight in dense if not self._is_replaced(weight)]
         for layer in range(spec.num_layers):
-            weights += self._more(f"layers.{layer}.", spec, num_ranks, spec.layer_experts(layer) is not None)
+            weights += self._more(f"layers.{layer}.", spec, mesh, spec.layer_experts(layer) is not None)
         last = f"layers.{spec.num_layers - 1}."
         for draft in range(self.num_draft_layers):
             layer = [weight for weight in weights if weight.name.startswith(last)]
             weights += self._draft(f"mtp.{draft}.", spec, layer, last)
         return (*weights, *self.tower)
 
-    def _without_experts(self, num_ranks: int) -> list[Weight]:
+    def _without_experts(self, mesh: Mesh) -> list[Weight]:
         """The decoder with an MLP in every layer. Experts are listed apart: in families that run each is a checkpoint's tensor."""
         dense = self.grouped._replace(decoder=replace(self.decoder, experts=None))
-        return [weight._replace(tensors=()) for weight in dense.weights(num_ranks)]
+        return [weight._replace(tensors=()) for weight in dense.weights(mesh)]
 
     def _is_replaced(self, weight: Weight) -> bool:
         """Whether it is of an MLP in whose place the decoder has experts."""
@@ -87,40 +89,43 @@ class PlannedBlueprint(NamedTuple):
     def unsupported_format(self, kv_format: KVFormat) -> str | None:
         return self.grouped.unsupported_format(kv_format)
 
-    def cache_rows(self, kv_format: KVFormat, num_ranks: int) -> tuple[CacheRows, ...]:
+    def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
         num_layers = sum(window is None for window in self._windows)
-        return (CacheRows("attention", num_layers, self._row_bytes(kv_format, num_ranks)),) if num_layers else ()
+        return (CacheRows("attention", num_layers, self._row_bytes(kv_format, mesh)),) if num_layers else ()
 
-    def sequence_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
+    def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
         num_rows = sum(window for window in self._windows if window is not None)
-        return num_rows * self._row_bytes(kv_format, num_ranks)
+        return num_rows * self._row_bytes(kv_format, mesh)
 
-    def heads(self, num_ranks: int) -> HeadGeometry | None:
+    def heads(self, mesh: Mesh) -> HeadGeometry | None:
         """None where windows are kept apart: the pages of this version keep all layers alike."""
-        return None if self.decoder.sliding_windows else self.grouped.heads(num_ranks)
+        return None if self.decoder.sliding_windows else self.grouped.heads(mesh)
 
-    def requests(self, step: StepShape, num_ranks: int, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
-        if self.heads(num_ranks) is None:
+    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
+        return self.grouped.room_elements(mesh, num_rows)
+
+    def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        if self.heads(mesh) is None:
             shape = (PARTIAL_HEAD_ROWS, self.decoder.head_dim + 2)
             scratch = (*scratch, TensorSpec("partial", shape, "float32"))
-        return self.grouped.requests(step, num_ranks, scratch)
+        return self.grouped.requests(step, mesh, scratch)
 
     @property
     def _windows(self) -> tuple[int | None, ...]:
         return self.decoder.sliding_windows or (None,) * self.decoder.num_layers
 
-    def _row_bytes(self, kv_format: KVFormat, num_ranks: int) -> int:
-        spec = self.grouped.rank(num_ranks)
+    def _row_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
+        spec = self.grouped.rank(mesh)
         return kv_format.bytes_per_token(spec.num_kv_heads, spec.head_dim)
 
-    def _more(self, prefix: str, spec: ModelSpec, num_ranks: int, has_experts: bool) -> list[Weight]:
+    def _more(self, prefix: str, spec: ModelSpec, mesh: Mesh, has_experts: bool) -> list[Weight]:
         """What a layer has beside a dense layer of the families that run."""
         hidden = spec.hidden_size
         names = ("attn_out_norm", "mlp_out_norm")[: self.num_more_norms]
         weights = [Weight(f"{prefix}{name}.weight", (hidden,), "norm") for name in names]
         if self.experts is None or not has_experts:
             return weights
-        return [*weights, *self.experts.weights(prefix, hidden, num_ranks)]
+        return [*weights, *self.experts.weights(prefix, hidden, mesh)]
 
     def _draft(self, prefix: str, spec: ModelSpec, layer: list[Weight], last: str) -> list[Weight]:
         """A layer like the last one, between an embedding and a head."""
@@ -250,7 +255,7 @@ def _decoder(settings: Settings, *, is_tied: bool = False, head_dim: int | None 
 
 def _with_experts(spec: ModelSpec, experts: Experts, num_dense: int = 0) -> ModelSpec:
     """The decoder with experts in all layers but the first ones."""
-    return replace(spec, experts=replace(experts.rank(1), dense_layers=frozenset(range(num_dense))))
+    return replace(spec, experts=replace(experts.rank(ALONE), dense_layers=frozenset(range(num_dense))))
 
 
 def read_dtype(settings: Settings) -> str:

@@ -1,0 +1,270 @@
+"""Ranks as processes on one machine, and what an exchange among them must answer: for gpu_exchange.py and the tests of a GPU.
+
+Every rank makes the numbers of all ranks from the same seeds, and so knows what each call must give, to the bit.
+
+    python benchmarks/exchange_ranks.py --size 2 --device cuda   # checks alone; several ranks on one GPU take turns: slow
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.distributed.collectives import open_collectives
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.exchange_plan import ExchangeNeeds
+from holdfast.distributed.mesh import Mesh, meshes
+from holdfast.distributed.rendezvous import LOOPBACK, listen_for_ranks
+from holdfast.distributed.symmetric import open_symmetric
+from holdfast.kernels.exchange.add_parts import add_parts_reference
+from holdfast.memory.ledger import Ledger
+
+OVERLAP = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+"""Several ranks on one GPU."""
+NUM_TOLD_LINES = 25
+NUM_REPLAYS = 100
+
+
+class Sizes(NamedTuple):
+    """Of what is checked and measured."""
+
+    hidden: int = 5120
+    max_rows: int = 2048
+    logit_rows: int = 16
+    vocab: int = 151936
+
+    @property
+    def needs(self) -> ExchangeNeeds:
+        room_bytes = self.max_rows * self.hidden * 2
+        return ExchangeNeeds(room_bytes, self.logit_rows, self.vocab, self.hidden * 2)
+
+
+FULL, TINY = Sizes(), Sizes(hidden=64, max_rows=40, logit_rows=3, vocab=101)
+
+
+# --- processes
+
+
+def run_ranks(
+    command: Sequence[str], size: int, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """`command` once a rank, with --rank, --size, --port and --result; what each has left, or an error with its last words.
+
+    Nobody outlives this call.
+    """
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as name:
+        folder, children = Path(name), []
+        try:
+            for rank in range(size):
+                place = ["--rank", str(rank), "--size", str(size), "--port", str(port)]
+                full = [sys.executable, *command, *place, "--result", str(folder / f"{rank}.json")]
+                with (folder / f"{rank}.txt").open("w") as told:
+                    own = {**os.environ, **(environment or {})}
+                    children.append(subprocess.Popen(full, stdout=told, stderr=subprocess.STDOUT, env=own))
+            _wait(children, timeout_s)
+            return [_found(folder, rank, child) for rank, child in enumerate(children)]
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.send_signal(signal.SIGKILL)
+                child.wait()
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Until all have ended, one has failed (the others then wait in vain), or the time is over."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end and any(child.poll() is None for child in children):
+        if any(child.poll() for child in children):
+            end = min(end, time.monotonic() + 2.0)
+        time.sleep(0.05)
+
+
+def _found(folder: Path, rank: int, child: subprocess.Popen[bytes]) -> dict[str, Any]:
+    result, told = folder / f"{rank}.json", folder / f"{rank}.txt"
+    found = json.loads(result.read_text()) if result.exists() else {}
+    if child.poll() == 0:
+        return found
+    words = told.read_text(errors="replace").splitlines()[-NUM_TOLD_LINES:]
+    how = "did not end" if child.poll() is None else f"ended with {child.poll()}"
+    return {**found, "error": f"rank {rank} {how}: " + "\n".join(words)}
+
+
+def rank_options(parser: argparse.ArgumentParser) -> None:
+    """What `run_ranks` passes."""
+    for name in ("--rank", "--size", "--port"):
+        parser.add_argument(name, type=int, default=None, help=argparse.SUPPRESS)
+
+
+def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchange]:
+    """The exchange of this process: symmetric memory on a GPU, gloo on a CPU."""
+    mesh = meshes(arguments.size)[arguments.rank]
+    place = listen_for_ranks(port=arguments.port) if mesh.rank == 0 else (LOOPBACK, arguments.port)
+    if arguments.device == "cpu":
+        return mesh, open_collectives(mesh, sizes.needs, place, torch.device("cpu"), Ledger())
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    return mesh, open_symmetric(mesh, sizes.needs, place, device, Ledger())
+
+
+def leave(findings: Mapping[str, Any], result: Path) -> None:
+    """So far; a later call replaces it."""
+    partial = result.with_suffix(".partial")
+    partial.write_text(json.dumps(findings))
+    partial.rename(result)
+
+
+# --- checks
+
+
+class Checks:
+    """Calls of one rank, each compared with what the numbers of all ranks give."""
+
+    def __init__(self, mesh: Mesh, exchange: Exchange, device: str, sizes: Sizes) -> None:
+        self.mesh = mesh
+        self.exchange = exchange
+        self.device = device
+        self.sizes = sizes
+        self.wrong: list[str] = []
+        self.num_checked = 0
+
+    def parts(self, seed: int, rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Of all ranks."""
+        chance = torch.Generator().manual_seed(seed)
+        shape = (self.mesh.tensor_size, rows, width)
+        return list(torch.randn(shape, generator=chance).to(self.device).to(dtype).unbind())
+
+    def compare(self, what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        """To the bit."""
+        self.num_checked += 1
+        if not torch.equal(found, wanted):
+            num_other = int((found != wanted).sum())
+            self.wrong.append(f"{what}: {num_other} of {found.numel()} differ")
+
+    def sums(self, rows: int, width: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+        parts = self.parts(rows * width, rows, width, dtype)
+        room = self.exchange.room(rows, width, dtype).copy_(parts[self.mesh.rank])
+        out = torch.full((rows, width), float("nan"), dtype=out_dtype, device=self.device)
+        self.exchange.sum_rows(room, out)
+        self.compare(f"sum {rows} x {width} {dtype}", out, add_parts_reference(parts, torch.empty_like(out)))
+
+    def gathers(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        parts = self.parts(rows + width, rows, width, dtype)
+        room = self.exchange.room(rows, width, dtype).copy_(parts[self.mesh.rank])
+        out = torch.full((rows, width * len(parts)), float("nan"), dtype=dtype, device=self.device)
+        self.exchange.gather_columns(room, out)
+        self.compare(f"gather {rows} x {width} {dtype}", out, torch.cat(parts, dim=1))
+
+    def logits(self) -> None:
+        rows, share = self.sizes.logit_rows, self.sizes.needs.vocab_share(self.mesh)
+        whole = self.parts(7, rows, self.sizes.vocab, torch.float32)[0]
+        part = whole[:, self.mesh.rank * share : (self.mesh.rank + 1) * share].contiguous()
+        out = self.exchange.whole_logits(rows) if self.mesh.rank == 0 else None
+        self.exchange.gather_logits(part, out)
+        if out is not None:
+            self.compare("logits", out, whole)
+
+    def small(self) -> None:
+        for dtype in (torch.float32, torch.int64):
+            parts = [(100 * part).to(dtype) for part in self.parts(11, self.sizes.logit_rows, 2, torch.float32)]
+            out = torch.empty(len(parts), *parts[0].shape, dtype=dtype, device=self.device)
+            self.exchange.gather_small(parts[self.mesh.rank], out)
+            self.compare(f"small {dtype}", out, torch.stack(parts))
+        ids = torch.arange(self.sizes.max_rows, device=self.device) + 1000 * self.mesh.rank
+        self.exchange.share_tokens(ids)
+        self.compare("tokens", ids, torch.arange(self.sizes.max_rows, device=self.device))
+
+    def all_calls(self) -> None:
+        """Each kind, in sizes that take each way through the kernels."""
+        hidden, most = self.sizes.hidden, self.sizes.max_rows
+        for rows in (1, 16, 33, most):
+            self.sums(rows, hidden, torch.bfloat16, torch.bfloat16)
+        self.sums(3, 100, torch.float32, torch.float32)
+        self.sums(5, 33, torch.float16, torch.float16)
+        self.sums(most // 2, hidden, torch.float32, torch.bfloat16)
+        self.sums(most // 2, hidden, torch.bfloat16, torch.float32)
+        for rows, width in ((1, hidden // self.mesh.tensor_size), (16, hidden), (33, 7), (most, 24)):
+            self.gathers(rows, width, torch.bfloat16)
+        self.logits()
+        self.small()
+        self.exchange.end_step()
+
+    def graph(self) -> None:
+        """An odd number of calls in a graph, replayed often, each time with other numbers, and NaN in this rank's first room."""
+        rows, hidden, size = 16, self.sizes.hidden, self.mesh.tensor_size
+        parts = self.parts(3, rows, hidden, torch.bfloat16)
+        own, total = parts[self.mesh.rank].clone(), torch.empty_like(parts[0])
+        columns = torch.empty(rows, hidden * size, dtype=torch.bfloat16, device=self.device)
+        ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        numbers = torch.zeros(rows, dtype=torch.int64, device=self.device)
+
+        def step() -> None:
+            exchange = self.exchange
+            ids.copy_(numbers)
+            exchange.share_tokens(ids)
+            exchange.sum_rows(exchange.room(rows, hidden, torch.bfloat16).copy_(own), total)
+            exchange.gather_columns(exchange.room(rows, hidden, torch.bfloat16).copy_(total + self.mesh.rank), columns)
+            exchange.end_step()
+
+        step()
+        replay = capture(step, self.device)
+        for i in range(NUM_REPLAYS):
+            own.copy_(parts[self.mesh.rank] * (i + 1))
+            numbers.fill_(i * 10 + self.mesh.rank)
+            if i % 3 == self.mesh.rank % 3:
+                self.exchange.room(rows, hidden, torch.bfloat16).fill_(float("nan"))
+            replay()
+            if i % 7 == 0 or i == NUM_REPLAYS - 1:
+                wanted = add_parts_reference([part * (i + 1) for part in parts], torch.empty_like(total))
+                self.compare(f"replay {i}: sum", total, wanted)
+                self.compare(f"replay {i}: gather", columns, torch.cat([wanted + rank for rank in range(size)], dim=1))
+                self.compare(f"replay {i}: tokens", ids, torch.full_like(ids, i * 10))
+
+
+def capture(step: Callable[[], None], device: str) -> Callable[[], None]:
+    """A CUDA graph of it; the function itself on a CPU."""
+    if device == "cpu":
+        return step
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def main() -> None:
+    """All ranks, or one of them."""
+    parser = argparse.ArgumentParser(description="What an exchange among ranks must answer")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--tiny", action="store_true", help="small shapes")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds")
+    parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
+    rank_options(parser)
+    arguments = parser.parse_args()
+    if arguments.rank is None:
+        command = [__file__, "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
+        found = run_ranks(command, arguments.size or 2, arguments.timeout, OVERLAP)
+        print(json.dumps(found, indent=1))
+        sys.exit(any(entry.get("error") or entry.get("wrong") for entry in found))
+    sizes = TINY if arguments.tiny else FULL
+    mesh, exchange = open_rank(arguments, sizes)
+    checks = Checks(mesh, exchange, arguments.device, sizes)
+    checks.all_calls()
+    checks.graph()
+    leave({"wrong": checks.wrong, "num_checked": checks.num_checked}, arguments.result)
+    exchange.close()
+
+
+if __name__ == "__main__":
+    main()

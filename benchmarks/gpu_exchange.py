@@ -1,0 +1,280 @@
+"""Sums and gathers among 2 and 4 ranks over symmetric memory, on one GPU under MPS: python benchmarks/gpu_exchange.py
+
+Each rank is a process. Correctness comes first (exchange_ranks.py): every kind of call to the bit, in eager steps and in a graph that
+is replayed a hundred times. Then a graph of a hundred sums of 16 x 5120 in bfloat16 in every way that the kernel could
+be cut or signal, beside torch's own one-shot all-reduce; then other sizes and calls. Times are microseconds a call of the slowest rank.
+
+One GPU stands in for several: signals and rooms do not cross a link. Without MPS ranks take turns, and a call takes milliseconds:
+then only correctness is checked.
+
+On a CPU, to see that it runs: python benchmarks/gpu_exchange.py --tiny --device cpu
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from exchange_ranks import FULL, OVERLAP, TINY, Checks, Sizes, capture, leave, open_rank, rank_options, run_ranks
+from gpu_records import Budget, make_record, options, print_table, write_record
+
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.symmetric import SymmetricExchange
+from holdfast.kernels.exchange.gather_rows import meet_triton
+from holdfast.kernels.exchange.signals import ASSEMBLER, ATOMIC, RELAXED
+from holdfast.kernels.exchange.sum_rows import Tiles, sum_rows_triton
+
+RANKS = (2, 4)
+NUM_CALLS = 100
+"""In a graph."""
+NUM_RUNS = 20
+GOALS = {2: 6.0, 4: 10.0}
+"""Microseconds of a sum of 16 x 5120."""
+ROWS = (1, 4, 16, 64, 256, 2048)
+MPS_COMMAND = "nvidia-cuda-mps-control"
+LIMIT_SECONDS = 44.0
+"""Of one number of ranks."""
+VARIANTS: dict[str, tuple[Tiles, bool]] = {
+    "release, 1024": (Tiles(1024, 4, 128, ASSEMBLER), False),
+    "relaxed, 1024": (Tiles(1024, 4, 128, RELAXED), False),
+    "atomic, 1024": (Tiles(1024, 4, 128, ATOMIC), False),
+    "release, 512": (Tiles(512, 2, 128, ASSEMBLER), False),
+    "release, 2048": (Tiles(2048, 8, 128, ASSEMBLER), False),
+    "release, 2048, 4 warps": (Tiles(2048, 4, 128, ASSEMBLER), False),
+    "release, 4096": (Tiles(4096, 16, 128, ASSEMBLER), False),
+    "release, 4096, 8 warps": (Tiles(4096, 8, 128, ASSEMBLER), False),
+    "relaxed, 2048": (Tiles(2048, 8, 128, RELAXED), False),
+    "release, 1024, PDL": (Tiles(1024, 4, 128, ASSEMBLER, pdl=True), False),
+    "relaxed, 2048, PDL": (Tiles(2048, 8, 128, RELAXED, pdl=True), False),
+    "two passes, 1024": (Tiles(1024, 4, 128, ASSEMBLER), True),
+}
+
+
+# --- in a rank
+
+
+def microseconds(call: Callable[[], None], device: str, num_calls: int = NUM_CALLS) -> float:
+    """Of one of the calls in a graph of many, the median over replays."""
+
+    def calls() -> None:
+        for _ in range(num_calls):
+            call()
+
+    call()
+    replay = capture(calls, device)
+    if device == "cpu":
+        begin = time.perf_counter()
+        replay()
+        return (time.perf_counter() - begin) / num_calls * 1e6
+    for _ in range(3):
+        replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(NUM_RUNS)]
+    for begin_event, end_event in events:
+        begin_event.record()
+        replay()
+        end_event.record()
+    torch.cuda.synchronize()
+    times = sorted(begin_event.elapsed_time(end_event) for begin_event, end_event in events)
+    return times[len(times) // 2] / num_calls * 1e3
+
+
+def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, Any], result: Path) -> None:
+    """Of the kernel alone, over both rooms in turn, and torch's own."""
+    shape = (16, sizes.hidden)
+    out = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    for turn in range(2):
+        exchange.peer_rooms(turn, torch.bfloat16)[exchange.rank].fill_(1.0)
+    exchange.end_step()
+    ranks = exchange.ranks
+    turns = [0]
+
+    def rooms() -> tuple[torch.Tensor, ...]:
+        turns[0] = 1 - turns[0]
+        return exchange.peer_rooms(turns[0], torch.bfloat16)
+
+    def in_two_kernels() -> None:
+        meet_triton(ranks)
+        sum_rows_triton(rooms(), out, ranks._replace(signals=None), Tiles(1024, 4, 128), two_passes=False)
+
+    calls: dict[str, Callable[[], object]] = {
+        name: lambda tiles=tiles, two=two: sum_rows_triton(rooms(), out, ranks, tiles, two_passes=two)
+        for name, (tiles, two) in VARIANTS.items()
+    }
+    calls["signal kernel, then sum kernel"] = in_two_kernels
+    calls["meeting alone"] = lambda: meet_triton(ranks)
+    calls["torch one-shot"] = torch_one_shot(exchange, shape)
+    for name, call in calls.items():
+        try:
+            told["variants"][name] = round(microseconds(lambda call=call: void(call()), "cuda"), 2)
+        except Exception as error:  # a form that this version cannot compile must not hide the others
+            told["variants"][name] = f"{type(error).__name__}: {error}"[:300]
+            torch.cuda.synchronize()
+        leave(told, result)
+
+
+def void(_: object) -> None:
+    """A call's answer is not looked at."""
+
+
+def torch_one_shot(exchange: SymmetricExchange, shape: tuple[int, int]) -> Callable[[], object]:
+    """What plain torch has, over the same memory."""
+    room = exchange.peer_rooms(0, torch.bfloat16)[exchange.rank][: shape[0] * shape[1]]
+    return lambda: torch.ops.symm_mem.one_shot_all_reduce(room, "sum", exchange.group_name)
+
+
+def timed_calls(exchange: Exchange, sizes: Sizes, device: str, told: dict[str, Any], result: Path) -> None:
+    """Through the exchange itself, as a model calls it."""
+    bf16, size, num_calls = torch.bfloat16, exchange.size, 4 if device == "cpu" else NUM_CALLS
+
+    def put(name: str, call: Callable[[], object]) -> None:
+        told["calls"][name] = round(microseconds(lambda: void(call()), device, num_calls), 2)
+        exchange.end_step()
+        leave(told, result)
+
+    for rows in (rows for rows in ROWS if rows <= sizes.max_rows):
+        out = torch.empty(rows, sizes.hidden, dtype=bf16, device=device)
+        put(
+            f"sum {rows} x {sizes.hidden}",
+            lambda rows=rows, out=out: exchange.sum_rows(exchange.room(rows, sizes.hidden, bf16), out),
+        )
+    for width in (sizes.hidden // size, 5 * sizes.hidden // size):
+        out = torch.empty(16, width * size, dtype=bf16, device=device)
+        put(
+            f"gather 16 x {width}",
+            lambda width=width, out=out: exchange.gather_columns(exchange.room(16, width, bf16), out),
+        )
+    rows, share = sizes.logit_rows, -(-sizes.vocab // size)
+    width = min(share, sizes.vocab - exchange.rank * share)
+    part = torch.zeros(rows, width, device=device)
+    out = exchange.whole_logits(rows) if exchange.rank == 0 else None
+    put(
+        f"logits {rows} x {sizes.vocab}, and a meeting",
+        lambda: (exchange.gather_logits(part, out), exchange.end_step()),
+    )
+    small, both = torch.zeros(16, 2, device=device), torch.zeros(size, 16, 2, device=device)
+    put("argmax of 16 rows", lambda: exchange.gather_small(small, both))
+    ids = torch.zeros(16, dtype=torch.int64, device=device)
+    put("16 tokens", lambda: exchange.share_tokens(ids))
+
+
+def run_rank(arguments: argparse.Namespace, sizes: Sizes) -> None:
+    """Checks, then times; what is known so far is left after each."""
+    begin = time.perf_counter()
+    told: dict[str, Any] = {"variants": {}, "calls": {}}
+    mesh, exchange = open_rank(arguments, sizes)
+    told["open_seconds"] = round(time.perf_counter() - begin, 1)
+    leave(told, arguments.result)
+    checks = Checks(mesh, exchange, arguments.device, sizes)
+    for name in ("all_calls", "graph"):
+        getattr(checks, name)()
+        told |= {"checked": name, "wrong": checks.wrong, "num_checked": checks.num_checked}
+        told[f"{name}_seconds"] = round(time.perf_counter() - begin, 1)
+        leave(told, arguments.result)
+    if not checks.wrong and not arguments.checks_only:
+        if isinstance(exchange, SymmetricExchange):
+            timed_variants(exchange, sizes, told, arguments.result)
+        timed_calls(exchange, sizes, arguments.device, told, arguments.result)
+    if isinstance(exchange, SymmetricExchange):
+        told["given_up"] = exchange.has_given_up
+        leave(told, arguments.result)
+    exchange.close()
+
+
+# --- in the process that starts the others
+
+
+@contextmanager
+def mps() -> Iterator[dict[str, str] | None]:
+    """The environment of ranks that share the GPU at the same time; None where MPS cannot be had."""
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+        places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for place in places.values():
+            Path(place).mkdir()
+        environment = {**os.environ, **places}
+        try:
+            subprocess.run([MPS_COMMAND, "-d"], env=environment, check=True, timeout=20, capture_output=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"no MPS: {error}")
+            yield None
+            return
+        try:
+            yield places
+        finally:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run([MPS_COMMAND], input=b"quit\n", env=environment, timeout=20, capture_output=True)
+
+
+def slowest(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Of all ranks, by name; words where one of them has some."""
+    names = found[0].get(kind, {})
+    gathered = {name: [entry.get(kind, {}).get(name) for entry in found] for name in names}
+    return {
+        name: max(values) if all(isinstance(value, float) for value in values) else str(values)
+        for name, values in gathered.items()
+    }
+
+
+def rows_of(size: int, found: list[dict[str, Any]], hidden: int) -> list[dict[str, Any]]:
+    """The rows of one number of ranks."""
+    wrong = [line for entry in found for line in entry.get("wrong", ["nothing was checked"])]
+    errors = [entry["error"] for entry in found if "error" in entry]
+    rows: list[dict[str, Any]] = [
+        {
+            "measure": f"{size} ranks, checks",
+            "unit": "count",
+            "values": {"checked": sum(entry.get("num_checked", 0) for entry in found), "wrong": len(wrong)},
+            "wrong": wrong[:20],
+            "errors": errors,
+        }
+    ]
+    for kind, name in (("variants", f"sum of 16 x {hidden}"), ("calls", "calls")):
+        values = slowest(found, kind)
+        if values:
+            rows.append({"measure": f"{size} ranks, {name}", "unit": "us", "values": values, "goal": GOALS.get(size)})
+    return rows
+
+
+def main() -> None:
+    """All ranks, or one of them."""
+    parser = options("Sums and gathers among ranks over symmetric memory")
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks, with commas")
+    parser.add_argument("--checks-only", action="store_true", help="measure nothing")
+    rank_options(parser)
+    arguments = parser.parse_args()
+    sizes = TINY if arguments.tiny else FULL
+    if arguments.rank is not None:
+        run_rank(arguments, sizes)
+        return
+    budget, results, facts = Budget(min(arguments.budget_seconds, 86.0)), [], {}
+    with mps() if arguments.device == "cuda" else contextlib.nullcontext({}) as environment:
+        for size in map(int, arguments.ranks.split(",")):
+            command = [__file__, "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
+            command += ["--checks-only"] if arguments.checks_only or environment is None else []
+            limit = min(LIMIT_SECONDS, budget.left_seconds)
+            found = run_ranks(command, size, limit, OVERLAP | (environment or {}))
+            if environment and not any("checked" in entry for entry in found):
+                print(f"{size} ranks under MPS: nothing was checked; once more without", file=sys.stderr)
+                found += run_ranks([*command, "--checks-only"], size, budget.left_seconds, OVERLAP)
+            results += rows_of(size, found, sizes.hidden)
+            facts[f"{size} ranks"] = [{key: entry[key] for key in entry if key.endswith("seconds")} for entry in found]
+            for entry in found:
+                if "error" in entry:
+                    print(entry["error"], file=sys.stderr)
+    for row in results:
+        print_table(row["measure"], ("", row["unit"]), [(name, value) for name, value in row["values"].items()])
+        print(json.dumps({key: row[key] for key in row if key in ("wrong", "errors", "goal")}))
+    settings = "all ranks on one GPU" + (", under MPS" if environment is not None else ", taking turns")
+    write_record(make_record("gpu-exchange", results, "no model", settings, arguments, facts), "exchange", arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""CollectiveExchange: ranks that exchange by torch.distributed: gloo among CPUs, NCCL between nodes.
+
+S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
+
+Sums are gathered and added here, in float32 and in the order of ranks: an all-reduce adds in an order of its own, which depends
+on the size. So every rank has the same bits, and the same as over symmetric memory.
+
+Gloo has a group for the ranks of a stage and one for all, without any state of the process. NCCL has one communicator for all: each
+takes more than half a GiB. Calls among some of its ranks are sends and receives in one group there.
+"""
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.distributed.exchange_plan import NCCL_BYTES, ExchangeNeeds, exchange_specs
+from holdfast.distributed.held_memory import HeldMemory, allocate_held
+from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.kernels.exchange.add_parts import add_parts_reference, gather_parts_reference
+from holdfast.memory.ledger import Ledger
+
+CALL_SECONDS = 120.0
+"""Of patience with a peer inside a call. Who is dead is found sooner: its connection ends, and its heart does not beat."""
+
+
+class Peers(Protocol):
+    """Ranks of the stage (by their place in it) and of all (by rank)."""
+
+    def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
+        """Of the stage; the part may be its own place in the output."""
+        ...
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """The first one's of the stage in place of everybody's."""
+        ...
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 a Work; gloo and NCCL have different ones
+        """Under way; the tensor stays as it is until that was waited for."""
+        ...
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Waits, on a GPU in its stream."""
+        ...
+
+    def close(self) -> None:
+        """End all connections."""
+        ...
+
+
+class GlooPeers:
+    """Two groups: the stage's, and all ranks' where there are several stages."""
+
+    def __init__(self, store: Store, mesh: Mesh, timeout_s: float) -> None:
+        self._store = store  # rank 0's serves the others
+        self._stage = make_gloo(store, f"stage{mesh.stage}", mesh.tensor_rank, mesh.tensor_size, timeout_s)
+        self._all = (
+            make_gloo(store, "all", mesh.rank, mesh.num_ranks, timeout_s) if mesh.num_stages > 1 else self._stage
+        )
+
+    def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
+        self._stage._allgather_base(out_SN.view(-1), part_N.view(-1)).wait()
+
+    def share(self, tensor: torch.Tensor) -> None:
+        self._stage.broadcast(tensor, 0).wait()
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 as above
+        return self._all.send([tensor], rank, 0)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._all.recv([tensor], rank, 0).wait()
+
+    def close(self) -> None:
+        for group in {self._stage, self._all}:
+            group.abort()
+
+
+class NcclPeers:
+    """One communicator, connected when it is made."""
+
+    def __init__(self, store: Store, mesh: Mesh, timeout_s: float, device: torch.device) -> None:
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        self._mesh = mesh
+        self._store = store
+        self._all = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), mesh.rank, mesh.num_ranks, options)
+        self._all.eager_connect_single_device(device)
+        self._first = mesh.stage * mesh.tensor_size
+
+    def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
+        if self._mesh.num_stages == 1:
+            self._all._allgather_base(out_SN.view(-1), part_N.view(-1)).wait()
+            return
+        own = out_SN[self._mesh.tensor_rank]
+        if own.data_ptr() != part_N.data_ptr():
+            own.copy_(part_N.view(own.shape))
+        self._all._start_coalescing()
+        for place in self._others():
+            self._all.send([own], self._first + place, 0)
+            self._all.recv([out_SN[place]], self._first + place, 0)
+        self._all._end_coalescing().wait()
+
+    def share(self, tensor: torch.Tensor) -> None:
+        if self._mesh.num_stages == 1:
+            self._all.broadcast(tensor, 0).wait()
+        elif self._mesh.tensor_rank:
+            self.receive(tensor, self._first)
+        elif self._mesh.tensor_size > 1:
+            self._all._start_coalescing()
+            for place in self._others():
+                self._all.send([tensor], self._first + place, 0)
+            self._all._end_coalescing().wait()
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Any:  # noqa: ANN401 as above
+        return self._all.send([tensor], rank, 0)
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        self._all.recv([tensor], rank, 0).wait()
+
+    def close(self) -> None:
+        self._all.abort()
+
+    def _others(self) -> list[int]:
+        return [place for place in range(self._mesh.tensor_size) if place != self._mesh.tensor_rank]
+
+
+class CollectiveExchange:
+    """The exchange of one rank; see distributed/exchange.py. A peer that dies makes every call an EngineDeadError."""
+
+    def __init__(self, mesh: Mesh, needs: ExchangeNeeds, peers: Peers, device: torch.device, ledger: Ledger) -> None:
+        kind = "gloo" if device.type == "cpu" else "nccl"
+        specs = exchange_specs(needs, mesh, kind)
+        tensors, self._arenas = allocate_held(specs, device, ledger, f"exchange of {mesh.num_ranks} ranks by {kind}")
+        self._held = HeldMemory(tensors, needs, mesh)
+        self._wide_F = tensors["exchange/signals"].view(torch.float32)
+        self.mesh = mesh
+        self._peers: Peers | None = peers
+        self._ledger = ledger
+        self._nccl_owner = "collectives/nccl" if kind == "nccl" else None
+        if self._nccl_owner is not None:
+            ledger.record(self._nccl_owner, NCCL_BYTES, "NCCL's communicator; measured on one H200")
+        self._num_sent = 0
+        self._under_way: list[Any] = [None] * mesh.num_stages
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.tensor_rank
+
+    @property
+    def size(self) -> int:
+        return self.mesh.tensor_size
+
+    @property
+    def _open(self) -> Peers:
+        assert self._peers is not None, "the exchange is closed"
+        return self._peers
+
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._held.room(num_rows, width, dtype)
+
+    def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
+        assert out_TH.is_contiguous(), f"{out_TH.stride()=}: a sum is dense"
+        parts_STH = self._gather("sum_rows", part_TH)
+        return add_parts_reference(parts_STH.unbind(), out_TH, self._wide_F)
+
+    def _gather(self, verb: str, part: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, rank by rank."""
+        self._held.take(part)
+        if self.size == 1 or not part.numel():
+            return part.unsqueeze(0).expand(self.size, *part.shape)
+        gathered = self._held.tensors["exchange/gathered"].view(-1)[: self.size * part.nbytes]
+        parts = gathered.view(part.dtype).view(self.size, *part.shape)
+        with lost_peers(f"rank {self.mesh.rank} called {verb} of {list(part.shape)}"):
+            self._open.gather(part, parts)
+        return parts
+
+    def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
+        return gather_parts_reference(self._gather("gather_columns", part_TX).unbind(), out_TY)
+
+    def whole_logits(self, num_rows: int) -> torch.Tensor:
+        return self._held.whole_logits(num_rows)
+
+    def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
+        assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"
+        with lost_peers(f"rank {self.mesh.rank} gathered logits"):
+            if out_RW is None:
+                assert part_RV is not None, "a rank of the last stage has a part"
+                dense = part_RV if part_RV.is_contiguous() else self._held.share_room(*part_RV.shape).copy_(part_RV)
+                if dense.numel():
+                    self._open.send(dense, 0).wait()
+                return
+            first = (self.mesh.num_stages - 1) * self.size
+            for place, slot_RV in enumerate(self._shares(out_RW)):
+                if part_RV is not None and place == self.rank:
+                    slot_RV.copy_(part_RV)
+                elif slot_RV.numel():
+                    given_RV = self._held.share_room(*slot_RV.shape)
+                    self._open.receive(given_RV, first + place)
+                    slot_RV.copy_(given_RV)
+
+    def _shares(self, out_RW: torch.Tensor) -> list[torch.Tensor]:
+        assert out_RW.shape[1] == self._held.needs.vocab_size, f"{out_RW.shape=} {self._held.needs=}"
+        return list(out_RW.split([self._held.share_width(place) for place in range(self.size)], dim=1))
+
+    def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
+        with lost_peers(f"rank {self.mesh.rank} gathered {list(out_SRX.shape)}"):
+            if part_RX is not None:
+                out_SRX[self.rank].copy_(part_RX)
+                if self.size > 1:
+                    self._open.gather(out_SRX[self.rank], out_SRX)
+                if self.mesh.num_stages > 1 and self.rank == 0:
+                    self._open.send(out_SRX, 0).wait()
+            else:
+                self._open.receive(out_SRX, (self.mesh.num_stages - 1) * self.size)
+        return out_SRX
+
+    def share_tokens(self, ids_T: torch.Tensor) -> None:
+        if self.size > 1:
+            with lost_peers(f"rank {self.mesh.rank} shared {ids_T.shape[0]} tokens"):
+                self._open.share(ids_T)
+
+    def send_rows(self, x_TH: torch.Tensor) -> None:
+        slot = self._num_sent % self.mesh.num_stages
+        self._num_sent += 1
+        with lost_peers(f"rank {self.mesh.rank} sent rows to the next stage"):
+            if self._under_way[slot] is not None:
+                self._under_way[slot].wait()
+            sent_TH = self._held.hidden_slot(slot, x_TH).copy_(x_TH)
+            self._under_way[slot] = self._open.send(sent_TH, self.mesh.rank + self.size)
+
+    def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
+        assert out_TH.is_contiguous(), f"{out_TH.stride()=}: rows between stages are dense"
+        with lost_peers(f"rank {self.mesh.rank} waited for rows of the stage before"):
+            self._open.receive(out_TH, self.mesh.rank - self.size)
+        return out_TH
+
+    def end_step(self) -> None:
+        self._held.turn = 0  # parts are copied inside of each call, so that no peer reads a room
+
+    def close(self) -> None:
+        if self._peers is None:
+            return
+        self._peers.close()
+        self._peers = None
+        self._held.tensors.clear()
+        self._under_way.clear()
+        del self._wide_F
+        for arena in self._arenas:
+            arena.release()
+        if self._nccl_owner is not None:
+            self._ledger.release(self._nccl_owner)
+
+    def warm(self) -> None:
+        """Every kind of call once, so that nothing connects or allocates later; and so that all are known to be there."""
+        held = self._held
+        if self.size > 1:
+            room = held.room(1, 1, torch.float32).fill_(1.0)
+            out = torch.empty(1, 1, device=room.device)
+            self.sum_rows(room, out)
+            self.share_tokens(torch.zeros(1, dtype=torch.int64, device=room.device))
+        if self.mesh.num_stages > 1:
+            device = held.tensors["pipeline/hidden"].device
+            row = torch.zeros(1, 1, device=device)
+            if not self.mesh.is_first_stage:
+                self.receive_rows(row)
+            if not self.mesh.is_last_stage:
+                self.send_rows(row)
+        if self.mesh.is_last_stage or self.mesh.rank == 0:
+            device = held.tensors["exchange/signals"].device
+            part = torch.zeros(1, 1, device=device) if self.mesh.is_last_stage else None
+            self.gather_small(part, torch.zeros(self.size, 1, 1, device=device))
+        self.end_step()
+
+
+def open_collectives(
+    mesh: Mesh,
+    needs: ExchangeNeeds,
+    place: Place,
+    device: torch.device,
+    ledger: Ledger,
+    *,
+    timeout_s: float = OPEN_SECONDS,
+    call_timeout_s: float = CALL_SECONDS,
+) -> CollectiveExchange:
+    """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
+    store = open_store(place, mesh, timeout_s)
+    with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
+        peers: Peers
+        if device.type == "cpu":
+            peers = GlooPeers(store, mesh, call_timeout_s)
+        else:
+            peers = NcclPeers(store, mesh, call_timeout_s, device)
+    exchange = CollectiveExchange(mesh, needs, peers, device, ledger)
+    try:
+        exchange.warm()
+    except BaseException:
+        exchange.close()
+        raise
+    return exchange

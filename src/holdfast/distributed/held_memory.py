@@ -1,0 +1,80 @@
+"""HeldMemory: what an exchange holds, as tensors: two rooms that take turns, logits, signals, rows on their way between stages.
+
+They are exactly the specs of distributed/exchange_plan.py, each with its line in the ledger.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from holdfast.distributed.exchange_plan import ExchangeNeeds
+from holdfast.distributed.mesh import Mesh
+from holdfast.memory.arena import Arena
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.workspace_plan import TensorSpec
+
+
+class HeldMemory:
+    """Which room comes next, and views of what was allocated."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], needs: ExchangeNeeds, mesh: Mesh) -> None:
+        """`tensors` by owner."""
+        self.tensors = dict(tensors)
+        self.needs = needs
+        self.mesh = mesh
+        self.turn = 0
+        """The room that comes next."""
+
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The first so many bytes of the room that comes next."""
+        return self.room_at(self.turn, num_rows, width, dtype)
+
+    def room_at(self, turn: int, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """One of the two."""
+        room = self.tensors["exchange/rows"][turn]
+        num_bytes = num_rows * width * dtype.itemsize
+        assert num_bytes <= room.nbytes, f"[{num_rows}, {width}] {dtype} in a room of {room.nbytes} bytes"
+        return room[:num_bytes].view(dtype).view(num_rows, width)
+
+    def take(self, part: torch.Tensor) -> int:
+        """Which room a part lies in; the other one comes next."""
+        turn = self.turn
+        begin = self.tensors["exchange/rows"][turn].data_ptr()
+        assert part.is_contiguous(), f"{part.shape=} {part.stride()=} is not dense"
+        assert not part.numel() or part.data_ptr() == begin, "a part must lie in the last room"
+        self.turn = 1 - turn
+        return turn
+
+    def share_width(self, rank: int) -> int:
+        """Columns of logits that this rank of the stage has."""
+        share = self.needs.vocab_share(self.mesh)
+        return max(0, min(share, self.needs.vocab_size - rank * share))
+
+    def share_room(self, num_rows: int, width: int) -> torch.Tensor:
+        """Where a share of the logits goes through: [num_rows, width]."""
+        return self.tensors["exchange/logits"][: num_rows * width].view(num_rows, width)
+
+    def whole_logits(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, W], on rank 0."""
+        assert self.mesh.rank == 0, f"whole logits are rank 0's; this is {self.mesh.rank}"
+        return self.tensors["exchange/whole_logits"][:num_rows]
+
+    def hidden_slot(self, slot: int, like: torch.Tensor) -> torch.Tensor:
+        """A slot for rows between stages, in the shape of these."""
+        place = self.tensors["pipeline/hidden"][slot % self.mesh.num_stages]
+        assert like.nbytes <= place.nbytes, f"{like.shape=} in a slot of {place.nbytes} bytes"
+        return place[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def allocate_held(
+    specs: Mapping[str, TensorSpec], device: torch.device, ledger: Ledger, reason: str
+) -> tuple[dict[str, torch.Tensor], list[Arena]]:
+    """An arena for each group of owners; tensors by owner."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for owner, spec in specs.items():
+        group, _, name = owner.partition("/")
+        assert name == spec.name, f"{owner=} {spec.name=}"
+        groups.setdefault(group, []).append(spec)
+    arenas = {group: Arena(group, tuple(members), device, ledger, reason) for group, members in groups.items()}
+    tensors = {f"{group}/{name}": tensor for group, arena in arenas.items() for name, tensor in arena.tensors.items()}
+    return tensors, list(arenas.values())

@@ -1,0 +1,115 @@
+"""How ranks of one engine find each other: rank 0 listens at a port of its own choice, the others are told which.
+
+Nothing of torch.distributed's that is one for a process is touched, so that several engines may live in one process.
+"""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from holdfast.distributed.mesh import Mesh
+from holdfast.errors import ConfigError, EngineDeadError
+
+c10d: Any = torch.distributed
+"""What groups and stores are made of; its stubs leave most of them out."""
+Store = Any
+LOOPBACK = "127.0.0.1"
+OPEN_SECONDS = 30.0
+POLL_SECONDS = 0.02
+Place = socket.socket | tuple[str, int]
+"""Rank 0 has the socket that it listens at, every other rank its address."""
+
+
+def listen_for_ranks(host: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """On rank 0, before anybody is told: `getsockname()` gives host and port. Loopback unless told otherwise."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"ranks were to meet at {host}:{port}",
+            f"nobody can listen there: {error.strerror or error}",
+            "take another port, or 0 for any that is free",
+        ) from error
+
+
+def open_store(place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS) -> Store:
+    """Returns once every rank has come; a rank that does not is named. The socket is the store's from then on."""
+    patience = timedelta(seconds=timeout_s)
+    is_first = isinstance(place, socket.socket)
+    host, port = place.getsockname()[:2] if isinstance(place, socket.socket) else place
+    try:
+        store = c10d.TCPStore(
+            host,
+            port,
+            is_master=is_first,
+            wait_for_workers=False,
+            timeout=patience,
+            master_listen_fd=place.detach() if isinstance(place, socket.socket) else None,
+        )
+        store.set(_key(mesh.rank), "here")
+    except RuntimeError as error:
+        raise EngineDeadError(
+            f"rank {mesh.rank} looked for rank 0 at {host}:{port}",
+            f"nobody answered within {timeout_s:g} s: {told(error)}",
+            "look whether rank 0 lives and that its port can be reached",
+        ) from error
+    _wait_for_all(store, mesh, timeout_s)
+    return store
+
+
+def make_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -> Any:  # noqa: ANN401 no stub has it
+    """A group of its own over gloo, connected; on loopback where the store is."""
+    options = c10d.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    if store.host.startswith("127.") or store.host == "localhost":
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    else:
+        options._devices = [c10d.ProcessGroupGloo.create_default_device()]
+    return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+
+
+def _key(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+def _wait_for_all(store: Store, mesh: Mesh, timeout_s: float) -> None:
+    missing, end = set(range(mesh.num_ranks)), time.monotonic() + timeout_s
+    with lost_peers(f"{mesh.num_ranks} ranks were to meet"):
+        while True:
+            missing = {rank for rank in missing if not store.check([_key(rank)])}
+            if not missing or time.monotonic() > end:
+                break
+            time.sleep(POLL_SECONDS)
+    if missing:
+        raise EngineDeadError(
+            f"{mesh.num_ranks} ranks were to meet",
+            f"{named(missing)} did not come within {timeout_s:g} s",
+            "look at what they said, and start all ranks again",
+        )
+
+
+@contextmanager
+def lost_peers(asked: str) -> Iterator[None]:
+    """Whatever torch.distributed says about peers and connections, as our sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineDeadError(
+            asked, f"a peer is gone or does not answer: {told(error)}", "open the model again; all ranks start anew"
+        ) from error
+
+
+def told(error: BaseException) -> str:
+    """What a library says, on one line and without its advice."""
+    words = str(error).partition("\n")[0].partition(". This is")[0]
+    return words if len(words) <= 200 else f"{words[:197]}..."
+
+
+def named(ranks: set[int]) -> str:
+    """One or several, in words."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,223 @@
+"""SymmetricExchange: ranks on the GPUs of one node read each other's memory (torch symmetric memory); kernels of ours, in graphs.
+
+S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
+
+Rooms, logits and signals lie in one symmetric allocation of the same size on every rank, so that products write where peers read.
+Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing to or from the host and wait for nothing there.
+Why one meeting of all ranks a call is enough: kernels/exchange/signals.py.
+"""
+
+import secrets
+
+import torch
+
+from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs
+from holdfast.distributed.held_memory import HeldMemory, allocate_held
+from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.errors import ConfigError
+from holdfast.kernels.exchange.gather_rows import (
+    gather_columns_triton,
+    gather_small_triton,
+    meet_triton,
+    share_first_triton,
+)
+from holdfast.kernels.exchange.signals import GIVEN_UP_WORD, MAX_RANKS, TABLES_WORD
+from holdfast.kernels.exchange.sum_rows import Ranks, sum_rows_triton
+from holdfast.memory.arena import views_of
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
+
+LOCAL_OWNERS = ("exchange/whole_logits",)
+"""What peers do not read."""
+GROUP_KEY = "group"
+
+
+class SymmetricMemory:
+    """One allocation of the same size on every rank, and views of everybody's."""
+
+    def __init__(self, num_bytes: int, store: Store, mesh: Mesh, device: torch.device) -> None:
+        symmetric = torch._C._distributed_c10d._SymmetricMemory
+        self.name, self._group = register_group(store, mesh)
+        self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
+        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the next line.
+        self.own.zero_()
+        torch.cuda.synchronize(device)
+        self._handle = symmetric.rendezvous(self.own, self.name)
+        self.everybodys = [
+            self.own if rank == mesh.rank else self._handle.get_buffer(rank, (num_bytes,), torch.uint8)
+            for rank in range(mesh.num_ranks)
+        ]
+
+    def close(self) -> None:
+        """The memory goes when the last view does."""
+        self.everybodys.clear()
+        torch._C._distributed_c10d._unregister_process_group(self.name)
+        del self._handle, self.own, self._group
+
+
+def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
+    """A group that only symmetric memory knows, by a name that nobody else has; torch knows it as long as somebody holds it."""
+    if mesh.rank == 0:
+        store.set(GROUP_KEY, f"holdfast-{secrets.token_hex(8)}")
+    name = store.get(GROUP_KEY).decode()
+    own_store = c10d.PrefixStore("symmetric", store)
+    group = c10d.ProcessGroup(own_store, mesh.rank, mesh.num_ranks)
+    gloo = make_gloo(store, "symmetric-gloo", mesh.rank, mesh.num_ranks, OPEN_SECONDS)
+    group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_group_name(name)
+    torch._C._distributed_c10d._register_process_group(name, group)
+    torch._C._distributed_c10d._SymmetricMemory.set_group_info(name, mesh.rank, mesh.num_ranks, own_store)
+    return name, group
+
+
+class SymmetricExchange:
+    """The exchange of one rank; see distributed/exchange.py."""
+
+    def __init__(self, mesh: Mesh, needs: ExchangeNeeds, store: Store, device: torch.device, ledger: Ledger) -> None:
+        specs = exchange_specs(needs, mesh, "symmetric")
+        shared = {owner: spec for owner, spec in specs.items() if owner not in LOCAL_OWNERS}
+        reason = f"exchange of {mesh.num_ranks} ranks over symmetric memory"
+        self._memory: SymmetricMemory | None = SymmetricMemory(arena_bytes(shared.values()), store, mesh, device)
+        own = {owner: spec for owner, spec in specs.items() if owner in LOCAL_OWNERS}
+        tensors, self._arenas = allocate_held(own, device, ledger, reason)
+        everybodys = [_named_views(buffer, shared) for buffer in self._memory.everybodys]
+        self._owners = list(shared)
+        self._ledger = ledger
+        for owner, spec in shared.items():
+            ledger.record(owner, spec.aligned_bytes, reason)
+        self._store = store
+        self.mesh = mesh
+        self._held = HeldMemory(tensors | everybodys[mesh.rank], needs, mesh)
+        self._peer_rooms = [views["exchange/rows"] for views in everybodys]
+        self._peer_logits = [views["exchange/logits"] for views in everybodys]
+        self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
+        self.ranks = self._make_ranks(everybodys)
+        self._is_at_rest = True
+
+    def _make_ranks(self, everybodys: list[dict[str, torch.Tensor]]) -> Ranks:
+        """Signals of all ranks, with a table of their addresses behind this rank's own."""
+        signals = everybodys[self.mesh.rank]["exchange/signals"].view(torch.int32)
+        peers = signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].view(torch.int64)
+        addresses = [views["exchange/signals"].data_ptr() for views in everybodys]
+        peers[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
+        return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.tensor_rank
+
+    @property
+    def size(self) -> int:
+        return self.mesh.tensor_size
+
+    @property
+    def group_name(self) -> str:
+        """By which torch knows these ranks."""
+        assert self._memory is not None, "the exchange is closed"
+        return self._memory.name
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether some kernel has stopped waiting for a peer; asks the device, and waits for it."""
+        return bool(self._held.tensors["exchange/signals"].view(torch.int32)[GIVEN_UP_WORD].item())
+
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._held.room(num_rows, width, dtype)
+
+    def peer_rooms(self, turn: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """One of the two rooms of every rank, all of it in this type; a view is made once."""
+        found = self._typed_rooms.get((turn, dtype))
+        if found is None:
+            found = tuple(rooms[turn].view(dtype) for rooms in self._peer_rooms)
+            self._typed_rooms[turn, dtype] = found
+        return found
+
+    def _take(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._is_at_rest = False
+        return self.peer_rooms(self._held.take(part), part.dtype)
+
+    def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
+        assert part_TH.shape == out_TH.shape, f"{part_TH.shape=} {out_TH.shape=}"
+        return sum_rows_triton(self._take(part_TH), out_TH, self.ranks)
+
+    def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
+        num_rows, num_columns = out_TY.shape
+        assert part_TX.shape == (num_rows, num_columns // self.size), f"{part_TX.shape=} {out_TY.shape=}"
+        assert part_TX.dtype == out_TY.dtype, f"{part_TX.dtype=} {out_TY.dtype=}"
+        gather_columns_triton(self._take(part_TX), out_TY, num_rows, num_columns, self.ranks)
+        return out_TY
+
+    def whole_logits(self, num_rows: int) -> torch.Tensor:
+        return self._held.whole_logits(num_rows)
+
+    def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
+        assert part_RV is not None, "every rank of one stage has a part"
+        assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"
+        self._is_at_rest = False
+        self._held.share_room(*part_RV.shape).copy_(part_RV)
+        gather_columns_triton(self._peer_logits, out_RW, part_RV.shape[0], self._held.needs.vocab_size, self.ranks)
+
+    def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
+        assert part_RX is not None, "every rank of one stage has a part"
+        return gather_small_triton(part_RX, self._take_any(part_RX), out_SRX, self.ranks)
+
+    def share_tokens(self, ids_T: torch.Tensor) -> None:
+        share_first_triton(ids_T, self._take_any(ids_T), self.ranks)
+
+    def _take_any(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """For a part that lies elsewhere: a kernel brings it into the room."""
+        return self._take(self._held.room(1, part.numel(), part.dtype))
+
+    def send_rows(self, x_TH: torch.Tensor) -> None:
+        raise AssertionError("one stage sends to nobody")
+
+    def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("one stage receives from nobody")
+
+    def end_step(self) -> None:
+        if not self._is_at_rest:
+            meet_triton(self.ranks)
+        self._is_at_rest = True
+        self._held.turn = 0
+
+    def close(self) -> None:
+        if self._memory is None:
+            return
+        self._typed_rooms.clear()
+        self._peer_rooms.clear()
+        self._peer_logits.clear()
+        self._held.tensors.clear()
+        del self.ranks
+        self._memory.close()
+        self._memory = None
+        for arena in self._arenas:
+            arena.release()
+        while self._owners:
+            self._ledger.release(self._owners.pop())
+
+
+def _named_views(buffer: torch.Tensor, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    return dict(zip(specs, views_of(buffer, tuple(specs.values())), strict=True))
+
+
+def open_symmetric(
+    mesh: Mesh,
+    needs: ExchangeNeeds,
+    place: Place,
+    device: torch.device,
+    ledger: Ledger,
+    *,
+    timeout_s: float = OPEN_SECONDS,
+) -> SymmetricExchange:
+    """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
+    if mesh.num_stages > 1:
+        raise ConfigError(
+            f"{mesh.num_stages} stages over symmetric memory were asked",
+            "rows go from stage to stage by collectives only",
+            "take pipeline_parallel_size=1 on one node, or open collectives",
+        )
+    store = open_store(place, mesh, timeout_s)
+    with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
+        return SymmetricExchange(mesh, needs, store, device, ledger)

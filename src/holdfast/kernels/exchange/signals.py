@@ -1,0 +1,106 @@
+"""Signals between ranks: each block of a kernel tells the same block of every peer that it has come, and waits for theirs.
+
+Each rank has SIGNAL words (int32, `exchange/signals`) that peers may write:
+
+    flags    [MAX_BLOCKS, MAX_RANKS]  the last epoch that block b of rank r has come to; rank r writes it
+    epochs   [MAX_BLOCKS]             the last epoch that block b of this rank has come to; only it reads and writes it
+    given up                          waits that were given up
+
+An epoch is how often a block has met its peers; all ranks make the same calls with as many blocks, so the same block has the same
+epoch everywhere. It only grows, and in device memory, so that a replayed graph goes on where the last one stopped; numbers
+may wrap, because only their difference is looked at: a peer is never more than one meeting ahead.
+
+Why one meeting a call is enough, with two rooms in turn: a block meets its peers when all earlier kernels of its rank have ended. Call
+k reads peers' room A. Who has met its peers in call k + 1 therefore knows that all of them have ended call k, and may write
+room A again: that is where the part of call k + 2 goes. Kernels of a rank run one after the other in one stream.
+
+What a kernel before this one has written is told by the release: stream order puts those writes before it. What this kernel itself has
+written is told where all its threads stand at a barrier before the release. Peers read behind an acquire. Both are of
+system scope: peers may be other GPUs.
+"""
+
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
+
+MAX_BLOCKS = 128
+MAX_RANKS = 16
+EPOCHS_WORD = MAX_BLOCKS * MAX_RANKS
+GIVEN_UP_WORD = EPOCHS_WORD + MAX_BLOCKS
+TABLES_WORD = GIVEN_UP_WORD + 32
+"""Behind the signals: int64 addresses, which only this rank reads; see distributed/symmetric.py."""
+
+RANKS = kernel_constant(MAX_RANKS)
+EPOCHS = kernel_constant(EPOCHS_WORD)
+GIVEN_UP = kernel_constant(GIVEN_UP_WORD)
+MAX_POLLS = kernel_constant(2**27)
+"""About a minute or two: who waits longer has lost a peer, and its process is about to be ended; then the GPU must be free."""
+
+ATOMIC, ASSEMBLER, RELAXED = range(3)
+"""Ways to write a signal: an atomic exchange, a store with release, a store without (kernels before this one have ended anyway)."""
+IS_ATOMIC = kernel_constant(ATOMIC)
+IS_RELAXED = kernel_constant(RELAXED)
+# The block may be held several times over by the threads of a program: one warp stores.
+RELEASE_ASM = kernel_constant(
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32; setp.ne.and.b32 p, $3, 0, p; "
+    "@p st.release.sys.global.b32 [$1], $2; mov.b32 $0, 0; }"
+)
+RELAXED_ASM = kernel_constant(
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, 32; setp.ne.and.b32 p, $3, 0, p; "
+    "@p st.relaxed.sys.global.b32 [$1], $2; mov.b32 $0, 0; }"
+)
+ACQUIRE_ASM = kernel_constant("ld.acquire.sys.global.b32 $0, [$1];")
+
+
+@jit
+def last_epoch(p_signals):
+    """Of this block."""
+    return tl.load(p_signals + EPOCHS + tl.program_id(0))
+
+
+@jit
+def keep_epoch(p_signals, epoch):
+    """For the next kernel, once all threads have read the old one."""
+    tl.debug_barrier()
+    tl.store(p_signals + EPOCHS + tl.program_id(0), epoch)
+
+
+@jit
+def meet_peers(p_signals, p_peers, epoch, rank, SIZE: constexpr, WIDE_SIZE: constexpr, FORM: constexpr):
+    """Tell this block of every peer that this one has come to `epoch`, and wait until they have; WIDE_SIZE: SIZE or more, a power of 2.
+
+    `p_peers`: addresses of all ranks' signals.
+    """
+    i_block = tl.program_id(0)
+    o_rank = tl.arange(0, WIDE_SIZE)
+    m_peer = (o_rank < SIZE) & (o_rank != rank)
+    b_theirs = tl.load(p_peers + o_rank, mask=m_peer, other=0) + (i_block * RANKS + rank).to(tl.int64) * 4
+    b_epoch = tl.zeros([WIDE_SIZE], tl.int32) + epoch
+    if FORM == IS_ATOMIC:
+        p_theirs = b_theirs.to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(p_theirs, b_epoch, mask=m_peer, sem="release", scope="sys")
+    elif FORM == IS_RELAXED:
+        arguments = [b_theirs, b_epoch, m_peer.to(tl.int32)]
+        tl.inline_asm_elementwise(RELAXED_ASM, "=r,l,r,r", arguments, tl.int32, is_pure=False, pack=1)
+    else:
+        arguments = [b_theirs, b_epoch, m_peer.to(tl.int32)]
+        tl.inline_asm_elementwise(RELEASE_ASM, "=r,l,r,r", arguments, tl.int32, is_pure=False, pack=1)
+
+    p_own = p_signals + i_block * RANKS + o_rank
+    ahead = _least_ahead(p_own, epoch, m_peer, FORM)
+    num_polls = 0
+    while (ahead < 0) & (num_polls < MAX_POLLS):
+        ahead = _least_ahead(p_own, epoch, m_peer, FORM)
+        num_polls += 1
+    if ahead < 0:
+        tl.store(p_signals + GIVEN_UP, epoch)
+
+
+@jit
+def _least_ahead(p_own, epoch, m_peer, FORM: constexpr):
+    """How far the last of all peers is ahead of this block; below 0: it has not come yet."""
+    if FORM == IS_ATOMIC:
+        b_flag = tl.atomic_add(p_own, 0, mask=m_peer, sem="acquire", scope="sys")
+    else:
+        b_flag = tl.inline_asm_elementwise(ACQUIRE_ASM, "=r,l", [p_own.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+    return tl.min(tl.where(m_peer, b_flag - epoch, 0), axis=0)

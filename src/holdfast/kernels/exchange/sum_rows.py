@@ -1,0 +1,184 @@
+"""The parts of all ranks added up in float32, in the order of ranks, rounded once: all-reduce over rooms that peers read.
+
+T rows, H columns, N their product; S ranks
+
+In one pass (one-shot) every rank reads all parts: one meeting, the least latency. In two passes (two-shot) every rank adds up its
+share of the elements in its own room and reads the other shares from theirs: two meetings, and 2 (S - 1) / S parts that
+cross the link in place of S - 1. Bits are the same: each element is added up by the same additions.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.exchange.add_parts import add_parts_reference
+from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, keep_epoch, last_epoch, meet_peers
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, pdl_launch, tl
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+TWO_PASS_BYTES = 2**20
+"""From here on, and from 3 ranks on, what crosses the link counts for more than a second meeting."""
+
+
+class Ranks(NamedTuple):
+    """What a kernel needs to reach its peers."""
+
+    rank: int
+    size: int
+    signals: torch.Tensor | None
+    """int32, this rank's own; None: all rooms are complete already, as in tests of one process."""
+    peers: torch.Tensor
+    """int64 [S]: where the signals of all ranks are."""
+
+
+class Tiles(NamedTuple):
+    """How a sum is cut among programs."""
+
+    block: int
+    num_warps: int
+    max_blocks: int = 64
+    form: int = ASSEMBLER
+    pdl: bool = False
+    """Programmatic dependent launch; the kernel waits by itself, before it says that it has come."""
+
+    def grid(self, num_elements: int) -> int:
+        return min(-(-num_elements // self.block), self.max_blocks, MAX_BLOCKS)
+
+
+def choose_tiles(num_elements: int) -> Tiles:
+    """Sixteen bytes a thread where few rows leave most of the device free; more of them where many are read."""
+    return Tiles(1024, 4, 128) if num_elements <= 128 * 1024 else Tiles(4096, 16, 128)
+
+
+def takes_two_passes(dtype: torch.dtype, out: torch.Tensor, size: int) -> bool:
+    """Whether parts of this type are added up in shares; sums lie in rooms meanwhile, which must hold them as they are."""
+    holds_sums = dtype in (out.dtype, torch.float32)
+    return size > 2 and out.numel() * dtype.itemsize >= TWO_PASS_BYTES and holds_sums
+
+
+def sum_rows_reference(rooms: Sequence[torch.Tensor], out_TH: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch, from the rooms of all ranks."""
+    return add_parts_reference(rooms, out_TH)
+
+
+def sum_rows_triton(
+    rooms: Sequence[torch.Tensor],
+    out_TH: torch.Tensor,
+    ranks: Ranks,
+    tiles: Tiles | None = None,
+    two_passes: bool | None = None,
+) -> torch.Tensor:
+    """The same as one Triton kernel. Each room begins with its rank's part, dense, as many elements as `out_TH` has."""
+    num_elements = out_TH.numel()
+    if not num_elements:
+        return out_TH
+    assert out_TH.is_contiguous(), f"{out_TH.stride()=}"
+    tiles = tiles or choose_tiles(num_elements)
+    if two_passes is None:
+        two_passes = takes_two_passes(rooms[0].dtype, out_TH, ranks.size)
+    share = -(-num_elements // (ranks.size * tiles.block)) * tiles.block if two_passes else num_elements
+    kernel = _sum_in_two_passes_kernel if two_passes else _sum_kernel
+    kernel[(tiles.grid(share),)](
+        tuple(rooms),
+        out_TH,
+        ranks.signals,
+        ranks.peers,
+        ranks.rank,
+        num_elements,
+        share,
+        SIZE=ranks.size,
+        WIDE_SIZE=next_power_of_two(ranks.size),
+        BLOCK=tiles.block,
+        FORM=tiles.form,
+        PDL=tiles.pdl,
+        num_warps=tiles.num_warps,
+        **pdl_launch(tiles.pdl),
+    )
+    return out_TH
+
+
+@jit
+def _add_rooms(rooms, o_n, m_n, SIZE: constexpr):
+    """float32: the elements of all rooms, in the order of ranks."""
+    b_sum = tl.load(rooms[0] + o_n, mask=m_n, other=0.0).to(tl.float32)
+    for r in tl.static_range(1, SIZE):
+        b_sum += tl.load(rooms[r] + o_n, mask=m_n, other=0.0).to(tl.float32)
+    return b_sum
+
+
+@jit_counting("rank")
+def _sum_kernel(
+    rooms,
+    p_out,
+    p_signals,
+    p_peers,
+    rank,
+    num_elements,
+    share,
+    SIZE: constexpr,
+    WIDE_SIZE: constexpr,
+    BLOCK: constexpr,
+    FORM: constexpr,
+    PDL: constexpr,
+):
+    i_block = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if p_signals is not None:
+        epoch = last_epoch(p_signals) + 1
+        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    for i_start in range(i_block * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
+        o_n = i_start + tl.arange(0, BLOCK)
+        m_n = o_n < num_elements
+        b_sum = _add_rooms(rooms, o_n, m_n, SIZE)
+        tl.store(p_out + o_n, b_sum.to(p_out.dtype.element_ty), mask=m_n)
+    if p_signals is not None:
+        keep_epoch(p_signals, epoch)
+
+
+@jit_counting("rank")
+def _sum_in_two_passes_kernel(
+    rooms,
+    p_out,
+    p_signals,
+    p_peers,
+    rank,
+    num_elements,
+    share,
+    SIZE: constexpr,
+    WIDE_SIZE: constexpr,
+    BLOCK: constexpr,
+    FORM: constexpr,
+    PDL: constexpr,
+):
+    # Rank r alone reads share r of any room in the first pass, and writes it in its own: nobody's input is overwritten. A block
+    # reads in the second pass what the same blocks of its peers wrote in the first.
+    i_block = tl.program_id(0)
+    step = tl.num_programs(0) * BLOCK
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if p_signals is not None:
+        epoch = last_epoch(p_signals) + 1
+        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    for i_start in range(i_block * BLOCK, share, step):
+        o_n = rank * share + i_start + tl.arange(0, BLOCK)
+        m_n = o_n < num_elements
+        b_sum = _add_rooms(rooms, o_n, m_n, SIZE)
+        b_sum = b_sum.to(p_out.dtype.element_ty)
+        for r in tl.static_range(SIZE):
+            if r == rank:
+                tl.store(rooms[r] + o_n, b_sum.to(rooms[r].dtype.element_ty), mask=m_n)
+    if p_signals is not None:
+        epoch += 1
+        tl.debug_barrier()
+        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    for r in tl.static_range(SIZE):
+        for i_start in range(i_block * BLOCK, share, step):
+            o_n = r * share + i_start + tl.arange(0, BLOCK)
+            m_n = o_n < num_elements
+            b_sum = tl.load(rooms[r] + o_n, mask=m_n, other=0.0)
+            tl.store(p_out + o_n, b_sum.to(p_out.dtype.element_ty), mask=m_n)
+    if p_signals is not None:
+        keep_epoch(p_signals, epoch)

@@ -1,0 +1,99 @@
+"""ExpertSharing: experts that ranks share, a slice of each or whole ones each (expert parallel): which pairs are a rank's own, and how outputs become whole.
+
+T rows, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert, n ranks
+
+                     a rank multiplies          what it gives               then
+sliced, summed       all pairs, I / n columns   [T, H], of its columns      the sum of all ranks
+sliced, gathered     all pairs, inputs gathered [T, H / n], its columns     side by side
+whole, summed        pairs of its experts       [T, H], of its experts      the sum of all ranks
+whole, gathered      pairs of its experts       [P, H], others' are zero    pairs of all ranks, added by row as one rank does
+
+Rows are the same on all ranks, so that nothing is sent before the products: `dispatch` says which pairs are here, `combine`
+makes outputs whole. Where rows are apart (all-to-all) these two are what changes.
+"""
+
+import torch
+
+from holdfast.kernels.moe.expert_sum import sum_experts
+from holdfast.kernels.moe.routing import local_ids
+from holdfast.layers.shared_linear import OutputSharing
+
+
+class ExpertSharing:
+    """One rank's part in a mixture of experts."""
+
+    def __init__(self, outputs: OutputSharing, first_expert: int = 0, num_local: int | None = None) -> None:
+        """A rank has `num_local` whole experts from `first_expert` on; None: a slice of each."""
+        self._exchange = outputs.exchange
+        self._gathering = outputs.gathering
+        self._first_expert = first_expert
+        self.num_local = num_local
+
+    @property
+    def has_whole_experts(self) -> bool:
+        return self.num_local is not None
+
+    @property
+    def sums_pairs(self) -> bool:
+        """Whether pairs become whole before they are added by row: what every row takes must be whole then too."""
+        return self._gathering is not None and self.has_whole_experts
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether biases behind the experts are added here; elsewhere they would be added more than once."""
+        return self._gathering is not None or self.has_whole_experts or self._exchange.rank == 0
+
+    @property
+    def keeps_columns(self) -> bool:
+        """Whether routed pairs, and the expert that every row takes, are some columns of H."""
+        return self._gathering is not None and not self.has_whole_experts
+
+    def dispatch(self, ids_TS: torch.Tensor, room_TS: torch.Tensor | None) -> torch.Tensor:
+        """Experts of each row as this rank numbers them; PADDING where they are elsewhere."""
+        if self.num_local is None:
+            return ids_TS
+        assert room_TS is not None, "no place for ids of local experts"
+        return local_ids(ids_TS, self._first_expert, self.num_local, room_TS)
+
+    def whole_inputs(self, active_PI: torch.Tensor) -> torch.Tensor:
+        """What the second product takes: all columns, where that is cut along its outputs."""
+        return self._gathering(active_PI) if self._gathering is not None and self.keeps_columns else active_PI
+
+    def columns_of(self, room_XH: torch.Tensor) -> torch.Tensor:
+        """As much of a tensor as a rank's columns take, dense."""
+        if not self.keeps_columns:
+            return room_XH
+        num_rows, width = room_XH.shape[0], room_XH.shape[1] // self._exchange.size
+        return room_XH.view(-1)[: num_rows * width].view(num_rows, width)
+
+    def room_for_pairs(self, routed_PH: torch.Tensor) -> torch.Tensor:
+        """Where the second product leaves its pairs; those of experts elsewhere are zero."""
+        if not self.has_whole_experts:
+            return self.columns_of(routed_PH)
+        if self._gathering is None:
+            return routed_PH.zero_()
+        return self._exchange.room(*routed_PH.shape, routed_PH.dtype).zero_()
+
+    def combine(
+        self,
+        pairs_PX: torch.Tensor,
+        routed_PH: torch.Tensor,
+        shares_TS: torch.Tensor,
+        shared_TX: torch.Tensor | None,
+        shared_logit_T1: torch.Tensor | None,
+        out_TH: torch.Tensor,
+    ) -> torch.Tensor:
+        """out = the sum over all experts of every row, on every rank; `pairs_PX` is what `room_for_pairs` gave, filled."""
+        exchange, (num_rows, hidden) = self._exchange, out_TH.shape
+        if num_rows == 0:
+            return out_TH
+        if self._gathering is None:
+            part_TH = exchange.room(num_rows, hidden, out_TH.dtype)
+            sum_experts(pairs_PX, shares_TS, shared_TX, shared_logit_T1, part_TH)
+            return exchange.sum_rows(part_TH, out_TH)
+        if self.sums_pairs:
+            exchange.sum_rows(pairs_PX, routed_PH)
+            return sum_experts(routed_PH, shares_TS, shared_TX, shared_logit_T1, out_TH)
+        part_TX = exchange.room(num_rows, hidden // exchange.size, out_TH.dtype)
+        sum_experts(pairs_PX, shares_TS, shared_TX, shared_logit_T1, part_TX)
+        return exchange.gather_columns(part_TX, out_TH)

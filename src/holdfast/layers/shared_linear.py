@@ -1,0 +1,109 @@
+"""Linear layers that ranks share and whose outputs each of them needs whole (tensor parallel): products by a share of a weight, and the exchange around them.
+
+T rows, K inputs, N outputs, n ranks
+
+summed     a rank has columns of the weight, [N, K / n], and the inputs that belong to them; parts of the outputs are added up
+gathered   a rank has rows of the weight, [N / n, K]; inputs are gathered before, and outputs behind the product, so that each
+           number is computed as one rank alone would compute it
+
+Nothing in here waits for the host, and nothing is allocated: parts lie where peers read them, gathered rows in the workspace.
+"""
+
+import torch
+
+from holdfast.distributed.exchange import Exchange
+from holdfast.kernels.gemm.linear import linear
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
+from holdfast.layers.mlp import Linear
+from holdfast.quant.quantized_weight import QuantizedWeight
+
+
+class Gathering:
+    """Columns of all ranks side by side, in room that the workspace has for them."""
+
+    def __init__(self, exchange: Exchange, room_X: torch.Tensor) -> None:
+        """`room_X` are bytes, and enough for whatever is gathered before a product."""
+        assert room_X.dtype == torch.uint8, f"{room_X.dtype}, not bytes"
+        self.exchange = exchange
+        self._room_X = room_X
+
+    def __call__(self, part_TX: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, [T, n * X], until the next call."""
+        num_rows, width = part_TX.shape
+        whole = num_rows, self.exchange.size * width
+        num_bytes = whole[0] * whole[1] * part_TX.element_size()
+        assert num_bytes <= self._room_X.numel(), f"{whole} of {part_TX.dtype} into {self._room_X.numel()} bytes"
+        gathered_TY = self._room_X[:num_bytes].view(part_TX.dtype).view(whole)
+        room_TX = self.exchange.room(num_rows, width, part_TX.dtype)
+        return self.exchange.gather_columns(room_TX.copy_(part_TX), gathered_TY)
+
+
+class SummedLinear(Linear):
+    """y = the sum over ranks of x @ weight.T, plus the bias once: the first rank adds it."""
+
+    def __init__(
+        self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None, exchange: Exchange
+    ) -> None:
+        super().__init__(weight_NK, bias_N if exchange.rank == 0 else None)
+        self._exchange = exchange
+
+    def __call__(
+        self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None, is_coded: bool = False
+    ) -> torch.Tensor:
+        if out_TN.shape[0] == 0:
+            return out_TN
+        part_TN = self._exchange.room(*out_TN.shape, out_TN.dtype)
+        linear(x_TK, self.weight_NK, self.bias_N, part_TN, quantized, is_coded)
+        return self._exchange.sum_rows(part_TN, out_TN)
+
+
+class GatheredLinear(Linear):
+    """y = x @ weight.T + bias, where each rank has some columns of x and computes some of y; weight and bias are its rows of them."""
+
+    takes_codes = False
+
+    def __init__(
+        self,
+        weight_NK: torch.Tensor | QuantizedWeight,
+        bias_N: torch.Tensor | None,
+        gathering: Gathering,
+        keeps_share: bool = False,
+    ) -> None:
+        """With `keeps_share` outputs stay the rank's own columns: whoever takes them gathers."""
+        super().__init__(weight_NK, bias_N)
+        self._gathering = gathering
+        self._keeps_share = keeps_share
+
+    def __call__(
+        self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None, is_coded: bool = False
+    ) -> torch.Tensor:
+        """Codes follow from whole rows, so that they are made here."""
+        assert not is_coded, "codes of a rank's columns are not those of whole rows"
+        if out_TN.shape[0] == 0:
+            return out_TN
+        whole_TK = self._gathering(x_TK)
+        if self._keeps_share:
+            return linear(whole_TK, self.weight_NK, self.bias_N, out_TN, quantized)
+        exchange = self._gathering.exchange
+        part_TN = exchange.room(out_TN.shape[0], self.weight_NK.shape[0], out_TN.dtype)
+        linear(whole_TK, self.weight_NK, self.bias_N, part_TN, quantized)
+        return exchange.gather_columns(part_TN, out_TN)
+
+
+class OutputSharing:
+    """How the outputs of a decoder's halves become whole on every rank: summed, or gathered."""
+
+    def __init__(self, exchange: Exchange, gathering: Gathering | None) -> None:
+        """With `gathering` they are gathered: no number depends on how many ranks there are."""
+        self.exchange = exchange
+        self.gathering = gathering
+
+    def linear(
+        self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None, keeps_share: bool = False
+    ) -> Linear:
+        """An output projection. With `keeps_share` what it gives is the rank's part: a summand, or columns."""
+        if self.gathering is not None:
+            return GatheredLinear(weight_NK, bias_N, self.gathering, keeps_share)
+        if keeps_share:
+            return Linear(weight_NK, bias_N if self.exchange.rank == 0 else None)
+        return SummedLinear(weight_NK, bias_N, self.exchange)

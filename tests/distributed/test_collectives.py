@@ -1,0 +1,148 @@
+"""Exchanges by gloo: the same answers as lock-step threads to the bit, memory as planned, and peers that die or never come."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.gloo_ranks import CPU, run_gloo
+from distributed.lock_step import LockStep
+from holdfast.distributed.collectives import open_collectives
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_terms
+from holdfast.distributed.mesh import Mesh, meshes
+from holdfast.distributed.rendezvous import listen_for_ranks
+from holdfast.errors import ConfigError, EngineDeadError
+from holdfast.memory.ledger import Ledger
+
+PROGRAM = Path(__file__).parent / "gloo_ranks.py"
+ROWS, HIDDEN, VOCAB = 5, 24, 13
+NEEDS = ExchangeNeeds(
+    room_bytes=ROWS * HIDDEN * 4, num_logit_rows=ROWS, vocab_size=VOCAB, hidden_bytes=ROWS * HIDDEN * 4
+)
+
+
+def all_calls(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
+    """A step as a model and a runner would make it, with numbers that differ by rank, call and row."""
+    chance = torch.Generator().manual_seed(mesh.rank)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=chance)
+
+    found: list[torch.Tensor] = []
+    ids = torch.arange(ROWS) + 100 * mesh.rank
+    exchange.share_tokens(ids)
+    found.append(ids)
+    x_TH = numbers(ROWS, HIDDEN)
+    if not mesh.is_first_stage:
+        exchange.receive_rows(x_TH)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) if exchange.size > 1 else ():
+        room = exchange.room(ROWS, HIDDEN, dtype).copy_(x_TH * (mesh.tensor_rank + 1) + numbers(ROWS, HIDDEN))
+        found.append(exchange.sum_rows(room, torch.empty(ROWS, HIDDEN, dtype=dtype)))
+        room = exchange.room(ROWS, 6, dtype).copy_(numbers(ROWS, 6))
+        found.append(exchange.gather_columns(room, torch.empty(ROWS, 6 * exchange.size, dtype=dtype)))
+    if exchange.size > 1:
+        room = exchange.room(ROWS, HIDDEN, torch.bfloat16).copy_(numbers(ROWS, HIDDEN))
+        x_TH = exchange.sum_rows(room, torch.empty(ROWS, HIDDEN))
+    found.append(x_TH.clone())
+    if not mesh.is_last_stage:
+        exchange.send_rows(x_TH)
+        x_TH.fill_(float("nan"))
+    if mesh.is_last_stage or mesh.rank == 0:
+        share = NEEDS.vocab_share(mesh)
+        width = max(0, min(share, VOCAB - mesh.tensor_rank * share))
+        part = numbers(ROWS, width) if mesh.is_last_stage else None
+        whole = exchange.whole_logits(ROWS) if mesh.rank == 0 else None
+        exchange.gather_logits(part, whole)
+        if whole is not None:
+            found.append(whole.clone())
+        small = numbers(ROWS, 2) if mesh.is_last_stage else None
+        found.append(exchange.gather_small(small, torch.empty(exchange.size, ROWS, 2)))
+    exchange.end_step()
+    return found
+
+
+def two_steps(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
+    return [*all_calls(mesh, exchange), *all_calls(mesh, exchange)]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [meshes(2), meshes(4), meshes(1, [(0, 1), (1, 2)]), meshes(2, [(0, 1), (1, 2), (2, 3)])],
+    ids=["tensor2", "tensor4", "stages2", "tensor2-stages3"],
+)
+def test_gloo_answers_as_lock_step_does_and_holds_what_is_planned(ranks: tuple[Mesh, ...]) -> None:
+    ledgers = [Ledger() for _ in ranks]
+    held: dict[int, dict[str, int]] = {}
+
+    def work(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
+        held[mesh.rank] = {entry.owner: entry.num_bytes for entry in ledgers[mesh.rank]}
+        return two_steps(mesh, exchange)
+
+    found = run_gloo(ranks, NEEDS, work, ledgers)
+    wanted = LockStep(ranks, NEEDS).run(two_steps)
+    for mesh, one, other in zip(ranks, found, wanted, strict=True):
+        assert len(one) == len(other)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), mesh
+        terms = exchange_terms(NEEDS, mesh, "gloo")
+        assert held[mesh.rank] == {term.owner: term.num_bytes for term in terms}
+    assert all(ledger.total_bytes == 0 for ledger in ledgers)
+
+
+def test_two_engines_interleave_in_one_process() -> None:
+    ranks = meshes(2)
+
+    def inner(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
+        return two_steps(mesh, exchange)
+
+    def outer(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
+        first = all_calls(mesh, exchange)
+        if mesh.rank == 0:
+            run_gloo(ranks, NEEDS, inner)
+        return [*first, *all_calls(mesh, exchange)]
+
+    for one, other in zip(run_gloo(ranks, NEEDS, outer), LockStep(ranks, NEEDS).run(two_steps), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_who_never_comes_is_named() -> None:
+    place = listen_for_ranks()
+    with pytest.raises(EngineDeadError, match=r"3 ranks were to meet; ranks 1, 2 did not come within 0.2 s"):
+        open_collectives(meshes(3)[0], NEEDS, place, CPU, Ledger(), timeout_s=0.2)
+
+
+def test_nobody_at_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}; nobody can listen there: Address already in use"):
+            listen_for_ranks(port=port)
+    ledger = Ledger()
+    with pytest.raises(EngineDeadError, match=f"rank 1 looked for rank 0 at 127.0.0.1:{port}; nobody answered"):
+        open_collectives(meshes(2)[1], NEEDS, ("127.0.0.1", port), CPU, ledger, timeout_s=0.3)
+    assert not ledger.peak_bytes
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_killed_is_an_error_within_a_second() -> None:
+    command = [sys.executable, str(PROGRAM)]
+    first = subprocess.Popen([*command, "0", "3", "0"], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    port = first.stdout.readline().strip()
+    others = [subprocess.Popen([*command, str(rank), "3", port], stdout=subprocess.PIPE, text=True) for rank in (1, 2)]
+    assert first.stdout.readline().startswith("sums")
+    killed = time.monotonic()
+    others[1].send_signal(signal.SIGKILL)
+    for process in (first, others[0], others[1]):
+        said, _ = process.communicate(timeout=60)
+        if process is others[1]:
+            break
+        told, kind, words = json.loads(said.splitlines()[-1])
+        assert told - killed < 1.0
+        assert kind == "EngineDeadError"
+        assert "called sum_rows of [1, 4]; a peer is gone or does not answer" in words

@@ -1,0 +1,140 @@
+"""Sums and gathers over the rooms of all ranks, in one process: the kernels against plain torch, signals left out."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from holdfast.kernels.exchange.add_parts import add_parts_reference, gather_parts_reference
+from holdfast.kernels.exchange.gather_rows import (
+    gather_columns_reference,
+    gather_columns_triton,
+    gather_small_reference,
+    gather_small_triton,
+    share_first_triton,
+)
+from holdfast.kernels.exchange.sum_rows import (
+    Ranks,
+    Tiles,
+    choose_tiles,
+    sum_rows_reference,
+    sum_rows_triton,
+    takes_two_passes,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Guarded = Callable[..., torch.Tensor]
+
+
+def ranks_of(rank: int, size: int, device: torch.device) -> Ranks:
+    return Ranks(rank, size, None, torch.zeros(16, dtype=torch.int64, device=device))
+
+
+def rooms_of(guarded: Guarded, size: int, num_elements: int, dtype: torch.dtype, slack: int = 64) -> list[torch.Tensor]:
+    """Larger than the parts, with NaN behind them."""
+    chance = torch.Generator().manual_seed(size * num_elements)
+    rooms = []
+    for _ in range(size):
+        room = guarded(num_elements + slack, dtype=dtype).fill_(float("nan"))
+        room[:num_elements] = torch.randn(num_elements, generator=chance).to(dtype)
+        rooms.append(room)
+    return rooms
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize(("dtype", "out_dtype"), [(BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16), (BF16, FP32)])
+@pytest.mark.each_value
+def test_a_sum_is_that_of_plain_torch(
+    size: int, dtype: torch.dtype, out_dtype: torch.dtype, guarded: Guarded, device: torch.device
+) -> None:
+    rows, width = 5, 72
+    rooms = rooms_of(guarded, size, rows * width, dtype)
+    out = guarded(rows, width, dtype=out_dtype)
+    sum_rows_triton(rooms, out, ranks_of(0, size, device), Tiles(128, 4, 2), two_passes=False)
+    parts = [room[: rows * width].view(rows, width) for room in rooms]
+    assert torch.equal(out, sum_rows_reference(parts, torch.empty_like(out)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "width"), [(5, 72), (1, 16), (40, 33)])
+def test_two_passes_give_the_same_bits(
+    size: int, rows: int, width: int, guarded: Guarded, device: torch.device
+) -> None:
+    # One process, one rank after the other: each first pass must have run before any second one, so passes are told apart by
+    # what rooms hold: after a round every room has its share added up, and a second round over these adds nothing new.
+    num_elements, tiles = rows * width, Tiles(64, 4, 2)
+    rooms = rooms_of(guarded, size, num_elements, FP32)
+    wanted = sum_rows_reference([room[:num_elements] for room in rooms], torch.empty(num_elements, device=device))
+    share = -(-num_elements // (size * 64)) * 64
+    kept = [room.clone() for room in rooms]
+    for rank in range(size):
+        fresh = [room.clone() for room in kept]
+        out = guarded(rows, width, dtype=FP32)
+        sum_rows_triton(fresh, out, ranks_of(rank, size, device), tiles, two_passes=True)
+        own = slice(rank * share, min(num_elements, (rank + 1) * share))
+        assert torch.equal(out.view(-1)[own], wanted[own])
+        assert torch.equal(fresh[rank][own], wanted[own])
+        rooms[rank] = fresh[rank]
+        for other in range(size):
+            unchanged = torch.ones(num_elements, dtype=torch.bool, device=device)
+            if other == rank:
+                unchanged[own] = False
+            assert torch.equal(fresh[other][:num_elements][unchanged], kept[other][:num_elements][unchanged])
+
+
+def test_shares_are_read_from_whose_they_are(guarded: Guarded, device: torch.device) -> None:
+    # The second pass alone: a rank without a share of its own finds everybody's in their rooms.
+    rooms = [guarded(256, dtype=FP32).fill_(float(rank)) for rank in range(3)]
+    out = guarded(2, 64, dtype=FP32)
+    sum_rows_triton(rooms, out, ranks_of(2, 3, device), Tiles(64, 4, 2), two_passes=True)
+    assert out.tolist() == [[0.0] * 64, [1.0] * 64]
+
+
+def test_sizes_choose_the_way() -> None:
+    few, many = torch.empty(16, 5120, dtype=BF16), torch.empty(512, 5120, dtype=BF16)
+    assert not takes_two_passes(BF16, few, 4)
+    assert takes_two_passes(BF16, many, 4)
+    assert takes_two_passes(FP32, many, 8)
+    assert not takes_two_passes(BF16, many, 2)
+    assert not takes_two_passes(BF16, many.float(), 4)  # a bfloat16 room cannot hold float32 sums
+    assert choose_tiles(16 * 5120).grid(16 * 5120) <= 128
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 48), (7, 60), (5, 25), (3, 2), (2, 4200)])
+@pytest.mark.each_value
+def test_columns_lie_side_by_side_and_the_last_share_may_be_narrow(
+    size: int, rows: int, columns: int, guarded: Guarded, device: torch.device
+) -> None:
+    share = -(-columns // size)
+    widths = [max(0, min(share, columns - rank * share)) for rank in range(size)]
+    rooms = rooms_of(guarded, size, rows * share, FP32)
+    out = guarded(rows, columns, dtype=FP32)
+    gather_columns_triton(rooms, out, rows, columns, ranks_of(0, size, device))
+    parts = [room[: rows * width].view(rows, width) for room, width in zip(rooms, widths, strict=True)]
+    assert torch.equal(out, gather_columns_reference(parts, torch.empty_like(out)))
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.int64])
+@pytest.mark.parametrize("num_elements", [1, 2500])
+def test_small_parts_and_tokens_go_through_the_room(
+    dtype: torch.dtype, num_elements: int, guarded: Guarded, device: torch.device
+) -> None:
+    rooms = [room.to(dtype) for room in rooms_of(guarded, 3, num_elements, FP32, slack=0)]
+    part, out = torch.full((num_elements,), 7, dtype=dtype, device=device), guarded(3, num_elements, dtype=dtype)
+    gather_small_triton(part, rooms, out, ranks_of(1, 3, device))
+    assert torch.equal(rooms[1], part)
+    assert torch.equal(out, gather_small_reference(rooms, torch.empty_like(out)))
+    ids = torch.full((num_elements,), 3, dtype=dtype, device=device)
+    share_first_triton(ids, rooms, ranks_of(2, 3, device))
+    assert torch.equal(ids, rooms[0])
+    assert (rooms[2] == 3).all()
+
+
+@pytest.mark.parametrize("scratch_size", [7, 64, 1000])
+def test_sums_in_pieces_are_those_of_the_whole(scratch_size: int) -> None:
+    parts = list(torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(1)).to(BF16))
+    whole = add_parts_reference(parts, torch.empty(5, 20, dtype=BF16))
+    assert torch.equal(add_parts_reference(parts, torch.empty_like(whole), torch.empty(scratch_size)), whole)
+    assert torch.equal(whole, ((parts[0].float() + parts[1].float()) + parts[2].float()).to(BF16))
+    assert torch.equal(gather_parts_reference(parts, torch.empty(5, 60, dtype=BF16)), torch.cat(parts, dim=1))

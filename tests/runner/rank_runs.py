@@ -1,0 +1,272 @@
+"""Ranks of tiny models in lock-step threads, built as an engine builds them, with dummy weights; and one rank alone beside them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from distributed.lock_step import LockStep
+from holdfast.config import EngineConfig
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.mesh import ALONE, Mesh, meshes
+from holdfast.loading.model_files import open_model
+from holdfast.memory.ledger import Ledger
+from holdfast.planning.target import device_target
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.sequence import LiveStep, ScheduledSequence
+from holdfast.request.sequence import Sequence as TokenSequence
+from holdfast.runner.build import RunnerBuild, plan_model
+from holdfast.runner.runner import Runner
+
+VOCAB = 131
+OPTIONS = {
+    "device": "cpu",
+    "load_format": "dummy",
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 40,
+    "max_model_len": 64,
+    "page_tokens": 4,
+    "kv_cache_memory": "4MiB",
+    "weight_cache": "off",
+}
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "llama_tied": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 3, "head_dim": 8},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 2},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "opt": {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "ffn_dim": 192,
+        "do_layer_norm_before": True,
+        "word_embed_proj_dim": 96,
+        "activation_function": "relu",
+        "head_dim": None,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 48,
+        "head_dim": None,
+        **EXPERTS,
+    },
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **EXPERTS},
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "swiglu_limit": 0.9,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 12,
+        "head_dim": None,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_hidden_layers": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+}
+NUM_PAGES = 48
+"""Of every rank, so that a slot means the same on all of them."""
+NUM_TOKENS = (17, 9, 2)
+"""Of three sequences, which come in several steps."""
+
+
+def write_model(folder: Path, name: str, **changes: Any) -> Path:
+    """config.json alone: weights are dummies, which depend on names and places."""
+    values = {key: value for key, value in (BASE | MODELS[name] | changes).items() if value is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+class Built(NamedTuple):
+    """One rank."""
+
+    mesh: Mesh
+    build: RunnerBuild
+    runner: Runner
+    weights: Mapping[str, torch.Tensor | QuantizedWeight]
+    exchange: Exchange | None
+
+
+def build_rank(path: Path | str, options: Mapping[str, Any], mesh: Mesh, exchange: Exchange | None) -> Built:
+    """From headers to a runner, on the thread of a rank."""
+    config = EngineConfig.from_options(**(OPTIONS | dict(options)))
+    model, target = open_model(str(path), config.load_format), device_target("cpu")
+    memory = plan_model(config, model, target, mesh=mesh)[1].memory
+    config = replace(config, kv_cache_memory=NUM_PAGES * (memory.kv_bytes // memory.num_pages))
+    load, plan = plan_model(config, model, target, mesh=mesh)
+    assert plan.memory.num_pages == NUM_PAGES, f"{plan.memory.num_pages} pages"
+    ledger = Ledger()
+    build = RunnerBuild(config, model, plan, ledger, torch.device("cpu"))
+    build.load(load, lambda done, total: None)
+    if exchange is not None:
+        build.connect(exchange)
+    runner = build.assemble()
+    cache = build.plan.cache
+    assert cache is not None, "no cache"
+    for layer, own in enumerate(cache.layers):
+        for plane in own.planes:
+            build.storage.plane(layer, plane.name).view(torch.uint8).zero_()
+    return Built(mesh, build, runner, build._weights, exchange)
+
+
+class Ranks:
+    """All ranks of a mesh, built together; `run` is one function on all of them at once."""
+
+    def __init__(
+        self, path: Path | str, num_ranks: int, *, exact: bool, whole_experts: bool = False, **options: Any
+    ) -> None:
+        self._steps = LockStep(meshes(num_ranks, has_expert_parallelism=whole_experts, is_exact=exact))
+        self.built = self._steps.run(lambda mesh, exchange: build_rank(path, options, mesh, exchange))
+
+    def run(self, function: Callable[[Built], Any]) -> list[Any]:
+        return self._steps.run(lambda mesh, _: function(self.built[mesh.rank]))
+
+
+def one_rank(path: Path | str, **options: Any) -> Built:
+    return build_rank(path, options, ALONE, None)
+
+
+def steps_of(runner: Runner) -> list[tuple[LiveStep, list[int]]]:
+    """Prompts in chunks, beside one that decodes; rows whose logits are wanted are some, none and all."""
+    pages, sequences = count(), []
+    for number, length in enumerate(NUM_TOKENS):
+        ids = [(7 * place + 31 * number + 5) % runner.vocab_size for place in range(length)]
+        tables = tuple([next(pages) for _ in range(group.pages_for(length))] for group in runner.groups)
+        sequence = TokenSequence(number, ids, length, SamplingParams(), seed=0, max_tokens=4, tables=tables)
+        sequence.slot = number
+        sequences.append(sequence)
+    one, two, three = sequences
+
+    def step(*items: tuple[TokenSequence, int, int]) -> LiveStep:
+        return LiveStep(tuple(ScheduledSequence.of(*item) for item in items))
+
+    return [
+        (step((one, 0, 6), (two, 0, 3)), []),
+        (step((one, 6, 9), (two, 3, 6), (three, 0, 1)), [3, 8, 14, 15]),
+        (step((one, 15, 1), (three, 1, 1)), [0, 1]),
+        (step((one, 16, 1)), [0]),
+    ]
+
+
+@torch.inference_mode()
+def run_steps(built: Built) -> list[torch.Tensor]:
+    """Logits of each step, or a rank's share of them."""
+    found, runner = [], built.runner
+    for step, rows in steps_of(runner):
+        batch = runner.buffers.fill(step, rows, step.num_tokens, len(rows))
+        plan = runner.backend.plan(batch)
+        if rows:
+            found.append(runner.model.step_logits(batch, plan).clone())
+        else:
+            runner.model.hidden(batch, plan)
+        if built.exchange is not None:
+            built.exchange.end_step()
+    return found
+
+
+def whole_logits(shares: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Of all ranks, step by step."""
+    return [torch.cat(parts, dim=1) for parts in zip(*shares, strict=True)]
+
+
+def pages_of(built: Built) -> list[torch.Tensor]:
+    """Every plane of every layer: [chunks, heads, tokens, ...] of quantized ones, which lie so, else [slots, ...]."""
+    cache, storage, planes = built.build.plan.cache, built.build.storage, []
+    assert cache is not None, "no cache"
+    for place, own in enumerate(cache.layers):
+        for plane in own.planes:
+            held = storage.plane(place, plane.name)
+            if own.format.is_quantized and not own.format.is_latent:
+                num_heads = plane.token_shape[0]
+                held = held.view(-1, num_heads, cache.page_tokens, *plane.token_shape[1:])
+            planes.append(held)
+    return planes
+
+
+def share_of(whole: torch.Tensor, like: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The part of a plane that a rank has: all of it, or some of the heads, which neighbours may share."""
+    assert whole.dim() == like.dim(), f"{whole.shape} {like.shape}"
+    axes = [axis for axis in range(whole.dim()) if whole.shape[axis] != like.shape[axis]]
+    if not axes:
+        return whole
+    (axis,) = axes
+    size = like.shape[axis]
+    start = mesh.tensor_rank * (whole.shape[axis] // size) // mesh.tensor_size * size
+    return whole.narrow(axis, start, size)
+
+
+def assert_pages_are_slices(alone: Built, ranks: Sequence[Built]) -> None:
+    for built in ranks:
+        for whole, own in zip(pages_of(alone), pages_of(built), strict=True):
+            expected = share_of(whole, own, built.mesh).contiguous()
+            assert torch.equal(expected.view(torch.uint8), own.view(torch.uint8)), f"{built.mesh}"
