@@ -191,6 +191,11 @@ class EngineConfig:
         return WeightRecipe(find_scheme(self.quantization), embeddings, patterns)  # type: ignore[arg-type]
 
     @property
+    def num_ranks(self) -> int:
+        """How many processes compute."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def is_quantized(self) -> bool:
         """Whether weights are to be quantized as they load."""
         return self.quantization not in (None, UNQUANTIZED)

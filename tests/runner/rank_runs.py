@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,10 @@ from holdfast.config import EngineConfig
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.loading.model_files import open_model
+from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
+from holdfast.planning.fit import Agreed
+from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.target import device_target
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
@@ -22,6 +24,7 @@ from holdfast.request.sequence import LiveStep, ScheduledSequence
 from holdfast.request.sequence import Sequence as TokenSequence
 from holdfast.runner.build import RunnerBuild, plan_model
 from holdfast.runner.runner import Runner
+from holdfast.runner.weight_load import WeightLoad
 
 VOCAB = 131
 OPTIONS = {
@@ -157,14 +160,22 @@ class Built(NamedTuple):
     exchange: Exchange | None
 
 
-def build_rank(path: Path | str, options: Mapping[str, Any], mesh: Mesh, exchange: Exchange | None) -> Built:
-    """From headers to a runner, on the thread of a rank."""
+def plan_rank(
+    path: Path | str, options: Mapping[str, Any], mesh: Mesh
+) -> tuple[EngineConfig, OpenModel, WeightLoad, RunnerPlan]:
+    """From headers."""
     config = EngineConfig.from_options(**(OPTIONS | dict(options)))
     model, target = open_model(str(path), config.load_format), device_target("cpu")
-    memory = plan_model(config, model, target, mesh=mesh)[1].memory
-    config = replace(config, kv_cache_memory=NUM_PAGES * (memory.kv_bytes // memory.num_pages))
-    load, plan = plan_model(config, model, target, mesh=mesh)
+    load, plan = plan_model(
+        config, model, target, config.weight_cache != "off", mesh, Agreed(OPTIONS["max_model_len"], NUM_PAGES)
+    )
     assert plan.memory.num_pages == NUM_PAGES, f"{plan.memory.num_pages} pages"
+    return config, model, load, plan
+
+
+def build_rank(path: Path | str, options: Mapping[str, Any], mesh: Mesh, exchange: Exchange | None) -> Built:
+    """From headers to a runner, on the thread of a rank."""
+    config, model, load, plan = plan_rank(path, options, mesh)
     ledger = Ledger()
     build = RunnerBuild(config, model, plan, ledger, torch.device("cpu"))
     build.load(load, lambda done, total: None)
@@ -185,7 +196,8 @@ class Ranks:
     def __init__(
         self, path: Path | str, num_ranks: int, *, exact: bool, whole_experts: bool = False, **options: Any
     ) -> None:
-        self._steps = LockStep(meshes(num_ranks, has_expert_parallelism=whole_experts, is_exact=exact))
+        ranks = meshes(num_ranks, has_expert_parallelism=whole_experts, is_exact=exact)
+        self._steps = LockStep(ranks, plan_rank(path, options, ranks[0])[-1].exchange_needs)
         self.built = self._steps.run(lambda mesh, exchange: build_rank(path, options, mesh, exchange))
 
     def run(self, function: Callable[[Built], Any]) -> list[Any]:
@@ -218,25 +230,32 @@ def steps_of(runner: Runner) -> list[tuple[LiveStep, list[int]]]:
     ]
 
 
+class Ran(NamedTuple):
+    """What a rank has of each step with logits."""
+
+    hidden: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    """Of its share of the vocabulary."""
+
+
 @torch.inference_mode()
-def run_steps(built: Built) -> list[torch.Tensor]:
-    """Logits of each step, or a rank's share of them."""
-    found, runner = [], built.runner
-    for step, rows in steps_of(runner):
+def run_steps(built: Built, steps: Sequence[tuple[LiveStep, list[int]]] | None = None) -> Ran:
+    """`steps_of` the runner, or others."""
+    ran, runner = Ran([], []), built.runner
+    for step, rows in steps_of(runner) if steps is None else steps:
         batch = runner.buffers.fill(step, rows, step.num_tokens, len(rows))
-        plan = runner.backend.plan(batch)
+        hidden_RH = runner.model.hidden(batch, runner.backend.plan(batch))
         if rows:
-            found.append(runner.model.step_logits(batch, plan).clone())
-        else:
-            runner.model.hidden(batch, plan)
+            ran.hidden.append(hidden_RH.clone())
+            ran.logits.append(runner.model.logits(hidden_RH).clone())
         if built.exchange is not None:
             built.exchange.end_step()
-    return found
+    return ran
 
 
-def whole_logits(shares: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def whole_logits(ran: Sequence[Ran]) -> list[torch.Tensor]:
     """Of all ranks, step by step."""
-    return [torch.cat(parts, dim=1) for parts in zip(*shares, strict=True)]
+    return [torch.cat(parts, dim=1) for parts in zip(*(one.logits for one in ran), strict=True)]
 
 
 def pages_of(built: Built) -> list[torch.Tensor]:

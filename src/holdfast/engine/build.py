@@ -3,14 +3,16 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.engine.core import EngineCore
+from holdfast.engine.core import EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.open_text import open_text, open_tokenizer
+from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
 from holdfast.loading.model_files import open_model
@@ -61,15 +63,22 @@ def build_core(
 
     `vocabulary` is the front's, for forms of answers; left out, one is opened when it is needed.
     """
-    built = build_runner(config, model, on_progress, on_prepare)
     if vocabulary is None:
         vocabulary = _vocabulary(model, lambda: _reopened_tokenizer(config))
     grammars = Grammars(vocabulary)
+    if config.num_ranks == 1:
+        built = build_runner(config, model, on_progress, on_prepare)
+        runner, release, ranks, watch = built.runner, built.release, (), None
+    else:
+        all_ranks = build_ranks(config, model, on_progress, on_prepare, is_remote=is_remote)
+        built, runner, ranks = all_ranks.built, all_ranks.runner, all_ranks.ranks
+        release, watch = all_ranks.release, all_ranks.watch
     built.runner.sampler.follow(grammars)
     try:
-        return _core(config, built, is_remote, grammars)
+        memory = replace(_report(built), ranks=ranks)
+        return _core(config, built, runner, memory, is_remote, release=release, grammars=grammars, watch=watch)
     except BaseException:
-        built.release()
+        release()
         raise
 
 
@@ -91,8 +100,15 @@ def _use_threads() -> None:
     torch.ones(2**20).add_(1)
 
 
-def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool, grammars: Grammars) -> EngineCore:
-    runner, plan = built.runner, built.plan
+def _core(
+    config: EngineConfig,
+    built: BuiltRunner,
+    runner: StepRunner,
+    memory: MemoryReport,
+    is_remote: bool,
+    **others: Any,  # noqa: ANN401 as EngineCore has them
+) -> EngineCore:
+    plan = built.plan
     assert plan.cache is not None, f"{plan.declared.name} runs without a cache"
     # A remote front counts those that wait by what it last heard, and meanwhile everybody who ran may wait again.
     num_unheard = runner.limits.max_num_seqs if is_remote else 0
@@ -106,16 +122,15 @@ def _core(config: EngineConfig, built: BuiltRunner, is_remote: bool, grammars: G
         num_stages=config.pipeline_parallel_size,
     )
     # A step in each stage; on one device one runs while the next is prepared, where that gains anything.
-    run_ahead = scheduler.num_stages - 1 or int(runner.can_run_ahead)
+    run_ahead = scheduler.num_stages - 1 or int(built.runner.can_run_ahead)
     return EngineCore(
         runner,
         scheduler,
         run_ahead=run_ahead,
         proposer=NgramProposer(plan.resolved.num_proposals) if plan.resolved.num_proposals else None,
         max_queue=config.max_queue,
-        memory=_report(built),
-        release=built.release,
-        grammars=grammars,
+        memory=memory,
+        **others,
     )
 
 

@@ -45,6 +45,10 @@ class Channel:
     def is_closed(self) -> bool:
         return self._socket.fileno() < 0
 
+    def fileno(self) -> int:
+        """For whoever waits for several."""
+        return self._socket.fileno()
+
     def wait(self, timeout: float | None = None) -> bool:
         """Until something has come or the other side is gone; False when time is up. Loses nothing when interrupted."""
         return self._is_ended or bool(self._poll(select.POLLIN, timeout))

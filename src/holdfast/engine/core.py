@@ -173,8 +173,12 @@ class EngineCore:
         memory: MemoryReport | None = None,
         release: Callable[[], None] | None = None,
         grammars: Grammars | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> None:
-        """`max_queue` is what the front is told, where the scheduler takes more (a few may be on their way to it)."""
+        """`max_queue` is what the front is told, where the scheduler takes more (a few may be on their way to it).
+
+        `watch` looks after what computes elsewhere, and raises where it is gone.
+        """
         assert run_ahead >= 0, f"{run_ahead=}"
         rewinds = None if proposer is None else unrewindable(scheduler.groups)
         assert rewinds is None, f"proposals cannot be rejected: {rewinds}"
@@ -201,6 +205,7 @@ class EngineCore:
         self.run_ahead = run_ahead
         """Steps that are launched before the result of the one before is known; may be changed between two steps."""
         self._release = release
+        self._watch = watch
         self.grammars = grammars
         """Whoever follows the forms of answers; the runner asks the same one."""
         self._held: dict[int, Sequence] = {}
@@ -318,7 +323,14 @@ class EngineCore:
             self.step(waiting)
 
     def watch(self, waiting: Waiting = nullcontext) -> None:
-        """Nothing can happen to it while nobody calls."""
+        """Other ranks may be gone; nothing else can happen to it while nobody calls."""
+        if self._watch is not None:
+            self._watch()
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether something computes elsewhere, which is to be watched."""
+        return self._watch is not None
 
     def stats(self) -> CoreStats:
         """Counters since the start, and the state of now."""

@@ -65,6 +65,7 @@ from holdfast.engine.messages import (
 )
 from holdfast.engine.open_text import open_text
 from holdfast.engine.pulse import CorePulse, Pulse, open_pulse_file
+from holdfast.engine.vital_signs import SILENCE_SECONDS, is_stopped
 from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
@@ -144,7 +145,10 @@ def _pass_on(pipe: IO[bytes], lines: deque[str]) -> None:
 class Child:
     """The process, the channel to it, and its end. Knows nothing of who uses it."""
 
-    def __init__(self, command: SequenceABC[str], silence_seconds: float | None = None) -> None:
+    def __init__(
+        self, command: SequenceABC[str], silence_seconds: float | None = None, others: SequenceABC[int] = ()
+    ) -> None:
+        """`others` are numbers of open files that it gets too; they are its last arguments."""
         ours, theirs = channel_pair()
         number = open_pulse_file()
         self.pulse = Pulse(number)
@@ -152,11 +156,11 @@ class Child:
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), str(os.getpid()), str(number)],
+                    [*command, *map(str, (theirs.fileno(), os.getpid(), number, *others))],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(), number),
+                    pass_fds=(theirs.fileno(), number, *others),
                     start_new_session=True,  # Ctrl-C on a terminal is for this process alone
                     env=_environment(),
                 )
@@ -166,7 +170,7 @@ class Child:
         self._patience = min(END_SECONDS[0], silence_seconds or END_SECONDS[0])
         self._sent = Numbering()
         assert self.process.stdout is not None, "it was opened with a pipe"
-        self._last_lines = LastLines(self.process.stdout)
+        self.last_lines = LastLines(self.process.stdout)
         self._home = os.getpid()
 
     def send(self, message: Message) -> None:
@@ -178,12 +182,12 @@ class Child:
         was_running = self._wait(GRACE_SECONDS) is None
         self.process.kill()
         status = self.process.wait()
-        self._last_lines.join(GRACE_SECONDS)
+        self.last_lines.join(GRACE_SECONDS)
         self.channel.close()
         if was_running:
-            return f"it was killed{self._last_lines.words()}"
+            return f"it was killed{self.last_lines.words()}"
         name = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"it ended with {name}{self._last_lines.words()}"
+        return f"it ended with {name}{self.last_lines.words()}"
 
     def end(self) -> None:
         """Ask it to end, then tell it to, then end it."""
@@ -197,7 +201,7 @@ class Child:
             if self._wait(min(END_SECONDS[1], self._patience)) is None:
                 self.process.kill()
                 self.process.wait()
-        self._last_lines.join(GRACE_SECONDS)
+        self.last_lines.join(GRACE_SECONDS)
 
     def _wait(self, seconds: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -465,7 +469,7 @@ class CoreProcess:
 
 def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
     """A thread of the child: tells again and again that it lives, and ends it where nobody listens."""
-    told_at = 0.0
+    told_at, num_stopped = 0.0, 0
     with contextlib.suppress(ChannelClosedError):
         while os.getppid() == parent and not channel.is_other_side_gone():
             now = time.monotonic()
@@ -474,6 +478,10 @@ def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:
                 told_at = now
                 channel.try_send(server.heartbeat)
             server.flush_overdue()
+            # A front that is stopped keeps other ranks' memory for nobody.
+            num_stopped = num_stopped + 1 if server.has_ranks and is_stopped(parent) else 0
+            if num_stopped * LOOK_SECONDS >= SILENCE_SECONDS:
+                os._exit(1)
             channel.wait_for_end(LOOK_SECONDS)
     time.sleep(GRACE_SECONDS)
     os._exit(1)
@@ -491,6 +499,8 @@ class CoreServer:
         """What the front is told a little later."""
         self._holding = threading.Lock()
         self._flushed_at = 0.0
+        self.has_ranks = False
+        """Whether other processes compute too."""
         self._told_at = 0.0
         """When the front was last told how far loading is."""
 
@@ -578,6 +588,7 @@ class CoreServer:
         """Until there is a step to run; False where the core is to end."""
         is_told = True
         while True:
+            core.watch()
             frame = self._channel.take()
             if frame is not None:
                 message = self._checked(frame)
@@ -593,7 +604,7 @@ class CoreServer:
                 if not is_told:
                     self.send(core.stats())
                     is_told = True
-                self._channel.wait()
+                self._channel.wait(LOOK_SECONDS if core.has_ranks else None)
 
     def _checked(self, frame: bytes) -> Message | None:
         """The next message; None for one that was refused, and then nothing has changed."""
@@ -635,6 +646,7 @@ class CoreServer:
         self._received.accept(number)
         if not isinstance(message, Start):
             refuse(f"it is {type(message).__name__}, and Start comes first")
+        self.has_ranks = message.config.num_ranks > 1
         return message.config
 
     def _tell_progress(self, num_done: int, num_total: int) -> None:

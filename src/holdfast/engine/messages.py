@@ -31,7 +31,7 @@ from holdfast.engine.memory_map import CoreMap, GroupPages, SequencePages
 from holdfast.errors import HoldfastError, MemoryPlanError, MessageError, PlanChange, PlanRow, PlanTable
 from holdfast.memory.ledger import Entry
 from holdfast.memory.on_disk import DiskAccount, OnDisk, StoredType
-from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow
+from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow, RankMemory
 from holdfast.observability.preparing import Preparing
 from holdfast.request.outputs import FinishReason
 from holdfast.request.sampling_params import SamplingParams
@@ -553,12 +553,13 @@ def _report(told: dict[str, Any]) -> MemoryReport:
     rows = tuple(MemoryRow(**{**row, "phases": tuple(row["phases"])}) for row in told.pop("rows"))
     entries = tuple(Entry(**entry) for entry in told.pop("entries"))
     groups = tuple(GroupAccount(**group) for group in told.pop("kv_groups"))
+    ranks = tuple(RankMemory(*rank) for rank in told.pop("ranks"))
     disk = told.pop("disk")
     if disk is not None:
         on_disk, *others = disk
         num_files, num_bytes, types, *more = on_disk
         disk = DiskAccount(OnDisk(num_files, num_bytes, tuple(StoredType(*one) for one in types), *more), *others)
-    return MemoryReport(rows=rows, entries=entries, kv_groups=groups, disk=disk, **told)
+    return MemoryReport(rows=rows, entries=entries, kv_groups=groups, disk=disk, ranks=ranks, **told)
 
 
 def _write_progress(writer: Writer, message: LoadingProgress) -> None:

@@ -35,6 +35,11 @@ class Pulse:
         """The process lives."""
         self._times[_BEAT] = time.monotonic()
 
+    @property
+    def beat_at(self) -> float:
+        """When it last lived, by the clock that all processes share."""
+        return self._times[_BEAT]
+
     def begin_step(self) -> None:
         """A step begins."""
         self._times[_STEP] = time.monotonic()

@@ -1,6 +1,7 @@
 """The memory table: what each owner was planned to take, what it holds, and what the device says of it all; no torch."""
 
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from holdfast.memory.ledger import Entry, Ledger
 from holdfast.memory.on_disk import DiskAccount
@@ -38,6 +39,18 @@ class GroupAccount:
     padding_share: float
 
 
+class RankMemory(NamedTuple):
+    """What another rank of the same engine was planned to take, holds, and took as its device says."""
+
+    rank: int
+    device: str
+    planned_bytes: int
+    """While serving."""
+    held_bytes: int
+    measured_bytes: int | None = None
+    """None where nobody measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
     """The table, and what it means in tokens."""
@@ -63,6 +76,8 @@ class MemoryReport:
     """What quantized pages mean for answers, on one line; empty where they are not."""
     kv_groups: tuple[GroupAccount, ...] = ()
     """Where some layers give pages back: who shares the pages."""
+    ranks: tuple[RankMemory, ...] = ()
+    """The other ranks, where there are several: all above is of rank 0."""
 
     @property
     def planned_bytes(self) -> int:
@@ -85,6 +100,9 @@ class MemoryReport:
         del fields["disk"]
         if not self.kv_groups:
             del fields["kv_groups"]
+        del fields["ranks"]
+        if self.ranks:
+            fields["ranks"] = [rank._asdict() for rank in self.ranks]
         disk = {} if self.disk is None else {"weights_on_disk": self.disk.as_dict()}
         return (
             fields

@@ -46,6 +46,7 @@ from holdfast.models.rope import key_turns, rope_tables
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
+from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Resolved, by_key_bias, listed
 from holdfast.planning.target import Target, choose_device, device_target
@@ -57,6 +58,7 @@ from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.latent_rotation import fold_rotation
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.shared_sampler import SharedSampler
 from holdfast.runner.sinks import copy_sinks
 from holdfast.runner.step_inputs import BatchBuffers
 from holdfast.runner.weight_load import WeightLoad, plan_weights
@@ -104,14 +106,15 @@ def build_runner(
     on_prepare: OnPrepare = prepare_silently,
     *,
     mesh: Mesh = ALONE,
+    agreed: Agreed | None = None,
     agree: Callable[[RunnerPlan], None] | None = None,
     connect: Connect | None = None,
 ) -> BuiltRunner:
     """Everything from a model's headers to a runner, or to that of one rank.
 
     `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
-    Of several ranks each calls `agree` with its plan before a weight is read, which raises where they differ, and `connect`
-    when its weights are there, for the exchange with the others.
+    Of several ranks each plans for what they have `agreed` on, calls `agree` with its plan before a weight is read, which
+    raises where they differ, and `connect` when its weights are there, for the exchange with the others.
     """
     assert mesh.is_alone or connect is not None, f"{mesh} has nobody to exchange with"
     device, device_reason = choose_device(config)
@@ -122,16 +125,11 @@ def build_runner(
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = device_target(device)
     profile = PhaseProfile(torch.device(device))
-    load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh)
+    load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh, agreed=agreed)
     if agree is not None:
         agree(plan)
-    for choice in plan.resolved.choices:
-        log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
+    _log_choices(plan)
     log.info("device=%s because %s", device, device_reason)
-    if plan.context_note:
-        log.warning("%s", plan.context_note)
-    assert plan.declaration is not None, f"{plan.declared.name} has no attention to run"
-    log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
     if config.is_quantized and load.plan.num_quantized == 0:
         log.warning("quantization=%s changes nothing: every weight is left as it is", config.quantization)
     ledger = Ledger()
@@ -154,27 +152,45 @@ def build_runner(
         build.release()
         refuse_out_of_memory(error, plan)
         raise
-    plan = build.plan
+    _log_pages(build.plan)
+    return BuiltRunner(runner, build.storage, build.plan, ledger, profile, load_seconds, report, build.release)
+
+
+def _log_choices(plan: RunnerPlan) -> None:
+    """What was settled before a weight is read, and why."""
+    for choice in plan.resolved.choices:
+        log.info("%s=%s because %s", choice.name, choice.value, choice.reason)
+    if plan.context_note:
+        log.warning("%s", plan.context_note)
+    assert plan.declaration is not None, f"{plan.declared.name} has no attention to run"
+    log.info("attention=%s because it is the first that takes every layer", plan.declaration.name)
+
+
+def _log_pages(plan: RunnerPlan) -> None:
     if plan.kv_note():
         log.info("%s", plan.kv_note())
     num_tokens, max_len = plan.kv_tokens, plan.resolved.limits.max_model_len
     log.info("Available KV cache memory: %s", format_bytes(plan.memory.kv_bytes))
     log.info(
         "%s KV cache size: %d tokens, Maximum concurrency for %d tokens per request: %.2fx",
-        "CPU" if device == "cpu" else "GPU",
+        "CPU" if plan.target.kind == "cpu" else "GPU",
         num_tokens,
         max_len,
         num_tokens / max_len,
     )
-    return BuiltRunner(runner, build.storage, plan, ledger, profile, load_seconds, report, build.release)
 
 
 def plan_model(
-    config: EngineConfig, model: OpenModel, target: Target, uses_cache: bool = False, mesh: Mesh = ALONE
+    config: EngineConfig,
+    model: OpenModel,
+    target: Target,
+    uses_cache: bool = False,
+    mesh: Mesh = ALONE,
+    agreed: Agreed | None = None,
 ) -> tuple[WeightLoad, RunnerPlan]:
     """How the weights will arrive and what the runner, or that of one rank, will hold, from headers alone; what cannot run raises.
 
-    With `uses_cache`, weights that an earlier start has quantized are looked for.
+    With `uses_cache`, weights that an earlier start has quantized are looked for; `agreed` is what all ranks have in common.
     """
     loads: list[WeightLoad] = []
 
@@ -183,7 +199,7 @@ def plan_model(
         loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache, mesh))
         return loads[-1].staging(target.kind)
 
-    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, mesh, staging))
+    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, mesh, agreed, staging))
     _refuse_ranks(config, plan)
     _refuse_variance(config, plan)
     (load,) = loads
@@ -304,7 +320,7 @@ class RunnerBuild:
             BatchBuffers(
                 limits, device, ledger, is_shared=device.type == "cpu", shapes=shapes, has_states=cache.has_states
             ),
-            Sampler(vocab_size, device, limits.sampled_rows, ledger),
+            self._sampler(),
             limits,
             cache.cache_groups(),
             plan.memory.num_pages,
@@ -316,6 +332,15 @@ class RunnerBuild:
         self._releases.append(runner.close)
         self._centre_keys(runner, rotaries, biases, means)
         return runner
+
+    def _sampler(self) -> Sampler | SharedSampler:
+        """From whole logits, or on ranks from a share of them."""
+        limits, mesh, vocab_size = self._plan.resolved.limits, self._plan.mesh, self._model.spec.vocab_size
+        sampler = Sampler(vocab_size, self._device, limits.sampled_rows, self._ledger)
+        if self._exchange is None:
+            return sampler
+        first_token = mesh.tensor_rank * -(-vocab_size // mesh.tensor_size)
+        return SharedSampler(sampler, self._exchange, mesh, first_token, limits.sampled_rows, self._device)
 
     @property
     def _bounds(self) -> StepBounds:

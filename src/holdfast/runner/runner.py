@@ -35,6 +35,7 @@ from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
 from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY
 from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.shared_sampler import SharedSampler
 from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import BatchBuffers
 
@@ -98,7 +99,7 @@ class Runner:
         model: Model,
         backend: AttentionFamily[Any],
         buffers: BatchBuffers,
-        sampler: Sampler,
+        sampler: Sampler | SharedSampler,
         limits: Limits,
         groups: SequenceABC[CacheGroup],
         num_pages: int,
@@ -158,6 +159,19 @@ class Runner:
         self._collected = flight
         return result
 
+    def run(self, step: Step) -> None:
+        """Run a step of which another rank chooses the tokens; `take_result` brings them later."""
+        self.launch(step)
+        if not self.can_run_ahead:
+            with torch.inference_mode():
+                self._compute(self._flights[-1])
+
+    def take_result(self, result: StepResult) -> None:
+        """What was chosen in the oldest step, as another rank says."""
+        assert self._flights, "no step is in flight"
+        flight = self._flights.popleft()
+        self._slots.book(flight.step, result)
+
     def cancel(self) -> bool:
         """Drop every step in flight, as if none had run; what they told of sequences, pages and releases stands.
 
@@ -184,7 +198,9 @@ class Runner:
         self._check_idle()
         with self._handing_over():
             batch = self._fill(step, list(range(step.num_tokens)))
-            return self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
+            hidden_TH = self.model.hidden(batch, self.backend.plan(batch))[: step.num_tokens]
+            self.sampler.end_step()
+            return hidden_TH
 
     @torch.inference_mode()
     def row_logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
@@ -209,9 +225,11 @@ class Runner:
             step, logit_rows = self._dummy_step(self.limits.max_num_batched_tokens)
             batch = self._fill(step, logit_rows)
             self.model.step_logits(batch, self.backend.plan(batch, captured=True))  # every size of tiles
+            self.sampler.end_step()
             for start, num_rows in self.backend.eager_steps():
                 batch = self._fill(self._eager_step(start, num_rows), [num_rows - 1])
                 self.model.hidden(batch, self.backend.plan(batch))
+                self.sampler.end_step()
             for number, num_rows in enumerate(rows, 1):
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
@@ -241,6 +259,7 @@ class Runner:
         plan = self.backend.plan(batch, captured=True)
         self.sampler.resolve(batch.token_ids_T)
         hidden_TH = self.model.hidden(batch, plan)
+        self.sampler.end_step()
         if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
             self.model.logits(hidden_TH)
             logits_RV = self.model.step_logits(batch, plan)
@@ -285,12 +304,13 @@ class Runner:
         if not wanted.has_prompts:
             flight.choosing = self._choose(flight.step, wanted)
             return
+        is_follower = self.sampler.is_follower  # which is told what was chosen
         for earlier in self._flights:
-            if earlier is flight:
+            if earlier is flight or is_follower:
                 break
             self._settle(earlier)
         flight.result = self._with_prompt_logprobs(flight.step, wanted)
-        if self._flights and self.can_run_ahead:
+        if self._flights and self.can_run_ahead and not is_follower:
             self._settle(flight)
 
     def _compute(self, flight: _Flight) -> StepResult:
@@ -333,7 +353,8 @@ class Runner:
         """As it is, or padded to the least number of rows; those whose logits are wanted too, if there are any."""
         num_rows, num_logits = max(step.num_tokens, self._min_rows), max(len(logit_rows), self._min_rows)
         batch = self.buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0, keep_slots)
-        if any(item.num_tokens > item.sequence.num_tokens for item in step.scheduled):
+        is_coming = any(item.num_tokens > item.sequence.num_tokens for item in step.scheduled)
+        if is_coming or self.sampler.shares_tokens:
             self.sampler.resolve(batch.token_ids_T)
         return batch
 

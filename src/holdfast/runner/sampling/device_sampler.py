@@ -113,6 +113,10 @@ class DeviceSampler:
         if keep_slots_S is not None:
             keep_tokens(argmax_S, keep_slots_S, self._last_tokens_N)
 
+    def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
+        """By slot."""
+        keep_tokens(tokens_S, keep_slots_S, self._last_tokens_N)
+
     def launch(
         self,
         logits_SV: torch.Tensor | None,

@@ -62,6 +62,19 @@ class Sampler:
         """Whether the newest token of each slot stays on the device, so that a step can begin before the host knows it."""
         return isinstance(self._chooser, DeviceSampler)
 
+    @property
+    def is_follower(self) -> bool:
+        """Whether another rank chooses."""
+        return False
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether ids of every step come from another rank's device."""
+        return False
+
+    def end_step(self) -> None:
+        """Behind a step that chose nothing: there is nobody to tell."""
+
     def follow(self, source: MaskSource) -> None:
         """Have this one say which tokens the forms of answers leave; before, such rows can choose nothing."""
         self._chooser.mask_source = source
@@ -85,6 +98,11 @@ class Sampler:
         With `keep_slots_S` it is also the newest of that slot, until something else is chosen for the row.
         """
         self._chooser.find_argmax(logits_SV, keep_slots_S)
+
+    def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
+        """Have these be the newest tokens of their slots, where tokens are kept."""
+        if isinstance(self._chooser, DeviceSampler):
+            self._chooser.keep(tokens_S, keep_slots_S)
 
     def launch(
         self,

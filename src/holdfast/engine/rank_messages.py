@@ -1,0 +1,209 @@
+"""Messages between rank 0 and the other ranks: the handshake of a start, then a frame a step; no torch.
+
+    rank 0 -> rank   RankStart     once: the settings of the engine, and which rank this is
+                     RankPlanned   pages, context, layers of each stage, and the digest that this rank's own plan must have
+                     RankConnect   where ranks meet, once all have loaded
+                     RankFrame     results of the steps that were collected since the last frame, and the next step
+                     Shutdown
+    rank -> rank 0   RankReported  what this rank has: free memory, versions, a digest of the model's headers
+                     RankLoaded    weights are in place
+                     RankReady     everything stands: what it planned and holds
+                     Refused, Died, Heartbeat
+
+Each direction is numbered from 1 without a gap; frames have numbers of their own, so that the bytes of one frame serve all
+ranks. What is cut short, altered, repeated or foreign is refused with a sentence (`MessageError`).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from holdfast.config import EngineConfig
+from holdfast.engine.messages import Died, Heartbeat, Message, Refused, Shutdown, decode_message, encode_message
+from holdfast.errors import HoldfastError, MessageError
+from holdfast.memory.report import RankMemory
+from holdfast.request.sequence import NO_TOKEN, StepResult
+from holdfast.request.step import MAX_TOKEN_ID, Step, decode_step, encode_step
+from holdfast.request.wire import Reader, Writer, body_length, open_frame, refuse
+
+MAX_RANK_BODY_BYTES = 2**26
+"""More than the largest step with its admissions takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """The first message: what to open, and which rank this is."""
+
+    config: EngineConfig
+    rank: int
+    owns_parent: bool = False
+    """Rank 0 is a process of ours, which other ranks may end where it is silent; not a caller's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReported:
+    """What a rank has, as numbers and texts by name; planning/ranks.py says which."""
+
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlanned:
+    """What all ranks are to have, by name; planning/ranks.py says which."""
+
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoaded:
+    """Weights are in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankConnect:
+    """All have loaded: meet there."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """Everything stands."""
+
+    memory: RankMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RankFrame:
+    """What a rank has to know to run one more step."""
+
+    results: tuple[tuple[tuple[int, ...], ...], ...]
+    """Of each step that was collected since the last frame: the tokens of each of its items."""
+    step: Step
+
+
+RankMessage = RankStart | RankReported | RankPlanned | RankLoaded | RankConnect | RankReady | RankFrame | Message
+_FRAME_KIND = 51
+_KINDS: dict[type, int] = {
+    RankStart: 48,
+    RankPlanned: 49,
+    RankConnect: 50,
+    RankFrame: _FRAME_KIND,
+    RankReported: 56,
+    RankLoaded: 57,
+    RankReady: 58,
+}
+_OTHERS = (Shutdown, Refused, Died, Heartbeat)
+
+
+def encode_frame(results: Sequence[StepResult], step: Step, number: int) -> bytes:
+    """A RankFrame as bytes, which are the same for every rank."""
+    numbers: list[int] = []
+    for result in results:
+        tokens = [one.token_ids for one in result.results]
+        numbers.append(len(tokens))
+        numbers += map(len, tokens)
+        for own in tokens:
+            numbers += own
+    writer = Writer()
+    writer.int(number)
+    writer.ints(numbers)
+    writer.bytes(encode_step(step))
+    return writer.frame(_FRAME_KIND)
+
+
+def encode_rank_message(message: RankMessage, number: int) -> bytes:
+    """Any message but a frame as one frame of the channel."""
+    kind = _KINDS.get(type(message))
+    if kind is None:
+        return encode_message(message, number)  # type: ignore[arg-type]
+    assert kind != _FRAME_KIND, "frames are made once for all ranks: encode_frame"
+    writer = Writer()
+    writer.int(number)
+    writer.text(json.dumps(_told(message), separators=(",", ":")))
+    return writer.frame(kind)
+
+
+def decode_rank_message(frame: bytes) -> tuple[int, RankMessage]:
+    """The number of a message and the message, or MessageError."""
+    kind, length = body_length(frame)
+    if length > MAX_RANK_BODY_BYTES:
+        refuse(f"it has {length} bytes, and at most {MAX_RANK_BODY_BYTES} are taken between ranks")
+    if kind not in _KINDS.values():
+        number, message = decode_message(frame)
+        if not isinstance(message, _OTHERS):
+            refuse(f"it is {type(message).__name__}, which no rank sends")
+        return number, message
+    _, reader = open_frame(frame)
+    number = reader.int(1)
+    if kind == _FRAME_KIND:
+        return number, _read_frame(reader)
+    try:
+        message = _read(kind, json.loads(reader.text()))
+    except MessageError:
+        raise
+    except (HoldfastError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise MessageError("a message came", f"what it says is not sound ({error})", "send it again") from error
+    reader.end()
+    return number, message
+
+
+def _told(message: RankMessage) -> dict[str, object]:
+    match message:
+        case RankStart(config, rank, owns_parent):
+            settings = {one.name: getattr(config, one.name) for one in fields(config)}
+            return {"config": settings, "rank": rank, "owns_parent": owns_parent}
+        case RankReported(told) | RankPlanned(told):
+            return told
+        case RankConnect(address):
+            return {"address": address}
+        case RankReady(memory):
+            return memory._asdict()
+        case _:
+            return {}
+
+
+def _read(kind: int, told: dict[str, Any]) -> RankMessage:
+    if not isinstance(told, dict):
+        refuse("it holds no object where one is due")
+    if kind == _KINDS[RankStart]:
+        settings = told["config"]
+        settings |= {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+        return RankStart(EngineConfig(**settings), _count(told["rank"]), bool(told["owns_parent"]))
+    if kind == _KINDS[RankConnect]:
+        return RankConnect(str(told["address"]))
+    if kind == _KINDS[RankReady]:
+        memory = RankMemory(**told)
+        for number in (memory.rank, memory.planned_bytes, memory.held_bytes, memory.measured_bytes or 0):
+            _count(number)
+        return RankReady(memory)
+    if kind == _KINDS[RankLoaded]:
+        return RankLoaded()
+    return RankReported(told) if kind == _KINDS[RankReported] else RankPlanned(told)
+
+
+def _count(number: object) -> int:
+    if type(number) is not int or number < 0:
+        refuse(f"{number!r:.40} is no count")
+    return number
+
+
+def _read_frame(reader: Reader) -> RankFrame:
+    numbers, step = reader.ints(NO_TOKEN, MAX_TOKEN_ID), decode_step(reader.bytes())
+    reader.end()
+    results, place = [], 0
+    while place < len(numbers):
+        num_items = numbers[place]
+        counts = numbers[place + 1 : place + 1 + num_items]
+        if num_items < 0 or len(counts) != num_items or min(counts, default=0) < 0:
+            refuse("its results end before what they announce")
+        place += 1 + num_items
+        tokens = []
+        for count in counts:
+            tokens.append(numbers[place : place + count])
+            place += count
+        if place > len(numbers):
+            refuse("its results end before what they announce")
+        results.append(tuple(tokens))
+    return RankFrame(tuple(results), step)

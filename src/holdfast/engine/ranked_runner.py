@@ -1,0 +1,107 @@
+"""RankedRunner: steps on all ranks: each goes out as one frame, rank 0 computes its share in a thread of its own; no torch.
+
+    launch(step)   frame = results of the steps that were collected since the last one, and this step -> every rank
+    collect()      waits for rank 0's own results, which need every rank's; raises where one is gone
+
+Only rank 0 chooses tokens. Others learn them with the next frame, so that the sequences of all ranks are the same when a step
+begins (runner/slots.py). A step that has begun cannot be dropped: others are in the middle of it.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from holdfast.engine.core import StepRunner
+from holdfast.engine.messages import Numbering
+from holdfast.engine.rank_messages import encode_frame
+from holdfast.engine.ranks import RankGroup, StepThread
+from holdfast.request.sequence import StepResult
+from holdfast.request.step import Step
+
+CLOSE_SECONDS = 3.0
+"""For a step of this rank to end, once the others are gone."""
+
+
+class _Flight:
+    """A step that was launched and not collected."""
+
+    def __init__(self, launched: "Future[None]", result: "Future[StepResult] | None") -> None:
+        self.launched = launched
+        self.result = result
+
+
+class RankedRunner:
+    """What the core drives where there are several ranks. One thread at a time."""
+
+    def __init__(self, runner: StepRunner, group: RankGroup, thread: StepThread, *, is_eager: bool = True) -> None:
+        """`is_eager`: a step is computed as soon as it is launched; else it is begun, and computed on when it is collected."""
+        self.limits = runner.limits
+        self.num_pages = runner.num_pages
+        self.vocab_size = runner.vocab_size
+        self.eos_token_ids = runner.eos_token_ids
+        self._runner: StepRunner | None = runner
+        self._group = group
+        self._thread = thread
+        self._is_eager = is_eager
+        self._frames = Numbering()
+        self._told: list[StepResult] = []
+        """Results that other ranks do not have yet."""
+        self._flights: deque[_Flight] = deque()
+        self._collected: StepResult | None = None
+        """Of the oldest flight, where it was handed out."""
+        # Also runs when nobody holds the engine any more, and before the interpreter ends.
+        self._end = weakref.finalize(self, group.end)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of ranks 1, 2, ..."""
+        return self._group.pids
+
+    def launch(self, step: Step) -> None:
+        """Send a step to all ranks and begin it here."""
+        self._advance()
+        runner = self._runner
+        assert runner is not None, "the runner is closed"
+        self._group.send_frame(encode_frame(self._told, step, self._frames.next()))
+        self._told = []
+        launched = self._thread.submit(partial(runner.launch, step))
+        self._flights.append(_Flight(launched, self._begin(runner) if self._is_eager else None))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step; where this is interrupted it can be called again."""
+        self._advance()
+        flight, runner = self._flights[0], self._runner
+        assert runner is not None, "the runner is closed"
+        if flight.result is None:
+            flight.result = self._begin(runner)
+        self._group.wait(flight.launched)
+        result = self._group.wait(flight.result)
+        # As in a runner: what follows from having handed it out is done at the next call.
+        self._collected = result
+        return result
+
+    def cancel(self) -> bool:
+        """Whether nothing is in flight: what has begun on several ranks goes on."""
+        self._advance()
+        return not self._flights
+
+    def close(self, release: Callable[[], None]) -> None:
+        """End the other ranks, and give this one's memory back where it computes; again is nothing."""
+        if self._runner is None:
+            return
+        self._runner = None
+        self._flights.clear()
+        self._end()
+        self._thread.submit(release)
+        self._thread.close(CLOSE_SECONDS)
+
+    def _begin(self, runner: StepRunner) -> "Future[StepResult]":
+        return self._thread.submit(runner.collect)
+
+    def _advance(self) -> None:
+        if self._collected is not None:
+            self._told.append(self._collected)
+            self._collected = None
+            self._flights.popleft()

@@ -1,0 +1,68 @@
+"""Vital signs: whether another process of this machine lives, by its pulse and by what the system says of it; no torch.
+
+A thread of a process beats its pulse (engine/pulse.py) a few times a second. It cannot while another thread keeps Python's lock:
+a library that is loaded, a kernel that is compiled. Such a process computes, or waits for a disk, and the system says so. So
+silence is: no beat, no processor time used, and neither ready to run nor waiting for a disk. A stopped process is silent.
+
+Silence is counted in looks and not by the clock: where this process got no time, or the machine slept, so did the other.
+"""
+
+import time
+from pathlib import Path
+
+from holdfast.engine.pulse import Pulse
+
+LOOK_SECONDS = 0.25
+SILENCE_SECONDS = 1.5
+"""A process that is silent for so long is dead."""
+LOCKED_SECONDS = 30.0
+"""The same before it is ready, where it waits and is not stopped: whoever loads libraries may keep Python's lock and wait."""
+_MOST_COUNTED = 2 * LOOK_SECONDS
+_STOPPED = frozenset("TtZX")
+_BUSY = frozenset("RD")
+
+
+class VitalSigns:
+    """Looks at one process. One thread."""
+
+    def __init__(self, pid: int, pulse: Pulse) -> None:
+        self._pid = pid
+        self._pulse = pulse
+        self._looked_at = time.monotonic()
+        self._ticks = -1
+        self._beat_at = 0.0
+        self._state = "S"
+        self.silent_seconds = 0.0
+
+    def look(self) -> None:
+        """Once every LOOK_SECONDS or so."""
+        now = time.monotonic()
+        elapsed, self._looked_at = now - self._looked_at, now
+        self._state, ticks = process_state(self._pid)
+        beat_at = self._pulse.beat_at
+        has_lived = beat_at != self._beat_at or ticks != self._ticks or self._state in _BUSY
+        self._beat_at, self._ticks = beat_at, ticks
+        if has_lived:
+            self.silent_seconds = 0.0
+        else:
+            self.silent_seconds += min(elapsed, _MOST_COUNTED)
+
+    def is_dead(self, is_ready: bool) -> bool:
+        """Whether the last look has found it silent for too long."""
+        most = SILENCE_SECONDS if is_ready or self._state in _STOPPED else LOCKED_SECONDS
+        return self.silent_seconds >= most - LOOK_SECONDS / 2
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """The letter of its state and its processor time in ticks; ("S", 0) where the system does not say."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "S", 0
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped it (SIGSTOP, a debugger)."""
+    return process_state(pid)[0] in "Tt"

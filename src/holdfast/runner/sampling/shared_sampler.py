@@ -1,0 +1,150 @@
+"""SharedSampler: choices where each rank has a share of the vocabulary: argmax by share, whole logits on rank 0 where asked for.
+
+S rows that are chosen from, V a rank's share of the vocabulary, W all of it, N ranks, X the id and the logit of an argmax
+
+    every rank     argmax of its share and its logit -> gather_small -> the first largest: the lowest id among equals, as alone
+    rank 0         chooses; where a row is not plain greedy, from the whole logits (gather_logits)
+    other ranks    follow: they take part in every exchange, and learn from rank 0 what was chosen
+
+Which exchanges a step makes follows from its sequences' parameters, which all ranks have.
+"""
+
+from collections.abc import Sequence as SequenceABC
+
+import numpy as np
+import torch
+
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.mesh import Mesh
+from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
+from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
+from holdfast.runner.sampling.host_sampler import Chosen
+from holdfast.runner.sampling.masks import MaskSource
+from holdfast.runner.sampling.sampler import Sampler
+
+FIELDS = 2
+"""Of what is gathered a row: id and logit, float32. Ids below 2**24 are exact."""
+
+
+class SharedSampler:
+    """The same verbs as a Sampler's, over this rank's columns of the logits."""
+
+    def __init__(
+        self, sampler: Sampler, exchange: Exchange, mesh: Mesh, first_token: int, max_rows: int, device: torch.device
+    ) -> None:
+        """`sampler` is one of the whole vocabulary; `first_token` is the id of this rank's first column."""
+        self._sampler = sampler
+        self._exchange = exchange
+        self._first_token = first_token
+        self.is_follower = mesh.rank != 0
+        self._is_last_stage = mesh.is_last_stage
+        self.argmax_S = sampler.argmax_S
+        max_rows = max(max_rows, len(sampler.argmax_S))
+        self._own_SX = torch.zeros((max_rows, FIELDS), dtype=torch.float32, device=device)
+        self._all = torch.zeros(mesh.tensor_size * max_rows * FIELDS, dtype=torch.float32, device=device)
+        self._num_shares = mesh.tensor_size
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether a step can begin before the host knows the tokens of the last one."""
+        return self._sampler.keeps_tokens
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether ids of every step come from rank 0's device: other ranks do not keep what was chosen."""
+        return self._sampler.keeps_tokens
+
+    def follow(self, source: MaskSource) -> None:
+        """Have this one say which tokens the forms of answers leave."""
+        self._sampler.follow(source)
+
+    def warm(self, logits_SV: torch.Tensor) -> None:
+        """Compile every kernel, and run every exchange once."""
+        whole_1W = self._gather(logits_SV[:1])
+        if whole_1W is not None:
+            self._sampler.warm(whole_1W)
+
+    def resolve(self, ids_T: torch.Tensor) -> None:
+        """Put tokens in the places of ids that are -1 - slot, on every rank; a CUDA graph may capture this."""
+        if self.keeps_tokens:
+            if not self.is_follower:
+                self._sampler.resolve(ids_T)
+            self._exchange.share_tokens(ids_T)
+
+    def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
+        """The most likely token of each row of all shares into the first places of `argmax_S`; a CUDA graph may capture this."""
+        num_rows = logits_SV.shape[0]
+        own_SX = self._own_SX[:num_rows]
+        all_NSX = self._all[: self._num_shares * num_rows * FIELDS].view(self._num_shares, num_rows, FIELDS)
+        if self._is_last_stage:
+            _write_argmax(logits_SV, self._first_token, own_SX)
+        self._exchange.gather_small(own_SX if self._is_last_stage else None, all_NSX)
+        self._exchange.end_step()
+        largest_S, ranks_S = all_NSX[:, :, 1].max(dim=0)
+        ids_S = all_NSX[:, :, 0].gather(0, ranks_S.unsqueeze(0)).squeeze(0).to(torch.int64)
+        argmax_S = self.argmax_S[:num_rows]
+        argmax_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
+        if keep_slots_S is not None and not self.is_follower:
+            self._sampler.keep(argmax_S, keep_slots_S)
+
+    def launch(
+        self,
+        logits_SV: torch.Tensor | None,
+        choices: SequenceABC[Choice],
+        eos_token_ids: frozenset[int],
+        chosen_by_graph: torch.Tensor | None = None,
+        keep_slots_S: torch.Tensor | None = None,
+    ) -> Choosing:
+        """Begin to choose a token from each row; on other ranks than 0 what is read is the argmax, until rank 0 tells."""
+        if logits_SV is None:
+            self._exchange.end_step()
+            return self._sampler.launch(None, choices, eos_token_ids)
+        if chosen_by_graph is None and choices:
+            self.find_argmax(logits_SV, keep_slots_S)
+        argmax_S = (self.argmax_S if chosen_by_graph is None else chosen_by_graph)[: len(choices)]
+        whole_SW = None if all(map(_is_plain, choices)) else self._gather(logits_SV)
+        if self.is_follower:
+            # On a GPU nobody waits here for a token that rank 0 will tell.
+            ids = [NO_TOKEN] * len(choices) if self.keeps_tokens else argmax_S.tolist()
+            return Chosen([SequenceSample(token_id, None) for token_id in ids])
+        if whole_SW is None:
+            whole_SW = self._exchange.whole_logits(len(choices))  # nobody looks at it where every row is plain
+        return self._sampler.launch(whole_SW, choices, eos_token_ids, argmax_S, keep_slots_S)
+
+    def prompt_logprobs(
+        self, logits_TV: torch.Tensor, target_ids: SequenceABC[int], num_top: int
+    ) -> list[TokenLogprobs]:
+        """Of target_ids[i] where row i predicts it; nothing on other ranks than 0."""
+        whole_TW = self._gather(logits_TV)
+        return [] if whole_TW is None else self._sampler.prompt_logprobs(whole_TW, target_ids, num_top)
+
+    def end_step(self) -> None:
+        """Behind a step that chose nothing."""
+        self._exchange.end_step()
+
+    def _gather(self, logits_SV: torch.Tensor) -> torch.Tensor | None:
+        """All shares side by side on rank 0."""
+        whole_SW = None if self.is_follower else self._exchange.whole_logits(logits_SV.shape[0])
+        self._exchange.gather_logits(logits_SV if self._is_last_stage else None, whole_SW)
+        self._exchange.end_step()
+        return whole_SW
+
+
+def _write_argmax(logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
+    """The id of a row's largest logit, the smallest among equals, and that logit; NaN counts as the largest."""
+    if logits_SV.device.type == "cpu":
+        # Torch takes three to ten times longer than numpy to find an index.
+        logits, out = logits_SV.numpy(), out_SX.numpy()
+        ids = logits.argmax(axis=1)
+        out[:, 0] = ids + first_token
+        out[:, 1] = logits[np.arange(len(ids)), ids]
+        return
+    largest_S, ids_S = logits_SV.max(dim=1)
+    out_SX[:, 0] = ids_S + first_token
+    out_SX[:, 1] = largest_S
+
+
+def _is_plain(choice: Choice) -> bool:
+    """Whether the argmax of the raw logits is all that is asked of a row."""
+    params = choice.sequence.params
+    return params.temperature == 0.0 and params.logprobs is None and not choice.is_edited

@@ -1,0 +1,169 @@
+"""LLM on several ranks: processes on a CPU with gloo; answers, accounts and ends are those of one process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.cli_models import make_model
+from engine.test_core_process import is_gone
+from holdfast import LLM, AsyncLLM, SamplingParams
+from holdfast.engine.core import EngineCore
+from holdfast.engine.ranked_runner import RankedRunner
+from holdfast.errors import ConfigError, EngineDeadError, HoldfastError
+from holdfast.request.structured import StructuredOutputs
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "memory_limit": "1GiB", "max_model_len": 64}
+EXACT = OPTIONS | {"tensor_parallel_sums": "exact"}
+PROMPTS = [{"prompt_token_ids": ids} for ids in ([1, 5, 9, 12], [1, 3], [1, 7, 7, 2], [9] * 20, [4, 4])]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=12),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=12, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=1),
+    SamplingParams(temperature=0.7, top_p=0.8, seed=5, max_tokens=9, repetition_penalty=1.3),
+    SamplingParams(temperature=0.0, max_tokens=6, structured_outputs=StructuredOutputs(choice=["ab", "ba"])),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("ranks") / "tiny"))
+
+
+def answers(llm: LLM) -> list:
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs, one.error) for one in outputs]
+
+
+def pids_of(llm: LLM) -> list[int]:
+    core = llm.engine.core
+    assert isinstance(core, EngineCore)
+    assert isinstance(core.runner, RankedRunner)
+    return core.runner.pids
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> list:
+    with LLM(model, **OPTIONS) as llm:
+        return answers(llm)
+
+
+def test_two_ranks_answer_as_one(model, alone):
+    with LLM(model, tensor_parallel_size=2, **EXACT) as llm:
+        pids = pids_of(llm)
+        assert answers(llm) == alone
+        assert answers(llm) == alone, "with prefixes that are cached"
+        (other,) = llm.memory.ranks
+        assert other.rank == 1
+        assert 0 < other.held_bytes <= other.planned_bytes
+        assert llm.memory.as_dict()["ranks"] == [other._asdict()]
+    assert len(pids) == 1
+    assert all(map(is_gone, pids))
+
+
+@pytest.mark.slow
+def test_two_engines_with_ranks_take_turns(model, alone):
+    with LLM(model, tensor_parallel_size=2, **EXACT) as one, LLM(model, tensor_parallel_size=2, **EXACT) as other:
+        streams = [one.stream(PROMPTS[0], PARAMS[0]), other.stream(PROMPTS[0], PARAMS[0])]
+        tokens: list[list[int]] = [[], []]
+        for deltas in zip(*streams, strict=True):
+            for place, delta in enumerate(deltas):
+                tokens[place] += delta.token_ids
+        assert tokens == [alone[0][0]] * 2
+        pids = pids_of(one) + pids_of(other)
+    assert all(map(is_gone, pids))
+
+
+@pytest.mark.slow
+def test_a_core_process_has_ranks_too(model, alone):
+    with LLM(model, tensor_parallel_size=2, core_process=True, **EXACT) as llm:
+        assert answers(llm) == alone
+        assert [rank.rank for rank in llm.memory.ranks] == [1]
+        pid = llm.engine.core.pid
+        children = children_of(pid)
+        assert children
+    assert is_gone(pid)
+    assert all(map(is_gone, children))
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
+@pytest.mark.slow
+def test_an_async_llm_has_ranks_too(model, alone):
+    async def ask() -> list[int]:
+        llm = AsyncLLM(model, tensor_parallel_size=2, **EXACT)
+        try:
+            return [output async for output in llm.generate(PROMPTS[0], PARAMS[0])][-1].outputs[0].token_ids
+        finally:
+            llm.shutdown()
+
+    assert asyncio.run(ask()) == alone[0][0]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_an_error_and_memory_comes_back(model):
+    llm = LLM(model, tensor_parallel_size=2, **OPTIONS)
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+    next(stream)
+    (pid,) = pids_of(llm)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="rank 1 was killed"):
+        list(stream)
+    assert time.monotonic() - began < 2.5
+    assert is_gone(pid)
+    with pytest.raises(EngineDeadError):
+        llm.generate("more")
+    llm.shutdown()
+
+
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_just_works(model, tmp_path):
+    """Ranks are started as modules of ours: nobody imports the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            from holdfast import LLM, SamplingParams
+            print("once")
+            llm = LLM({model!r}, tensor_parallel_size=2, **{EXACT!r})
+            print(llm.generate([1, 5, 9, 12], SamplingParams(temperature=0.0, max_tokens=4))[0].outputs[0].token_ids)
+        """)
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "once"
+    assert len(lines) == 2
+    assert lines[1].count(",") == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "3"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "stages"),
+        ({"tensor_parallel_size": 2, "device": "cuda:9"}, "cuda:9"),
+    ],
+)
+def test_what_ranks_cannot_share_is_one_sentence_before_anything_starts(model, options, words):
+    began, before = time.monotonic(), set(children_of(os.getpid()))
+    with pytest.raises(HoldfastError) as caught:
+        LLM(model, **(OPTIONS | options))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert set(children_of(os.getpid())) <= before
+    assert time.monotonic() - began < 20
+
+
+def test_a_launcher_with_another_number_is_refused(model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=4"):
+        LLM(model, tensor_parallel_size=2, **OPTIONS)

@@ -1,0 +1,250 @@
+"""Ranks as processes: one schedule on all of them, and whatever ends one is an error for everybody, and leaves nothing."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from engine.fake_rank import BOTH_PLACES, LIMITS, NUM_PAGES
+from engine.fakes import make_engine, run_all, tokens_of
+from engine.rank_groups import FAKE, open_group, ranked_engine, start, with_tests
+from engine.test_core_process import is_gone
+from holdfast import SamplingParams
+from holdfast.config import EngineConfig
+from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
+from holdfast.engine.messages import Shutdown, Start
+from holdfast.engine.pulse import Pulse, open_pulse_file
+from holdfast.engine.rank_messages import (
+    RankFrame,
+    RankLoaded,
+    RankPlanned,
+    RankReported,
+    RankStart,
+    decode_rank_message,
+    encode_frame,
+    encode_rank_message,
+)
+from holdfast.engine.ranks import check_world
+from holdfast.errors import ConfigError, EngineDeadError, MessageError, UnsupportedModelError
+from holdfast.request.sequence import SequenceResult, StepResult
+from holdfast.request.step import Step, StepItem
+
+
+@pytest.fixture(autouse=True)
+def children_find_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", with_tests(dict(os.environ))["PYTHONPATH"])
+
+
+CASES = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=20),
+    "seeds": SamplingParams(temperature=0.7, seed=5, max_tokens=20),
+    "several": SamplingParams(n=3, seed=5, max_tokens=9),
+    "short": SamplingParams(temperature=0.0, max_tokens=1),
+    "logprobs": SamplingParams(max_tokens=5, logprobs=3, prompt_logprobs=2, n=2),
+}
+
+
+@pytest.mark.parametrize(("is_eager", "run_ahead"), [(True, 0), (False, 1)])
+def test_a_schedule_on_four_ranks_is_that_of_one(is_eager, run_ahead, monkeypatch, tmp_path):
+    monkeypatch.setenv(BOTH_PLACES, str(tmp_path))
+    shape = {"max_num_seqs": LIMITS.max_num_seqs, "num_pages": NUM_PAGES, "run_ahead": run_ahead}
+    ranked, alone = ranked_engine(is_eager=is_eager, run_ahead=run_ahead), make_engine(**shape)
+    try:
+        for engine in (ranked, alone):
+            for place, (case, params) in enumerate(CASES.items()):
+                for nth in range(4):
+                    engine.add_request(f"{case}-{nth}", "the same beginning and " * place + str(nth), params)
+        found, expected = run_all(ranked), run_all(alone)
+        assert {key: tokens_of(deltas) for key, deltas in found.items()} == {
+            key: tokens_of(deltas) for key, deltas in expected.items()
+        }
+        until = time.monotonic() + 20
+        files = [tmp_path / f"rank-{rank}" for rank in range(4)]
+        while len({file.read_text() for file in files}) > 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len({file.read_text() for file in files}) == 1, [file.read_text() for file in files]
+    finally:
+        ranked.close()
+    assert all(map(is_gone, ranked.group.pids))
+
+
+def test_ready_ranks_tell_what_they_hold():
+    group = open_group(num_ranks=3)
+    try:
+        assert [ready.memory.rank for ready in start(group)] == [1, 2]
+    finally:
+        group.end()
+    assert all(map(is_gone, group.pids))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("refuses", UnsupportedModelError, "rank 2: a fake was asked; it has no weights; take another"),
+        ("fails", EngineDeadError, "rank 2: it stopped at OSError: no weights today"),
+        ("exits", EngineDeadError, "rank 2: it ended (exit status 3: what it said last)"),
+    ],
+)
+def test_a_rank_that_cannot_load_ends_the_start_in_its_own_words(name, error, words):
+    group = open_group(name, num_ranks=3)
+    try:
+        group.expect(RankReported)
+        began = time.monotonic()
+        group.send_all(RankPlanned({}))
+        with pytest.raises(error) as caught:
+            start_behind_plan(group)
+        assert time.monotonic() - began < 2.0
+        assert words in str(caught.value)
+    finally:
+        group.end()
+    assert all(map(is_gone, group.pids))
+
+
+def start_behind_plan(group) -> None:
+    group.expect(RankLoaded)
+
+
+def test_a_rank_that_never_comes_is_waited_for_so_long():
+    group = open_group("never comes", num_ranks=3)
+    with pytest.raises(EngineDeadError, match="rank 2 has not sent RankReported within 1 seconds"):
+        group.expect(RankReported, 1.0)
+    assert all(map(is_gone, group.pids))
+
+
+def test_a_rank_that_fails_in_a_step_is_an_error_for_every_request():
+    engine = ranked_engine("dies", num_ranks=3, run_ahead=1, is_eager=False)
+    try:
+        engine.add_request("one", "some text", SamplingParams(temperature=0.0, max_tokens=50))
+        deltas = run_until_error(engine)
+        assert "rank 2: it stopped at OSError: device lost" in str(deltas[-1].error)
+        with pytest.raises(EngineDeadError, match="device lost"):
+            engine.raise_if_dead()
+    finally:
+        engine.close()
+    assert all(map(is_gone, engine.group.pids))
+
+
+def run_until_error(engine, seconds: float = 20.0) -> list:
+    """Deltas of the steps until one has an error."""
+    found, until = [], time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(EngineDeadError):
+            found += engine.step()
+        if found and found[-1].error is not None:
+            return found
+    raise AssertionError("no error came")
+
+
+def test_a_killed_rank_is_noticed_at_once_and_named():
+    engine = ranked_engine(num_ranks=3)
+    try:
+        engine.add_request("one", "some text", SamplingParams(temperature=0.0, max_tokens=100))
+        engine.step()
+        began = time.monotonic()
+        os.kill(engine.group.pids[0], signal.SIGKILL)
+        deltas = run_until_error(engine)
+        assert "rank 1 was killed (signal SIGKILL" in str(deltas[-1].error)
+        assert time.monotonic() - began < 2.5
+    finally:
+        engine.close()
+    assert all(map(is_gone, engine.group.pids))
+
+
+@pytest.mark.slow
+def test_one_that_computes_with_the_lock_kept_raises_no_alarm():
+    group = open_group("locked", num_ranks=2)
+    try:
+        start(group)
+    finally:
+        group.end()
+    assert all(map(is_gone, group.pids))
+
+
+# Messages
+
+STEP = Step(7, (1,), (), (StepItem(0, 3, 1, True), StepItem(2, 8, 1, True)))
+RESULTS = (StepResult((SequenceResult((5,)), SequenceResult(()), SequenceResult((1, 2)))), StepResult(()))
+
+
+def test_frames_say_what_was_put_in():
+    number, message = decode_rank_message(encode_frame(RESULTS, STEP, 9))
+    assert (number, message) == (9, RankFrame((((5,), (), (1, 2)), ()), STEP))
+    config = EngineConfig(model="x", tensor_parallel_size=2, quantization="fp8", quantization_ignore=("a*",))
+    started = RankStart(config, 1, True)
+    assert decode_rank_message(encode_rank_message(started, 1)) == (1, started)
+
+
+def test_altered_frames_are_refused():
+    frame = encode_frame(RESULTS, STEP, 9)
+    for place in range(len(frame)):
+        with pytest.raises(MessageError):
+            decode_rank_message(frame[:place])
+        altered = bytearray(frame)
+        altered[place] ^= 0x41
+        with pytest.raises(MessageError):
+            decode_rank_message(bytes(altered))
+
+
+def _foreign() -> dict[str, tuple[bytes, ...]]:
+    frame = encode_frame((), STEP, 1)
+    oversized = bytearray(frame)
+    oversized[8:12] = (2**30 + 1).to_bytes(4, "little")
+    return {
+        "a stranger's": (b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",),
+        "cut short": (frame[: len(frame) // 2],),
+        "oversized": (bytes(oversized),),
+        "repeated": (encode_rank_message(RankPlanned({}), 1), encode_rank_message(RankPlanned({}), 1)),
+        "not due": (encode_rank_message(Start(EngineConfig()), 1),),
+        "a frame first": (frame,),
+    }
+
+
+def heard(channel: Channel) -> list:
+    """Everything that comes until the other side ends."""
+    found = []
+    with contextlib.suppress(ChannelClosedError):
+        while channel.wait(20.0):
+            frame = channel.take()
+            if frame is not None:
+                found.append(decode_rank_message(frame)[1])
+    return found
+
+
+@pytest.mark.parametrize("name", _foreign())
+def test_what_a_rank_does_not_know_ends_it_with_a_sentence(name):
+    """Bytes in the place of rank 0's: the rank says what is wrong, in one sentence, and ends."""
+    ours, theirs = channel_pair()
+    files = [open_pulse_file() for _ in range(2)]
+    Pulse(files[1]).beat()
+    process = subprocess.Popen(
+        [*FAKE, *map(str, (theirs.fileno(), os.getpid(), *files))], pass_fds=(theirs.fileno(), *files)
+    )
+    theirs.close()
+    for data in _foreign()[name]:
+        ours.sendall(data)
+    ours.shutdown(socket.SHUT_WR)
+    channel = Channel(ours)
+    said = heard(channel)
+    assert process.wait(20.0) == 1
+    assert len(said) == 1, said
+    assert ";" in str(getattr(said[0], "error", said[0]))
+    channel.close()
+    for file in files:
+        os.close(file)
+
+
+def test_shutdown_is_no_error():
+    assert decode_rank_message(encode_rank_message(Shutdown(), 3)) == (3, Shutdown())
+
+
+@pytest.mark.parametrize("told", ["3", "x", "1"])
+def test_a_launcher_must_have_started_as_many(told):
+    config = EngineConfig(tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE={told}"):
+        check_world(config, {"WORLD_SIZE": told, "RANK": "0"})
+    assert check_world(config, {"WORLD_SIZE": "2", "RANK": "0"}) == 2
+    assert check_world(config, {"WORLD_SIZE": told}) == 2
