@@ -32,6 +32,7 @@ from holdfast.kernels.attention import (  # noqa: E402
 )
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
+from holdfast.kernels.exchange import gather_rows, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
     coded_rms_norm,
@@ -137,6 +138,7 @@ class CompiledOnly:
         compiled = triton.compile(source, target=HOPPER, options=options)
         _check_assembler(compiled.asm["ttgir"])
         _check_words(compiled.asm["ptx"], compiled.metadata.shared)
+        _check_polls(compiled.asm["ptx"])
         self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
         self.num_copies = compiled.asm["ttgir"].count("ttg.async_copy_global_to_local")
 
@@ -162,6 +164,13 @@ def _check_words(program: str, shared_bytes: int) -> None:
     assert own_bytes == 0 or own_bytes + shared_bytes <= 48 * 1024 or shared_bytes > 48 * 1024, (
         f"{own_bytes} + {shared_bytes} bytes of shared memory cannot be launched"
     )
+
+
+def _check_polls(program: str) -> None:
+    """Warps that wait for a peer's signal leave the loop each by itself: a barrier inside would wait for those that have left."""
+    for block in re.split(r"^\$L__BB\d+_\d+:", program, flags=re.MULTILINE):
+        _, _, behind = block.partition("ld.acquire.sys")
+        assert "bar.sync" not in behind, f"a barrier between polls: {block}"
 
 
 def _type_of(value: object) -> Any:
@@ -629,7 +638,28 @@ LAYER_CASES: dict[str, Callable[[], None]] = {
     )
 }
 """The first in the widths of Qwen3-30B-A3B."""
+
+
+def exchange_of(size: int) -> None:
+    """Every kernel among so many ranks."""
+    ranks = sum_rows.Ranks(0, size, torch.zeros(4096, dtype=torch.int32), torch.zeros(16, dtype=torch.int64))
+    rooms = [torch.zeros(16, 5120, dtype=BF16)] * size
+    for two_passes in (False, True):
+        for form in range(3):
+            tiles = sum_rows.Tiles(1024, 4, form=form, pdl=form == 1)
+            sum_rows.sum_rows_triton(rooms, torch.zeros(16, 5120, dtype=BF16), ranks, tiles, two_passes)
+    for out in (torch.zeros(16, 5120 * size, dtype=BF16), None):
+        gather_rows.gather_columns_triton(rooms, out, 16, 5120 * size, ranks)
+    ids = torch.zeros(64, dtype=torch.int64)
+    gather_rows.gather_small_triton(ids, [ids] * size, torch.zeros(size, 64, dtype=torch.int64), ranks)
+    gather_rows.share_first_triton(ids, [ids] * size, ranks)
+    gather_rows.meet_triton(ranks)
+
+
 CASES: dict[str, Callable[[], None]] = {
+    "exchange of 2": lambda: exchange_of(2),
+    "exchange of 4": lambda: exchange_of(4),
+    "exchange of 3": lambda: exchange_of(3),
     "one row": lambda: rows_of(1, BF16, gated=False),
     "one gated row": lambda: rows_of(1, BF16, gated=True),
     "one row of odd sizes": lambda: rows_of(1, BF16, gated=True, size_n=101, size_k=576),
@@ -762,6 +792,7 @@ def main() -> None:
         expert_gemv,
         expert_row,
         expert_sum,
+        gather_rows,
         grouped_gemm,
         hash_routing,
         hyper_connections,
@@ -787,6 +818,7 @@ def main() -> None:
         sparse_quantized_attention,
         sparse_tiles,
         sparse_warpgroups,
+        sum_rows,
         tiled_attention,
         compress,
         write_index,

@@ -25,6 +25,9 @@ COMMON_CASES = (
 )
 """Of each way to write a kernel one that is compiled in a second or three."""
 OTHER_CASES = (
+    "exchange of 2",
+    "exchange of 3",
+    "exchange of 4",
     "one row",
     "one row of odd sizes",
     "gated rows",

@@ -18,7 +18,8 @@ from holdfast.distributed.exchange_plan import NCCL_BYTES, ExchangeNeeds, exchan
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
-from holdfast.kernels.exchange.add_parts import add_parts_reference, gather_parts_reference
+from holdfast.kernels.exchange.add_parts import gather_parts_reference
+from holdfast.kernels.exchange.sum_rows import add_parts
 from holdfast.memory.ledger import Ledger
 
 CALL_SECONDS = 120.0
@@ -162,7 +163,7 @@ class CollectiveExchange:
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         assert out_TH.is_contiguous(), f"{out_TH.stride()=}: a sum is dense"
         parts_STH = self._gather("sum_rows", part_TH)
-        return add_parts_reference(parts_STH.unbind(), out_TH, self._wide_F)
+        return add_parts(parts_STH.unbind(), out_TH, self._wide_F)
 
     def _gather(self, verb: str, part: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks, rank by rank."""

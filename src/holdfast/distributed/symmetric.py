@@ -8,6 +8,7 @@ Why one meeting of all ranks a call is enough: kernels/exchange/signals.py.
 """
 
 import secrets
+from typing import Any
 
 import torch
 
@@ -28,6 +29,8 @@ from holdfast.memory.arena import views_of
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 
+natives: Any = getattr(torch._C, "_distributed_c10d", None)
+"""What torch has of groups below Python; its stubs do not name it."""
 LOCAL_OWNERS = ("exchange/whole_logits",)
 """What peers do not read."""
 GROUP_KEY = "group"
@@ -37,7 +40,7 @@ class SymmetricMemory:
     """One allocation of the same size on every rank, and views of everybody's."""
 
     def __init__(self, num_bytes: int, store: Store, mesh: Mesh, device: torch.device) -> None:
-        symmetric = torch._C._distributed_c10d._SymmetricMemory
+        symmetric = natives._SymmetricMemory
         self.name, self._group = register_group(store, mesh)
         self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
         # Signals are 0 before any peer can see them: nobody has this memory before all have come to the next line.
@@ -52,7 +55,7 @@ class SymmetricMemory:
     def close(self) -> None:
         """The memory goes when the last view does."""
         self.everybodys.clear()
-        torch._C._distributed_c10d._unregister_process_group(self.name)
+        natives._unregister_process_group(self.name)
         del self._handle, self.own, self._group
 
 
@@ -67,8 +70,8 @@ def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
     group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)
-    torch._C._distributed_c10d._register_process_group(name, group)
-    torch._C._distributed_c10d._SymmetricMemory.set_group_info(name, mesh.rank, mesh.num_ranks, own_store)
+    natives._register_process_group(name, group)
+    natives._SymmetricMemory.set_group_info(name, mesh.rank, mesh.num_ranks, own_store)
     return name, group
 
 

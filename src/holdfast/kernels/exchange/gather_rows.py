@@ -74,6 +74,7 @@ def _gather_columns_kernel(
     BLOCK: constexpr,
     FORM: constexpr,
 ):
+    epoch = 0
     if p_signals is not None:
         epoch = last_epoch(p_signals) + 1
         meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
@@ -157,6 +158,7 @@ def _small_kernel(
         for r in tl.static_range(SIZE):
             if r == rank:
                 tl.store(rooms[r] + o_n, b_n, mask=o_n < num_elements)
+    epoch = 0
     if p_signals is not None:
         epoch = last_epoch(p_signals) + 1
         tl.debug_barrier()

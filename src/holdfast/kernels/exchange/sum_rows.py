@@ -14,7 +14,7 @@ import torch
 
 from holdfast.kernels.exchange.add_parts import add_parts_reference
 from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, keep_epoch, last_epoch, meet_peers
-from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, pdl_launch, tl
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, jit_counting, next_power_of_two, pdl_launch, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
     size: int
     signals: torch.Tensor | None
     """int32, this rank's own; None: all rooms are complete already, as in tests of one process."""
-    peers: torch.Tensor
+    peers: torch.Tensor | None = None
     """int64 [S]: where the signals of all ranks are."""
 
 
@@ -56,6 +56,13 @@ def takes_two_passes(dtype: torch.dtype, out: torch.Tensor, size: int) -> bool:
     """Whether parts of this type are added up in shares; sums lie in rooms meanwhile, which must hold them as they are."""
     holds_sums = dtype in (out.dtype, torch.float32)
     return size > 2 and out.numel() * dtype.itemsize >= TWO_PASS_BYTES and holds_sums
+
+
+def add_parts(parts: Sequence[torch.Tensor], out_TH: torch.Tensor, scratch_F: torch.Tensor) -> torch.Tensor:
+    """The sum of parts that are all here already; `scratch_F` (float32) is where a CPU's sum grows."""
+    if can_run(out_TH):
+        return sum_rows_triton(parts, out_TH, Ranks(0, len(parts), None), two_passes=False)
+    return add_parts_reference(parts, out_TH, scratch_F)
 
 
 def sum_rows_reference(rooms: Sequence[torch.Tensor], out_TH: torch.Tensor) -> torch.Tensor:
@@ -126,6 +133,7 @@ def _sum_kernel(
     i_block = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    epoch = 0
     if p_signals is not None:
         epoch = last_epoch(p_signals) + 1
         meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
@@ -159,6 +167,7 @@ def _sum_in_two_passes_kernel(
     step = tl.num_programs(0) * BLOCK
     if PDL:
         tl.extra.cuda.gdc_wait()
+    epoch = 0
     if p_signals is not None:
         epoch = last_epoch(p_signals) + 1
         meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
