@@ -182,6 +182,8 @@ def test_a_server_that_drains_fails_nothing() -> None:
         pool = stack.enter_context(ThreadPoolExecutor(32))
         asked = Asked(pool, url)
         servers[0].process.send_signal(signal.SIGTERM)
+        while httpx.get(f"http://127.0.0.1:{servers[0].port}/ready").status_code != 503:
+            time.sleep(0.01)
         answers = [future.result() for future in (*asked.wholes, *asked.streams, *asked.more())]
         assert all(answer.status == 200 and answer.is_whole for answer in answers), answers
         assert servers[0].process.wait(30) == 0
