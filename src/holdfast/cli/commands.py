@@ -517,10 +517,12 @@ COMMANDS = (
         "fits and with 1 where it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), "
         "kv_bytes_per_token, kv_tokens, max_model_len, context_note (which limit shortened it), max_concurrency, terms "
         "(owner, bytes, phases, reason), phases (bytes to load, capture and serve), choices, alternatives (change, "
-        "settings, command and what it gives), not_in_this_version, command, notes (what a name left open); with --sweep "
+        "settings, command and what it gives), not_in_this_version, command, notes (what a name left open); of several ranks "
+        "also ranks (rank, layers, total_bytes, own_pages, and by owner what differs from the one that decides); with --sweep "
         "also sweep.",
         (
             "holdfast plan Qwen3-32B --gpu h200",
+            "holdfast plan DeepSeek-R1 --gpu 16xh200 --pipeline-parallel-size 2 --enable-expert-parallel",
             "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",
             "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
         ),

@@ -8,7 +8,6 @@ from holdfast.cli.plan_view import sweep, view_of
 from holdfast.cli.tables import Line, plan_lines, show, sweep_lines
 from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
-from holdfast.distributed.mesh import meshes
 from holdfast.errors import ConfigError, shown
 from holdfast.loading.declared import open_declared
 from holdfast.loading.hub.names import parse_hub_name
@@ -20,6 +19,7 @@ from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.families import FAMILIES
 from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import PlanRequest, settle
+from holdfast.planning.ranks import RankPlans, check_ranks, worst_request
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
 DOES_NOT_FIT = 1
@@ -53,8 +53,8 @@ def plan(options: PlanOptions, engine: Given) -> int:
         from holdfast.cli.page import page_file
 
         html = page_file(options.html, "--html")
-    request = read_request(options, engine)
-    view = view_of(request, options.model)
+    request, ranks = read_ranks(options, engine)
+    view = view_of(request, options.model, ranks)
     cells = sweep(request) if options.sweep or html is not None else ()
     if html is not None:
         from holdfast.cli.page import plan_page, write_page
@@ -83,32 +83,41 @@ def plan(options: PlanOptions, engine: Given) -> int:
 
 def read_request(options: PlanOptions, engine: Given) -> PlanRequest:
     """What was typed, checked; a model is looked for when the rest is sound."""
+    return read_ranks(options, engine)[0]
+
+
+def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPlans | None]:
+    """The same of the rank that decides for all, and all plans where there are several ranks and every one fits."""
     config = EngineConfig.from_options(**engine)
     target = read_target(options)
-    asked_ranks = _asked_ranks(options)
+    asked_ranks = _asked_ranks(options, config.pipeline_parallel_size)
     ranks = read_count(asked_ranks)
     declared = open_declared(options.model, config.revision)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
-    replace(config, tensor_parallel_size=asked_ranks if ranks is None else ranks)
-    assert isinstance(ranks, int), f"{ranks=} was let through"
-    mesh = meshes(ranks)[0]
-    declared.check_ranks(mesh)
-    return PlanRequest(config, declared, target, mesh)
+    config = replace(config, tensor_parallel_size=asked_ranks if ranks is None else ranks)
+    if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
+        check_ranks(config, declared)
+        return PlanRequest(config, declared, target), None
+    return worst_request(config, declared, target)
 
 
-def _asked_ranks(options: PlanOptions) -> str:
-    """As many as are asked for by name, as in 2x4090, or by number."""
+def _asked_ranks(options: PlanOptions, num_stages: int) -> str:
+    """As many ranks to a layer as are asked for by name, as in 2x4090, or by number; stages have GPUs of their own."""
     num_gpus = 1 if options.gpu is None else find_gpus(options.gpu).num_gpus
     asked = options.tensor_parallel_size
-    if asked is None or num_gpus == 1:
-        return str(num_gpus) if asked is None else asked
-    if read_count(asked) != num_gpus:
+    if asked is None and num_gpus % num_stages == 0:
+        return str(num_gpus // num_stages)
+    if num_gpus == 1:
+        return "1" if asked is None else asked
+    ranks = 1 if asked is None else read_count(asked)
+    if not isinstance(ranks, int) or ranks * num_stages != num_gpus:
+        flag = "--pipeline-parallel-size" if asked is None else "--tensor-parallel-size"
         raise ConfigError(
-            f"--gpu {shown(options.gpu)[1:-1]} and --tensor-parallel-size {shown(asked)[1:-1]} were asked",
+            f"--gpu {shown(options.gpu)[1:-1]} and {flag} {num_stages if asked is None else shown(asked)[1:-1]} were asked",
             "both say how many GPUs share the model",
             "leave one out",
         )
-    return asked
+    return str(ranks)
 
 
 def part_notes(declared: DeclaredModel) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ from holdfast.planning.alternatives import (
     narrower_schemes,
 )
 from holdfast.planning.disk_account import disk_account
-from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle, unfitting_runner
+from holdfast.planning.fit import PlanRequest, RunnerPlan, find_fit, fit_runner, missing_here, settle, unfitting_runner
+from holdfast.planning.ranks import RankPlans
 from holdfast.planning.resolve import Choice, Resolved
 from holdfast.planning.terms import list_needs
 from holdfast.quant.formats import ALL_KV_FORMATS, formats_of
@@ -34,13 +35,14 @@ STARTING = (
     *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
     *("kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
+    *("pipeline_parallel_size", "tensor_parallel_sums"),
 )
 """Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
 
 
 def asked_words(request: PlanRequest, resolved: Resolved) -> str:
     """What the plan is of, on one line."""
-    limits, ranks, recipe = resolved.limits, request.tensor_parallel_size, resolved.recipe
+    limits, ranks, recipe = resolved.limits, request.mesh.num_ranks, resolved.recipe
     weights = resolved.dtype if recipe.scheme is None else recipe.scheme.name
     if recipe.expert_scheme is not None:
         weights += f" and {recipe.expert_scheme.name}"
@@ -91,8 +93,9 @@ def token_words(bytes_per_token: Fraction) -> str:
 def start_command(request: PlanRequest, model: str | None, change: Alternative | None = None) -> str | None:
     """A command that starts what is planned, with one change if need be; None where the change is another device."""
     asked = _asked(request, change)
-    if asked is None or {"gpu", "tensor_parallel_size"} & asked.keys():
+    if asked is None or "gpu" in asked:
         return None
+    asked = _rank_options(request) | asked
     # A chat is planned for one sequence unless it is told otherwise.
     asked.setdefault("max_num_seqs", settle(request)[1].limits.max_num_seqs)
     device = ["--device", "cpu"] if request.target.kind == "cpu" else []
@@ -110,14 +113,18 @@ def plan_command(request: PlanRequest, model: str | None, change: Alternative | 
         device = {"memory": _size_words(request.target.total_bytes)} if key is None else {"gpu": key}
     if "gpu" in asked:
         device = {"gpu": asked.pop("gpu")}
-    ranks = {} if request.tensor_parallel_size == 1 else {"tensor_parallel_size": request.tensor_parallel_size}
+    ranks = _rank_options(request)
     words = ["holdfast", "plan", *([] if model is None else [model])]
     return shlex.join([*words, *_option_words(device | ranks | asked)])
 
 
+def _rank_options(request: PlanRequest) -> dict[str, object]:
+    return {} if request.tensor_parallel_size == 1 else {"tensor_parallel_size": request.tensor_parallel_size}
+
+
 def _asked(request: PlanRequest, change: Alternative | None) -> dict[str, object] | None:
     """Options that are not at their default, with those of a change; None where a plan has no option for one of them."""
-    names = (*STARTING, "enforce_eager", "max_num_seqs")
+    names = (*STARTING, "enable_expert_parallel", "enforce_eager", "max_num_seqs")
     asked: dict[str, object] = {name: getattr(request.config, name) for name in names}
     asked = {name: value for name, value in asked.items() if value != _default(name)}
     if change is not None:
@@ -209,6 +216,8 @@ class PlanView(NamedTuple):
     """Who shares the pages, where some layers give pages back."""
     tokens_without_groups: int = 0
     """Tokens that would fit if every layer kept every token, where that is not so."""
+    ranks: "tuple[RankRow, ...]" = ()
+    """All of them, where there are several and each fits; everything else is of the one that decides for all."""
 
     @property
     def phase_bytes(self) -> dict[str, int]:
@@ -291,6 +300,11 @@ class PlanView(NamedTuple):
             "command": self.command,
             **({} if self.disk is None else {"weights_on_disk": self.disk.as_dict()}),
             **self._groups_as_dict(),
+            **(
+                {}
+                if not self.ranks
+                else {"ranks": [row._asdict() | {"differs": dict(row.differs)} for row in self.ranks]}
+            ),
         }
 
     def _groups_as_dict(self) -> dict[str, object]:
@@ -302,8 +316,10 @@ class PlanView(NamedTuple):
         }
 
 
-def view_of(request: PlanRequest, model: str | None) -> PlanView:
-    """Plan, and put beside it what else would fit. A plan that does not fit is shown as the smallest that would do."""
+def view_of(request: PlanRequest, model: str | None, ranks: RankPlans | None = None) -> PlanView:
+    """Plan, and put beside it what else would fit. A plan that does not fit is shown as the smallest that would do.
+
+    Of several ranks the request is that of the one that decides for all; `ranks` are the plans of all of them."""
     try:
         plan, fits = fit_runner(request), True
     except MemoryPlanError:
@@ -331,7 +347,42 @@ def view_of(request: PlanRequest, model: str | None) -> PlanView:
         commands=tuple(plan_command(request, model, item) for item in listed),
         groups=plan.groups,
         tokens_without_groups=plan.tokens_without_groups if fits and plan.groups and not plan.states else 0,
+        ranks=() if ranks is None else rank_rows(ranks),
     )
+
+
+class RankRow(NamedTuple):
+    """One rank beside the one that decides for all."""
+
+    rank: int
+    layers: tuple[int, int] | None
+    """The layers of its stage, from the first to before the last; None: all."""
+    total_bytes: int
+    """While serving."""
+    own_pages: int
+    """Pages that it would have by itself."""
+    differs: Mapping[str, int]
+    """Bytes more or less than the one that decides, by owner; empty for that one."""
+    is_worst: bool
+
+
+def rank_rows(ranks: RankPlans) -> tuple[RankRow, ...]:
+    """Every rank, and what differs from the one that has the fewest pages."""
+    worst = _bytes_of(ranks.plans[ranks.worst])
+    rows = []
+    for rank, plan in enumerate(ranks.plans):
+        own = _bytes_of(plan)
+        changes = {owner: own.get(owner, 0) - worst.get(owner, 0) for owner in dict.fromkeys((*own, *worst))}
+        differs = {owner: num_bytes for owner, num_bytes in changes.items() if num_bytes}
+        rows.append(
+            RankRow(rank, plan.mesh.layers, plan.memory.total_bytes, ranks.least[rank], differs, rank == ranks.worst)
+        )
+    return tuple(rows)
+
+
+def _bytes_of(plan: RunnerPlan) -> dict[str, int]:
+    terms = {term.owner: term.num_bytes for term in plan.memory.terms if "serve" in term.phases}
+    return terms | {KV_OWNER: plan.memory.kv_bytes}
 
 
 def plain_number(number: Fraction) -> int | float:
@@ -388,7 +439,7 @@ def sweep(request: PlanRequest) -> tuple[Cell, ...]:
             scheme,
             _tokens(in_scheme(pages.request, scheme)),
             is_asked=(pages.name, scheme) == (asked, quantization),
-            runs=request.declared.not_runnable is None and request.tensor_parallel_size == 1,
+            runs=not missing_here(request),
             kv_protected_layers=pages.num_protected,
         )
         for pages in _formats(request, asked)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TextIO
@@ -15,7 +15,7 @@ from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow
 from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from holdfast.cli.plan_view import Cell, OwnerRow, PlanView
+    from holdfast.cli.plan_view import Cell, OwnerRow, PlanView, RankRow
     from holdfast.eval.kv_quality import Quality
     from holdfast.planning.alternatives import Alternative
 
@@ -27,7 +27,7 @@ COSTS = {
     "format": "changes answers a little",
     "weights": "changes answers a little",
     "gpu": "another GPU",
-    "ranks": f"several GPUs: {LATER}",
+    "ranks": "more GPUs",
 }
 """What stands over changes of a kind."""
 LEAST_NOTE = 12
@@ -204,6 +204,7 @@ def plan_lines(view: "PlanView") -> list[Line]:
         *owner_lines(view),
         Line(""),
         *_outcome(view),
+        *_section("ranks: the plan above is of the one with the fewest pages", rank_lines(view.ranks)),
         *_section("pages of one longest sequence, by cache group", group_lines(view.groups)),
         *_section("chosen", _choices(view)),
         *_section("what else would fit" if view.fits else "what would fit", alternative_lines(view)),
@@ -254,6 +255,42 @@ def group_rows(groups: Sequence[GroupAccount]) -> list[tuple[str, ...]]:
 def group_lines(groups: Sequence[GroupAccount]) -> list[Line]:
     """The same as lines; nothing where all layers keep all tokens."""
     return _table([GROUP_HEADING, *group_rows(groups)], right=(1, 2, 3, 4, 5)) if groups else []
+
+
+NUM_DIFFERENCES = 4
+"""Owners that are named where ranks differ; the largest differences first."""
+
+
+def rank_lines(rows: "Sequence[RankRow]") -> list[Line]:
+    """Every rank, neighbours that are alike on one line; nothing where there is one."""
+    if not rows:
+        return []
+    groups: list[list[RankRow]] = []
+    for row in rows:
+        if groups and groups[-1][0]._replace(rank=0) == row._replace(rank=0):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    cells = [
+        (
+            str(own[0].rank) if len(own) == 1 else f"{own[0].rank} to {own[-1].rank}",
+            "all" if own[0].layers is None else f"{own[0].layers[0]} to {own[0].layers[1] - 1}",
+            format_bytes(own[0].total_bytes),
+            f"{own[0].own_pages:,}",
+            "this is the one" if own[0].is_worst else _differences(own[0].differs),
+        )
+        for own in groups
+    ]
+    heading = ("rank", "layers", "serving", "pages by itself", "differs by")
+    return _table([heading, *cells], right=(2, 3), wraps=(4,))
+
+
+def _differences(differs: "Mapping[str, int]") -> str:
+    """The largest first."""
+    ordered = sorted(differs.items(), key=lambda item: -abs(item[1]))
+    words = [f"{owner} {'-' if num_bytes < 0 else '+'}{format_bytes(abs(num_bytes))}" for owner, num_bytes in ordered]
+    more = f", and {len(words) - NUM_DIFFERENCES} more" if len(words) > NUM_DIFFERENCES else ""
+    return (", ".join(words[:NUM_DIFFERENCES]) + more) or "nothing"
 
 
 def alternative_lines(view: "PlanView") -> list[Line]:

@@ -47,7 +47,7 @@ USEFUL_TOKENS = 2048
 LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED = "lever", "context", "format", "weights", "gpu", "ranks"
 KINDS = (LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED)
 """What a change costs, the least first: speed at most; long requests; answers that differ a little, by pages and by
-weights; money; a later version."""
+weights; money; more GPUs."""
 
 Settings = tuple[tuple[str, str], ...]
 """Options and their values, as a person types them; no value where an option is left out."""
@@ -126,7 +126,7 @@ def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
         listed += _joint_changes(request)
     if fit is not None or request.target.kind == "cuda" or not any(_can_be_had(item) for item in listed):
         listed += _gpu_alternatives(request, fit)
-    listed += _possible(_later_changes(request))
+    listed += _possible(_rank_changes(request))
     if fit is not None:
         return tuple(listed)
     smallest = next((item for item in listed if _can_be_had(item)), None)
@@ -172,7 +172,7 @@ def typed(settings: Settings) -> str:
     """As options of a command that starts an engine; empty where it has no such option."""
     words = []
     for name, value in settings:
-        if name in ("gpu", "tensor_parallel_size") or not value:
+        if name == "gpu" or not value:
             return ""
         words.append(f"--{name.replace('_', '-')}{'' if value == 'true' else f' {value}'}")
     return " ".join(words)
@@ -481,11 +481,13 @@ def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative
     return fitting or ([] if tried is None or is_short else [tried])
 
 
-def _later_changes(request: PlanRequest) -> Iterator[_Change]:
-    """What this version does not have: several ranks."""
-    for ranks in RANKS:
+def _rank_changes(request: PlanRequest) -> Iterator[_Change]:
+    """More ranks to every layer; of stages a plan is of one, and says nothing of others."""
+    missing = NO_RANKS if request.declared.is_compressed else None
+    for ranks in RANKS if request.mesh.num_stages == 1 else ():
         mesh = meshes(ranks, is_exact=request.mesh.is_exact)[0]
         if ranks > request.mesh.tensor_size and request.declared.is_divisible(mesh):
-            changed = replace(request, mesh=mesh, staging=request.known_staging)
+            config = replace(request.config, tensor_parallel_size=ranks)
+            changed = replace(request, config=config, mesh=mesh, staging=request.known_staging)
             settings = (("tensor_parallel_size", str(ranks)),)
-            yield _Change(f"share it among {ranks} GPUs", settings, RANKED, changed, NO_RANKS)
+            yield _Change(f"share it among {ranks} GPUs", settings, RANKED, changed, missing)

@@ -23,7 +23,7 @@ from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
 
-NO_RANKS = "tensor parallelism is not in this version"
+NO_RANKS = "compressed attention is not shared by ranks in this version"
 SHORTENED = "shortened from the model's own"
 AGREED_CONTEXT = "what fits on every rank"
 AGREED_PAGES = "as many as the rank with the fewest has"
@@ -371,7 +371,7 @@ def _check_rewinding(layout: Layout, resolved: Resolved) -> None:
 def missing_here(request: PlanRequest) -> tuple[str, ...]:
     """What of a request an engine of this version cannot do, in words."""
     reasons = [] if request.declared.not_runnable is None else [request.declared.not_runnable]
-    if not request.mesh.is_alone:
+    if not request.mesh.is_alone and request.declared.is_compressed:
         reasons.append(NO_RANKS)
     too_old = too_old_words(request.target)
     if too_old is not None:

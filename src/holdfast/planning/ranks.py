@@ -21,7 +21,7 @@ from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, shown
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.fit import Agreed, PlanRequest, RunnerPlan, fit_runner
+from holdfast.planning.fit import Agreed, PlanRequest, RunnerPlan, fit_runner, try_fit
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.resolve import resolve
 from holdfast.planning.stages import Cuts, StageCosts, best_cuts
@@ -162,6 +162,28 @@ def plan_ranks(config: EngineConfig, declared: DeclaredModel, reports: Sequence[
     summaries = tuple(plan_summary(plan) for plan in plans)
     _refuse_unlike_plans(summaries)
     return RankPlans(plans, Agreement(min(longest), min(least), cuts, num_sharing, summaries), least)
+
+
+def worst_request(
+    config: EngineConfig, declared: DeclaredModel, target: Target
+) -> tuple[PlanRequest, RankPlans | None]:
+    """Of ranks that all have such a device: the request of the one that decides for all, and all plans where every rank fits.
+
+    Processes on a CPU share its memory.
+    """
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    device = "" if target.kind == "cpu" else f"{target.name} "
+    reports = [report_rank(rank, target, "", f"{device}{rank if device else 'cpu'}") for rank in range(num_ranks)]
+    check_ranks(config, declared)
+    own = shared_target(target, num_ranks if target.kind == "cpu" else 1)
+    cuts = cut_stages(config, declared, [own] * num_ranks)
+    requests = [PlanRequest(config, declared, own, mesh) for mesh in rank_meshes(config, cuts)]
+    first_of_stages = requests[:: config.tensor_parallel_size]
+    unfitting = next((request for request in first_of_stages if try_fit(request) is None), None)
+    if unfitting is not None:
+        return unfitting, None
+    plans = plan_ranks(config, declared, reports)
+    return requests[plans.worst], plans
 
 
 def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:

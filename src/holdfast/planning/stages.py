@@ -111,12 +111,14 @@ class StageCosts:
         return self._sums[last] - self._sums[first] + head
 
     def count_pages(self, stage: int, first: int, last: int) -> int:
-        """Pages that are left of the budget; below 0 where even the rest does not fit."""
+        """Pages that are left of the budget; below 0 the bytes that are short of the rest."""
         num_stages = len(self._targets)
         beside_bytes, page_bytes = self._beside(stage, first, last)
         weights = self._sums[last] - self._sums[first]
         weights += self._ends[0] * (stage == 0) + self._ends[1] * (stage == num_stages - 1)
-        return (self._resolved[stage].budget_bytes - weights - beside_bytes) // page_bytes
+        left_bytes = self._resolved[stage].budget_bytes - weights - beside_bytes
+        # What is short is counted in bytes: in pages, which are larger with more layers, more layers would be short of less.
+        return left_bytes // page_bytes if left_bytes >= 0 else left_bytes
 
     def _beside(self, stage: int, first: int, last: int) -> tuple[int, int]:
         """What a stage holds beside weights, and bytes of a page: the same of all stages with as many layers of each kind."""

@@ -1,0 +1,112 @@
+"""Cuts of pipeline stages: as good as any that can be tried, and never worse than equal ones."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.config import EngineConfig
+from holdfast.planning.fit import PlanRequest, fit_runner
+from holdfast.planning.ranks import cut_stages, rank_meshes, stage_costs
+from holdfast.planning.stages import best_cuts, equal_cuts
+from planning.plan_cases import A100, H200, RTX4090, declared
+
+
+def every_cut(num_layers: int, num_stages: int):
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        yield tuple(pairwise((0, *inner, num_layers)))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_cuts_are_those_of_brute_force(data) -> None:
+    """Layers of any cost, ends with a cost of their own, budgets by stage, layers that no stage may begin with."""
+    num_layers = data.draw(st.integers(1, 9))
+    num_stages = data.draw(st.integers(1, min(4, num_layers)))
+    costs = data.draw(st.lists(st.integers(1, 50), min_size=num_layers, max_size=num_layers))
+    pages = data.draw(st.lists(st.integers(1, 9), min_size=num_layers, max_size=num_layers))
+    budgets = data.draw(st.lists(st.integers(1, 400), min_size=num_stages, max_size=num_stages))
+    ends = data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60)))
+    shared = data.draw(st.frozensets(st.integers(1, num_layers), max_size=3)) - {num_layers}
+
+    def count_pages(stage: int, first: int, last: int) -> int:
+        beside = ends[0] * (stage == 0) + ends[1] * (stage == num_stages - 1)
+        left = budgets[stage] - beside - sum(costs[first:last])
+        return left // sum(pages[first:last]) if left >= 0 else left
+
+    def weigh(first: int, last: int) -> int:
+        return sum(costs[first:last])
+
+    def worth(cuts) -> tuple[int, int]:
+        fewest = min(count_pages(stage, *layers) for stage, layers in enumerate(cuts))
+        return fewest, -max(weigh(*layers) for layers in cuts)
+
+    allowed = [cuts for cuts in every_cut(num_layers, num_stages) if not {first for first, _ in cuts} & shared]
+    found = best_cuts(num_layers, num_stages, count_pages, weigh, shared)
+    if not allowed:
+        assert found is None
+        return
+    assert found in allowed
+    assert worth(found) == max(map(worth, allowed))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_equal_cuts_cover_all_layers(num_stages: int) -> None:
+    cuts = equal_cuts(17, num_stages)
+    sizes = [last - first for first, last in cuts]
+    assert sum(sizes) == 17
+    assert max(sizes) - min(sizes) <= 1
+    assert cuts[0][0] == 0
+    assert cuts[-1][1] == 17
+
+
+CASES = [
+    ("Qwen3-8B", RTX4090, 1, 2, {}),
+    ("gemma-3-27b-it", H200, 2, 2, {}),
+    ("gpt-oss-20b", RTX4090, 1, 3, {}),
+    ("Llama-3.2-1B", RTX4090, 2, 2, {}),
+    ("Qwen2.5-7B-Instruct", RTX4090, 1, 2, {"kv_cache_dtype": "turboquant_k3v4_nc", "quantization": "fp8"}),
+    ("DeepSeek-V2-Lite", A100, 1, 2, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "target", "size", "num_stages", "options"), CASES, ids=[case[0] for case in CASES])
+def test_pages_of_a_cut_are_those_of_its_plans(name, target, size, num_stages, options) -> None:
+    """What cuts are chosen by is what the plans of their stages say, to the page; so no other cut has more."""
+    model = declared(name)
+    config = EngineConfig(
+        tensor_parallel_size=size,
+        pipeline_parallel_size=num_stages,
+        max_model_len=4096,
+        max_num_seqs=2048,
+        max_num_batched_tokens=2048,
+        **options,
+    )
+    targets = [target] * size * num_stages
+    costs, found = stage_costs(config, model, targets), cut_stages(config, model, targets)
+    assert found is not None
+    tried = [found, equal_cuts(model.num_layers, num_stages)]
+    tried += [tuple(pairwise((0, *inner, model.num_layers))) for inner in _inner_near(found)]
+    fewest = {}
+    for cuts in tried:
+        counted = [costs.count_pages(stage, *layers) for stage, layers in enumerate(cuts)]
+        plans = [
+            fit_runner(PlanRequest(config, model, target, mesh)).memory for mesh in rank_meshes(config, cuts)[::size]
+        ]
+        most = max(plan.num_pages for plan in plans)
+        assert [min(pages, most) for pages in counted] == [plan.num_pages for plan in plans], cuts
+        fewest[cuts] = min(counted)
+    assert fewest[found] == max(fewest.values())
+
+
+def _inner_near(cuts):
+    """The same cuts with one of them moved by a layer."""
+    inner = [first for first, _ in cuts[1:]]
+    for place in range(len(inner)):
+        for step in (-1, 1):
+            moved = [*inner]
+            moved[place] += step
+            if all(first < last for first, last in pairwise((0, *moved, cuts[-1][1]))):
+                yield moved
