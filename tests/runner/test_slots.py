@@ -74,7 +74,7 @@ def slots() -> Slots:
 
 def decode(**changes) -> StepItem:
     """The sound next item of slot 0."""
-    return replace(StepItem(0, 7, 1, True), **changes)
+    return StepItem(0, 7, 1, True)._replace(**changes)
 
 
 BAD_STEPS = {
@@ -253,7 +253,7 @@ def test_numbers_changed_at_random_are_refused_or_sound():
             value = {"pages": ((number,), (number,)), "proposals": (number,), "samples": bool(number % 2)}.get(
                 name, number
             )
-            step = replace(step, items=(replace(item, **{name: value}),))
+            step = replace(step, items=(item._replace(**{name: value}),))
         before = state(slots)
         try:
             slots.accept(step)

@@ -19,17 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 
-from holdfast import __version__
 from holdfast.config import EngineConfig
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
-from holdfast.distributed.exchange_plan import ExchangeNeeds
-from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.distributed.rendezvous import Place, listen_for_ranks
 from holdfast.engine.rank_messages import (
     RankConnect,
@@ -43,17 +38,18 @@ from holdfast.engine.rank_process import RankServer
 from holdfast.engine.ranked_runner import RankedRunner
 from holdfast.engine.ranks import COMMAND, LOADING_SECONDS, PEER_SECONDS, RankGroup, StepThread, check_world
 from holdfast.errors import ConfigError
+from holdfast.loading.declared import declare_opened
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.report import RankMemory
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
 from holdfast.planning.plan import RunnerPlan
+from holdfast.planning.ranks import Agreement, RankReport, check_ranks, plan_ranks, rank_meshes, report_rank
 from holdfast.planning.target import choose_device, device_target
-from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sequence import SequenceResult, StepResult
 from holdfast.request.step import Step
-from holdfast.runner.build import BuiltRunner, build_runner, plan_model
+from holdfast.runner.build import BuiltRunner, Connect, build_runner
 from holdfast.runner.runner import Runner
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -84,7 +80,8 @@ def build_ranks(
     """Start every rank and build rank 0 here; nothing is left behind where one fails. `is_remote`: this process is ours."""
     check_world(config, os.environ)
     check_devices(config)
-    own = report(config, model, 0)  # what cannot be planned here is refused before a process is started
+    check_ranks(config, declare_opened(model, model.name))  # before a process is started
+    own = report(config, model, 0)
     group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote)
     thread = StepThread()
     try:
@@ -110,7 +107,7 @@ class RankZero:
         config: EngineConfig,
         model: OpenModel,
         group: RankGroup,
-        own: dict[str, Any],
+        own: RankReport,
         on_progress: Callable[[int, int], None],
         on_prepare: OnPrepare,
     ) -> None:
@@ -123,16 +120,12 @@ class RankZero:
 
     def build(self) -> tuple[BuiltRunner, tuple[RankMemory, ...]]:
         """From the reports of all ranks to all of them ready."""
-        group, config, own = self._group, self._config, self._own
-        reports = [own, *(message.told for message in group.expect(RankReported, PEER_SECONDS))]
-        agreed = agree(reports)
-        group.send_all(RankPlanned(agreed))
-        built = build_runner(
-            *(settled(config, agreed, own, 0), self._model, self._tell_progress, self._tell_preparing),
-            mesh=mesh_of(config, self._model, 0),
-            agree=partial(compare, agreed, 0),
-            connect=self._connect,
-        )
+        group, model = self._group, self._model
+        others = (RankReport.of(message.told) for message in group.expect(RankReported, PEER_SECONDS))
+        agreement = plan_ranks(self._config, declare_opened(model, model.name), (self._own, *others)).agreement
+        group.send_all(RankPlanned(agreement.as_dict()))
+        telling = self._tell_progress, self._tell_preparing
+        built = build_share(self._config, model, self._own, agreement, *telling, self._connect)
         try:
             ready = group.expect(RankReady, LOADING_SECONDS)
         except BaseException:
@@ -189,20 +182,15 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
     model = open_model(config.model, config.load_format, config.revision)
     try:
         own = report(config, model, rank)
-        server.send(RankReported(own))
-        agreed = server.expect(RankPlanned).told
+        server.send(RankReported(own.as_dict()))
+        agreement = Agreement.of(server.expect(RankPlanned).told)
 
         def connect(plan: RunnerPlan, ledger: Ledger) -> Exchange:
             server.send(RankLoaded())
             host, _, port = server.expect(RankConnect).address.rpartition(":")
             return open_exchange(plan, (host, int(port)), ledger)
 
-        built = build_runner(
-            *(settled(config, agreed, own, rank), model, lambda done, total: None, prepare_silently),
-            mesh=mesh_of(config, model, rank),
-            agree=partial(compare, agreed, rank),
-            connect=connect,
-        )
+        built = build_share(config, model, own, agreement, lambda done, total: None, prepare_silently, connect)
     finally:
         model.source.close()
     return FollowingRank(built, rank)
@@ -211,27 +199,25 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
 # What both sides do
 
 
-def mesh_of(config: EngineConfig, model: OpenModel, rank: int) -> Mesh:
-    """Where a rank stands."""
-    sums, num_stages = config.tensor_parallel_sums, config.pipeline_parallel_size
-    return meshes(
-        config.tensor_parallel_size,
-        equal_cuts(model.spec.num_layers, num_stages) if num_stages > 1 else None,
-        has_expert_parallelism=config.enable_expert_parallel,
-        is_exact=sums == "exact" or (sums == "auto" and config.batch_invariant),
-    )[rank]
-
-
-def equal_cuts(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
-    """As many layers a stage, or one more in the first ones."""
-    if num_stages > num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size={num_stages} was asked",
-            f"the model has {num_layers} layers, and each of the stages takes one at the least",
-            f"ask for {num_layers} stages at the most",
-        )
-    ends = [0, *accumulate(num_layers // num_stages + (nth < num_layers % num_stages) for nth in range(num_stages))]
-    return list(pairwise(ends))
+def build_share(
+    config: EngineConfig,
+    model: OpenModel,
+    own: RankReport,
+    agreement: Agreement,
+    on_progress: Callable[[int, int], None],
+    on_prepare: OnPrepare,
+    connect: Connect,
+) -> BuiltRunner:
+    """A rank's runner, once all have agreed."""
+    rank = own.rank
+    return build_runner(
+        *(rank_config(config, rank), model, on_progress, on_prepare),
+        mesh=rank_meshes(config, agreement.cuts)[rank],
+        target=agreement.target(rank, own.target),
+        agreed=agreement.agreed,
+        agree=partial(agreement.check, rank),
+        connect=connect,
+    )
 
 
 def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
@@ -260,21 +246,10 @@ def check_devices(config: EngineConfig) -> None:
         )
 
 
-def report(config: EngineConfig, model: OpenModel, rank: int) -> dict[str, Any]:
+def report(config: EngineConfig, model: OpenModel, rank: int) -> RankReport:
     """What a rank has to tell before all are planned."""
-    own = rank_config(config, rank)
-    target = device_target(own.device)
-    _, plan = plan_model(own, model, target, uses_cache=False, mesh=mesh_of(config, model, rank))
-    return {
-        "rank": rank,
-        "holdfast": __version__,
-        "torch": torch.__version__,
-        "model": headers_digest(model),
-        "dtype": plan.resolved.dtype,
-        "num_pages": plan.memory.num_pages,
-        "page_bytes": plan.memory.page_bytes,
-        "max_model_len": plan.resolved.limits.max_model_len,
-    }
+    device = rank_config(config, rank).device
+    return report_rank(rank, device_target(device), headers_digest(model), device)
 
 
 def headers_digest(model: OpenModel) -> str:
@@ -284,54 +259,16 @@ def headers_digest(model: OpenModel) -> str:
     return digest.hexdigest()
 
 
-def agree(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks are to have: the least of all; a rank that is not like rank 0 is refused."""
-    first = reports[0]
-    for other in reports[1:]:
-        for name in ("holdfast", "torch", "model", "dtype"):
-            if other[name] != first[name]:
-                raise ConfigError(
-                    f"rank {other['rank']} was to run with the others",
-                    f"its {name} is {other[name]}, and rank 0's is {first[name]}",
-                    "give every rank the same files and the same installation",
-                )
-    return {name: min(one[name] for one in reports) for name in ("num_pages", "max_model_len")}
-
-
-def settled(config: EngineConfig, agreed: dict[str, Any], own: dict[str, Any], rank: int) -> EngineConfig:
-    """The settings of a rank, with what all have agreed on."""
-    return replace(
-        rank_config(config, rank),
-        max_model_len=agreed["max_model_len"],
-        kv_cache_memory=agreed["num_pages"] * own["page_bytes"],
-    )
-
-
-def compare(agreed: dict[str, Any], rank: int, plan: RunnerPlan) -> None:
-    """A rank's own plan must be what was agreed on, before a weight is read."""
-    found = {"num_pages": plan.memory.num_pages, "max_model_len": plan.resolved.limits.max_model_len}
-    for name, number in found.items():
-        if number != agreed[name]:
-            raise ConfigError(
-                f"rank {rank} was to have {name}={agreed[name]}, as all ranks",
-                f"its own plan has {number}",
-                "see who else uses its device, and start again",
-            )
-
-
 def open_exchange(plan: RunnerPlan, place: Place, ledger: Ledger) -> Exchange:
     """The way to the other ranks, once all are on their way there."""
     device = torch.device(plan.target.name)
-    return open_collectives(plan.mesh, exchange_needs(plan), place, device, Ledger(), timeout_s=PEER_SECONDS)
+    assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
+    opening = plan.mesh, plan.exchange_needs, place, device, ledger
+    if device.type == "cpu":
+        return open_collectives(*opening, timeout_s=PEER_SECONDS)
+    from holdfast.distributed.symmetric import open_symmetric  # its kernels are for GPUs
 
-
-def exchange_needs(plan: RunnerPlan) -> ExchangeNeeds:
-    """What steps exchange at their largest."""
-    spec, limits = plan.declared.declaration.rank(ALONE), plan.resolved.limits
-    pairs = 1 if spec.experts is None else spec.experts.top_k
-    widest = max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)
-    room = limits.max_num_batched_tokens * pairs * widest * 4
-    return ExchangeNeeds(room, max(limits.sampled_rows, PROMPT_ROWS), spec.vocab_size, room)
+    return open_symmetric(*opening, timeout_s=PEER_SECONDS)
 
 
 def rank_memory(built: BuiltRunner, rank: int) -> RankMemory:

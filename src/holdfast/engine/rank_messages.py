@@ -17,6 +17,7 @@ ranks. What is cut short, altered, repeated or foreign is refused with a sentenc
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Any
 
 from holdfast.config import EngineConfig
@@ -104,8 +105,7 @@ def encode_frame(results: Sequence[StepResult], step: Step, number: int) -> byte
         tokens = [one.token_ids for one in result.results]
         numbers.append(len(tokens))
         numbers += map(len, tokens)
-        for own in tokens:
-            numbers += own
+        numbers += chain.from_iterable(tokens)
     writer = Writer()
     writer.int(number)
     writer.ints(numbers)
@@ -199,10 +199,14 @@ def _read_frame(reader: Reader) -> RankFrame:
         if num_items < 0 or len(counts) != num_items or min(counts, default=0) < 0:
             refuse("its results end before what they announce")
         place += 1 + num_items
-        tokens = []
-        for count in counts:
-            tokens.append(numbers[place : place + count])
-            place += count
+        if min(counts, default=0) == max(counts, default=0) == 1:  # as in nearly every step
+            tokens = [(token_id,) for token_id in numbers[place : place + num_items]]
+            place += num_items
+        else:
+            tokens = []
+            for count in counts:
+                tokens.append(numbers[place : place + count])
+                place += count
         if place > len(numbers):
             refuse("its results end before what they announce")
         results.append(tuple(tokens))

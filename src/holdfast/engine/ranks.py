@@ -197,10 +197,10 @@ class RankGroup:
             self.raise_if_dead()
         try:
             return future.result()
-        except HoldfastError:
-            raise
         except Exception as error:
-            self._await_death(error, must_die=False)
+            # A collective fails where a peer is gone: whoever watches knows which one, and why.
+            if isinstance(error, EngineDeadError) or not isinstance(error, HoldfastError):
+                self._await_death(error, must_die=False)
             raise
 
     def fail(self, cause: str) -> None:

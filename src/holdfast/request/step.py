@@ -13,6 +13,8 @@ there (runner/slots.py) before anything has changed.
 
 import json
 from dataclasses import MISSING, dataclass, fields
+from itertools import starmap
+from typing import NamedTuple
 
 from holdfast.errors import MessageError, RequestError
 from holdfast.request.sampling_params import SamplingParams
@@ -40,9 +42,8 @@ class Admitted:
     first step begins behind all that is stored."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepItem:
-    """Positions [start, start + num_new_tokens) of the sequence in a slot."""
+class StepItem(NamedTuple):
+    """Positions [start, start + num_new_tokens) of the sequence in a slot. One for every token of a step: therefore a tuple."""
 
     slot: int
     start: int
@@ -83,15 +84,17 @@ def encode_step(step: Step) -> bytes:
     for admitted in step.admitted:
         _write_admitted(writer, admitted)
     items = step.items
-    writer.ints([number for item in items for number in (item.slot, item.start, item.num_new_tokens, item.samples)])
+    # Column by column, which takes a third of the time: a step goes to other ranks while they wait for it.
+    slots, starts, counts, samples, all_pages, all_proposals = zip(*items, strict=True) if items else ((),) * 6
+    writer.ints((*slots, *starts, *counts, *samples))
     # Few sequences bring pages or proposals in a step, so these are listed by the place of their item.
-    grown = [place for place, item in enumerate(items) if item.pages]
+    grown = [place for place, pages in enumerate(all_pages) if pages] if any(all_pages) else []
+    guessed = [place for place, own in enumerate(all_proposals) if own] if any(all_proposals) else []
     writer.ints(grown)
     for place in grown:
         writer.int(len(items[place].pages))
         for pages in items[place].pages:
             writer.ints(pages)
-    guessed = [place for place, item in enumerate(items) if item.proposals]
     writer.ints(guessed)
     for place in guessed:
         writer.ints(items[place].proposals)
@@ -116,14 +119,13 @@ def decode_step(frame: bytes) -> Step:
     }
     proposals = {place: reader.ints(0, MAX_TOKEN_ID) for place in _places(reader, num_items)}
     reader.end()
-    items = []
-    for place in range(num_items):
-        slot, start, num_new_tokens, samples = numbers[4 * place : 4 * place + 4]
-        if samples > 1:
-            refuse(f"its sequence in slot {slot} samples {samples} times")
-        items.append(
-            StepItem(slot, start, num_new_tokens, bool(samples), pages.get(place, ()), proposals.get(place, ()))
-        )
+    columns = [numbers[nth * num_items : (nth + 1) * num_items] for nth in range(4)]
+    if max(columns[3], default=0) > 1:
+        slot = columns[0][next(place for place, times in enumerate(columns[3]) if times > 1)]
+        refuse(f"its sequence in slot {slot} samples {max(columns[3])} times")
+    items = list(starmap(StepItem, zip(*columns[:3], map(bool, columns[3]), strict=True)))
+    for place in {**pages, **proposals}:
+        items[place] = items[place]._replace(pages=pages.get(place, ()), proposals=proposals.get(place, ()))
     return Step(number, released, admitted, tuple(items))
 
 

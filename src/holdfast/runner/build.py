@@ -106,6 +106,7 @@ def build_runner(
     on_prepare: OnPrepare = prepare_silently,
     *,
     mesh: Mesh = ALONE,
+    target: Target | None = None,
     agreed: Agreed | None = None,
     agree: Callable[[RunnerPlan], None] | None = None,
     connect: Connect | None = None,
@@ -114,7 +115,8 @@ def build_runner(
 
     `on_progress(done, total)` counts bytes read; `on_prepare` is told of kernels that are compiled and graphs captured.
     Of several ranks each plans for what they have `agreed` on, calls `agree` with its plan before a weight is read, which
-    raises where they differ, and `connect` when its weights are there, for the exchange with the others.
+    raises where they differ, and `connect` when its weights are there, for the exchange with the others. `target` is what a rank
+    has told of its device, and may count on.
     """
     assert mesh.is_alone or connect is not None, f"{mesh} has nobody to exchange with"
     device, device_reason = choose_device(config)
@@ -123,7 +125,7 @@ def build_runner(
         compile_native(_telling(on_prepare))
     if config.batch_invariant and device != "cpu":
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
-    target = device_target(device)
+    target = target or device_target(device)
     profile = PhaseProfile(torch.device(device))
     load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh, agreed=agreed)
     if agree is not None:
@@ -270,6 +272,10 @@ class RunnerBuild:
     def plan(self) -> RunnerPlan:
         """What is held; which layers are protected is settled by the weights when the runner is assembled."""
         return self._plan
+
+    @property
+    def ledger(self) -> Ledger:
+        return self._ledger
 
     @property
     def storage(self) -> PageStorage:

@@ -1,0 +1,153 @@
+"""What sending a step to other ranks costs: microseconds from a step to all ranks having it, by sequences: python benchmarks/rank_frames.py
+
+Ranks are processes as an engine starts them (engine/ranks.py), with fakes in the place of a model (tests/engine/fake_rank.py's
+channel, none of its work): they take a frame apart and write when they had it into memory that both see. A frame carries the
+results of the step before and the next one. `sent` is what rank 0's thread is held up by: the frame made and written to every
+socket. `there` is from the beginning of that to the last rank having taken it apart. The best tenth of many steps and the median
+stand side by side, since others may use the machine. The record is benchmarks/records/<cpu>-<date>-rank-frames.json.
+"""
+
+import argparse
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpu_records
+
+from holdfast.config import EngineConfig
+from holdfast.engine.rank_messages import RankReady, RankStart, encode_frame
+from holdfast.engine.rank_process import RankServer, main
+from holdfast.engine.ranks import RankGroup
+from holdfast.memory.report import RankMemory
+from holdfast.request.sequence import SequenceResult, StepResult
+from holdfast.request.step import Step, StepItem
+
+COMMAND = (sys.executable, "-P", str(Path(__file__).resolve()), "--rank")
+PLACE = "HOLDFAST_RANK_FRAMES"
+MOST_RANKS = 8
+LIMITS_US = {1: 60.0, 3: 150.0}
+"""Asked for 64 sequences, by the number of other ranks."""
+SECTION = "rank frames"
+
+
+class Times:
+    """When each rank had its last frame, in memory that all see: [rank, (step number, time)]."""
+
+    def __init__(self, path: str) -> None:
+        with Path(path).open("r+b") as file:
+            self._room = memoryview(mmap.mmap(file.fileno(), 16 * MOST_RANKS)).cast("d")
+
+    def set(self, rank: int, number: int) -> None:
+        self._room[2 * rank + 1] = time.perf_counter()
+        self._room[2 * rank] = number
+
+    def of(self, rank: int) -> tuple[float, float]:
+        return self._room[2 * rank], self._room[2 * rank + 1]
+
+
+class TimedRank:
+    """Says when it had a step."""
+
+    def __init__(self, rank: int) -> None:
+        self.memory = RankMemory(rank, "cpu", 0, 0)
+        self._rank = rank
+        self._times = Times(os.environ[PLACE])
+
+    def book(self, tokens: tuple[tuple[int, ...], ...]) -> None: ...
+
+    def run(self, step: Step) -> None:
+        self._times.set(self._rank, step.number)
+
+    def close(self) -> None: ...
+
+
+def open_rank(start: RankStart, server: RankServer) -> TimedRank:
+    """Nothing but the channel."""
+    return TimedRank(start.rank)
+
+
+def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> dict[str, object]:
+    """Microseconds of steps, one after the other."""
+    Path(path).write_bytes(bytes(16 * MOST_RANKS))
+    times = Times(path)
+    group = RankGroup(EngineConfig(tensor_parallel_size=num_others + 1), num_others + 1, COMMAND)
+    try:
+        group.expect(RankReady)
+        group.serve()
+        sent, there = [], []
+        items = tuple(StepItem(slot, 100 + slot, 1, True) for slot in range(num_sequences))
+        result = StepResult(tuple(SequenceResult((7 * slot,)) for slot in range(num_sequences)))
+        for number in range(1, num_steps + 1):
+            step = Step(number, (), (), items)
+            began = time.perf_counter()
+            group.send_frame(encode_frame((result,), step, number))
+            sent.append(time.perf_counter() - began)
+            found = [times.of(rank) for rank in range(1, num_others + 1)]
+            while any(one[0] < number for one in found):
+                time.sleep(0)
+                found = [times.of(rank) for rank in range(1, num_others + 1)]
+            there.append(max(one[1] for one in found) - began)
+            time.sleep(0.0005)
+    finally:
+        group.end()
+    figures = {
+        "other_ranks": num_others,
+        "sequences": num_sequences,
+        "frame_bytes": len(encode_frame((result,), step, number)),
+    }
+    for name, seconds in (("sent", sent), ("there", there)):
+        figures[f"{name}_us"] = round(statistics.quantiles(seconds, n=10)[0] * 1e6, 1)
+        figures[f"{name}_median_us"] = round(statistics.median(seconds) * 1e6, 1)
+    return figures
+
+
+def as_result(row: dict[str, object]) -> dict[str, object]:
+    """A row as records have them."""
+    measure = f"{row['sequences']} sequences to {row['other_ranks']} ranks"
+    values = {name: row[name] for name in ("sent_us", "there_us")}
+    medians = {name: row[f"{name.removesuffix('_us')}_median_us"] for name in values}
+    return {"measure": measure, "unit": "us", "values": values, "medians": medians, "frame_bytes": row["frame_bytes"]}
+
+
+def benchmark() -> None:
+    """Measure, tell, and keep the record."""
+    parser: argparse.ArgumentParser = gpu_records.options(__doc__.splitlines()[0] if __doc__ else "")
+    parser.set_defaults(device="cpu")
+    parser.add_argument("--steps", type=int, default=3000)
+    arguments = parser.parse_args()
+    num_steps = 50 if arguments.tiny else arguments.steps
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "times")
+        os.environ[PLACE] = path
+        rows = [measure(others, sequences, num_steps, path) for others in (1, 3) for sequences in (1, 64, 256)]
+    gpu_records.print_table(
+        "microseconds, best tenth",
+        ("other ranks", "sequences", "bytes", "sent", "sent, median", "there", "there, median"),
+        [
+            tuple(
+                row[name]
+                for name in (
+                    *("other_ranks", "sequences", "frame_bytes"),
+                    *("sent_us", "sent_median_us", "there_us", "there_median_us"),
+                )
+            )
+            for row in rows
+        ],
+    )
+    settings = f"{num_steps} decode steps, each with the results of the one before; asked: {LIMITS_US}"
+    record = gpu_records.make_record(SECTION, [as_result(row) for row in rows], "none", settings, arguments, {})
+    gpu_records.write_record(record, "rank-frames", arguments)
+
+
+if __name__ == "__main__":
+    if "--rank" in sys.argv:
+        sys.argv.remove("--rank")
+        main(open_rank)
+    else:
+        benchmark()

@@ -1,0 +1,139 @@
+"""What a rank's build holds and declines: plan and ledger to the byte, shares kept for the next start, and sentences where ranks cannot be equal."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import Mesh, meshes
+from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.kernels.gemm.linear import linear
+from holdfast.loading.model_files import open_model
+from holdfast.planning.target import Target
+from holdfast.runner import build as building
+from holdfast.runner.build import EXACT_ROWS, exact_rows, plan_model, refuse_unequal_shares
+from holdfast.runner.weight_load import plan_weights
+from kernels.exactness import random, require_native
+from loading.compressed_models import CONFIG as COMPRESSED
+from loading.tiny_models import save_tiny
+from runner.rank_runs import OPTIONS, Built, Ranks, one_rank, plan_rank, write_model
+from runner.test_weight_load import assert_same, loaded
+
+GIB = 2**30
+GPU = Target("cuda", "a GPU", 80 * GIB, 80 * GIB, GIB, "a test", capability=(9, 0))
+
+
+def held_by_owner(built: Built) -> dict[str, int]:
+    """The ledger in the owners of a plan, which counts weights by group, experts apart, and pages as one."""
+    held: Counter[str] = Counter()
+    for entry in built.build.ledger:
+        group, _, name = entry.owner.partition("/")
+        of_weights = "experts" if ".experts." in name and not name.endswith("bias") else name.partition(".")[0]
+        owner = {"weights": f"weights/{of_weights}", "kv pages": "kv pages"}.get(group, entry.owner)
+        held[owner] += entry.num_bytes
+    return dict(held)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["reduce", "exact"])
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "whole_experts"),
+    [("llama", 2, False), ("qwen3", 4, False), ("gpt_oss", 2, True), ("deepseek_v3", 2, False)],
+)
+def test_each_rank_holds_what_its_plan_has(tmp_path, name, num_ranks, whole_experts, exact):
+    """All but the exchange, which is the caller's."""
+    path = write_model(tmp_path, name)
+    for built in Ranks(path, num_ranks, exact=exact, whole_experts=whole_experts).built:
+        plan, held = built.build.plan, held_by_owner(built)
+        terms = [term for term in plan.memory.terms if "serve" in term.phases and term.group != "sampling"]
+        planned = {term.owner: term.num_bytes for term in terms if not term.owner.startswith("exchange/")}
+        assert len(planned) < len(terms), "no line for the exchange"
+        padding_bytes, kv_bytes = planned.pop("kv pages/padding", 0), held.pop("kv pages")
+        planned.pop("attention/blocks", None)  # what torch takes for latents in a step
+        assert held == planned
+        assert plan.memory.kv_bytes <= kv_bytes <= plan.memory.kv_bytes + padding_bytes
+
+
+def test_one_rank_holds_nothing_for_others(tmp_path):
+    plan = one_rank(write_model(tmp_path, "llama")).build.plan
+    assert plan.exchange_needs is None
+    assert not [term.owner for term in plan.memory.terms if "exchange" in term.owner or "gathered" in term.owner]
+
+
+def test_shares_are_kept_for_the_next_start_rank_by_rank(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_tiny("llama", folder)
+    config = EngineConfig.from_options(quantization="int8")
+    ranks = (*meshes(2), *meshes(2, is_exact=True))
+
+    def planned(mesh: Mesh):
+        return plan_weights(config, open_model(str(folder), "auto"), "float32", config.recipe, True, mesh)
+
+    first = [loaded(planned(mesh)) for mesh in ranks]
+    assert len(list((tmp_path / "cache" / "weights").iterdir())) == len(ranks)
+    for mesh, weights in zip(ranks, first, strict=True):
+        again = planned(mesh)
+        assert again.slot is not None
+        assert again.slot.hit is not None
+        assert again.slot.hit[0].manifest.mesh == mesh
+        assert_same(loaded(again), weights)
+
+
+def test_a_share_is_not_saved_as_a_model(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="each of 2 ranks holds a share"):
+        plan_rank(path, {"quantization": "int8", "save_quantized": str(tmp_path / "out")}, meshes(2)[0])
+
+
+def test_compressed_attention_on_ranks_is_declined(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(COMPRESSED))
+    with pytest.raises(UnsupportedModelError, match="DeepSeek-V4"):
+        plan_rank(tmp_path, {"dtype": "auto"}, meshes(2)[0])
+
+
+def plan_on_gpu(path: Path, num_ranks: int, **options):
+    config = EngineConfig.from_options(**(OPTIONS | {"dtype": "bfloat16", "batch_invariant": True} | options))
+    model = open_model(str(path), "dummy")
+    return plan_model(config, model, GPU, mesh=meshes(num_ranks, is_exact=True)[0])[1]
+
+
+def test_what_cannot_be_equal_to_the_bit_on_a_gpu_is_declined(tmp_path: Path) -> None:
+    path = write_model(tmp_path, "llama", num_attention_heads=16, num_key_value_heads=16, vocab_size=512)
+    assert plan_on_gpu(path, 4).mesh.is_exact
+    assert plan_on_gpu(path, 8, max_num_batched_tokens=64).mesh.is_exact
+    with pytest.raises(ConfigError, match="from 64 rows on, and a step has at most 40"):
+        plan_on_gpu(path, 8)
+    with pytest.raises(ConfigError, match="16 ranks; the product of cuBLAS by a share of a weight was never compared"):
+        plan_on_gpu(path, 16, max_num_batched_tokens=64)
+    with pytest.raises(ConfigError, match="add batch_invariant=True"):
+        plan_on_gpu(path, 2, batch_invariant=False)
+    with pytest.raises(ConfigError, match="products with weights in fp8"):
+        plan_on_gpu(path, 2, quantization="fp8")
+
+
+def test_rows_from_which_on_shares_are_equal():
+    assert [exact_rows(ranks) for ranks in (2, 3, 4, 5, 8, 9)] == [16, 16, 16, 64, 64, None]
+    assert max(EXACT_ROWS) == 8
+
+
+def test_shares_whose_products_differ_are_refused(monkeypatch):
+    """As a library would that cuts a sum by the size of a weight."""
+    require_native()
+    shares = {"a": random(12, 40, seed=1), "b": random(40, 40, seed=2), "c": random(24, seed=3)}
+    whole = {"a": (48, 40), "b": (40, 40), "c": (48,)}
+    refuse_unequal_shares(shares, whole, 16)
+
+    def changing(x_TK, weight_NK, bias_N):
+        y_TN = linear(x_TK, weight_NK, bias_N)
+        y_TN[0, 0] += 1e-3 * (weight_NK.shape[0] == 12)
+        return y_TN
+
+    monkeypatch.setattr(building, "linear", changing)
+    with pytest.raises(ConfigError, match="16 rows by 12 of the 48 rows of a differently"):
+        refuse_unequal_shares(shares, whole, 16)
+    refuse_unequal_shares({"b": shares["b"]}, whole, 16)
+    assert torch.equal(shares["a"], random(12, 40, seed=1))
