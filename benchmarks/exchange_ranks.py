@@ -6,6 +6,7 @@ Every rank makes the numbers of all ranks from the same seeds, and so knows what
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from mps import OVERLAP
 
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
@@ -29,10 +31,10 @@ from holdfast.distributed.symmetric import open_symmetric
 from holdfast.kernels.exchange.add_parts import add_parts_reference
 from holdfast.memory.ledger import Ledger
 
-OVERLAP = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-"""Several ranks on one GPU."""
 NUM_TOLD_LINES = 25
 NUM_REPLAYS = 100
+TELL_SECONDS = 3.0
+"""Before the time of a rank is over it says where it stands."""
 
 
 class Sizes(NamedTuple):
@@ -46,7 +48,7 @@ class Sizes(NamedTuple):
     @property
     def needs(self) -> ExchangeNeeds:
         room_bytes = self.max_rows * self.hidden * 2
-        return ExchangeNeeds(room_bytes, self.logit_rows, self.vocab, self.hidden * 2)
+        return ExchangeNeeds(room_bytes, self.logit_rows, self.vocab, room_bytes)
 
 
 FULL, TINY = Sizes(), Sizes(hidden=64, max_rows=40, logit_rows=3, vocab=101)
@@ -69,6 +71,7 @@ def run_ranks(
         try:
             for rank in range(size):
                 place = ["--rank", str(rank), "--size", str(size), "--port", str(port)]
+                place += ["--tell-after", str(max(1.0, timeout_s - TELL_SECONDS))]
                 full = [sys.executable, *command, *place, "--result", str(folder / f"{rank}.json")]
                 with (folder / f"{rank}.txt").open("w") as told:
                     own = {**os.environ, **(environment or {})}
@@ -105,11 +108,15 @@ def rank_options(parser: argparse.ArgumentParser) -> None:
     """What `run_ranks` passes."""
     for name in ("--rank", "--size", "--port"):
         parser.add_argument(name, type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--tell-after", type=float, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--stages", type=int, default=1, help="of the ranks")
 
 
 def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchange]:
     """The exchange of this process: symmetric memory on a GPU, gloo on a CPU."""
-    mesh = meshes(arguments.size)[arguments.rank]
+    if arguments.tell_after is not None:
+        faulthandler.dump_traceback_later(arguments.tell_after)
+    mesh = meshes(arguments.size // arguments.stages, [(i, i + 1) for i in range(arguments.stages)])[arguments.rank]
     place = listen_for_ranks(port=arguments.port) if mesh.rank == 0 else (LOOPBACK, arguments.port)
     if arguments.device == "cpu":
         return mesh, open_collectives(mesh, sizes.needs, place, torch.device("cpu"), Ledger())
@@ -123,6 +130,14 @@ def leave(findings: Mapping[str, Any], result: Path) -> None:
     partial = result.with_suffix(".partial")
     partial.write_text(json.dumps(findings))
     partial.rename(result)
+
+
+def wait_for_others(arguments: argparse.Namespace) -> None:
+    """Until every rank has left something: what is on its way to one of them goes when its sender does."""
+    end = time.monotonic() + 30.0
+    others = [arguments.result.with_name(f"{rank}.json") for rank in range(arguments.size)]
+    while time.monotonic() < end and not all(other.exists() for other in others):
+        time.sleep(0.02)
 
 
 # --- checks
@@ -200,6 +215,41 @@ class Checks:
         self.small()
         self.exchange.end_step()
 
+    def stages(self) -> None:
+        """Rows of several steps under way at once, from stage to stage; logits and small numbers of each back to rank 0."""
+        mesh, rows, hidden = self.mesh, 16, self.sizes.hidden
+        steps = [self.parts(step, rows, hidden, torch.bfloat16) for step in range(4 * mesh.num_stages)]
+        under_way: list[int] = []
+        for step, parts in enumerate(steps):
+            x = parts[mesh.tensor_rank].clone() if mesh.is_first_stage else torch.empty_like(parts[0])
+            if not mesh.is_first_stage:
+                self.exchange.receive_rows(x)
+                self.compare(f"step {step}: rows", x, parts[mesh.tensor_rank] + mesh.stage)
+            if not mesh.is_last_stage:
+                self.exchange.send_rows(parts[mesh.tensor_rank] + mesh.stage + 1)
+            under_way.append(step)
+            if mesh.is_last_stage or len(under_way) == mesh.num_stages:
+                self._answer(under_way.pop(0))
+            self.exchange.end_step()
+        while under_way:
+            self._answer(under_way.pop(0))
+
+    def _answer(self, step: int) -> None:
+        mesh, rows = self.mesh, self.sizes.logit_rows
+        if not mesh.is_last_stage and mesh.rank:
+            return
+        share = self.sizes.needs.vocab_share(mesh)
+        whole = self.parts(100 + step, rows, self.sizes.vocab, torch.float32)[0]
+        part = whole[:, mesh.tensor_rank * share : (mesh.tensor_rank + 1) * share] if mesh.is_last_stage else None
+        out = self.exchange.whole_logits(rows) if mesh.rank == 0 else None
+        self.exchange.gather_logits(part, out)
+        if out is not None:
+            self.compare(f"step {step}: logits", out, whole)
+        numbers = [torch.full((rows, 2), 1.0 + step + rank, device=self.device) for rank in range(mesh.tensor_size)]
+        small = torch.empty(mesh.tensor_size, rows, 2, device=self.device)
+        self.exchange.gather_small(numbers[mesh.tensor_rank] if mesh.is_last_stage else None, small)
+        self.compare(f"step {step}: small", small, torch.stack(numbers))
+
     def graph(self) -> None:
         """An odd number of calls in a graph, replayed often, each time with other numbers, and NaN in this rank's first room."""
         rows, hidden, size = 16, self.sizes.hidden, self.mesh.tensor_size
@@ -254,15 +304,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank is None:
         command = [__file__, "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
+        command += ["--stages", str(arguments.stages)]
         found = run_ranks(command, arguments.size or 2, arguments.timeout, OVERLAP)
         print(json.dumps(found, indent=1))
         sys.exit(any(entry.get("error") or entry.get("wrong") for entry in found))
     sizes = TINY if arguments.tiny else FULL
     mesh, exchange = open_rank(arguments, sizes)
     checks = Checks(mesh, exchange, arguments.device, sizes)
-    checks.all_calls()
-    checks.graph()
+    if mesh.num_stages > 1:
+        checks.stages()
+    else:
+        checks.all_calls()
+        checks.graph()
     leave({"wrong": checks.wrong, "num_checked": checks.num_checked}, arguments.result)
+    wait_for_others(arguments)
     exchange.close()
 
 

@@ -21,6 +21,16 @@ def test_every_call_answers_to_the_bit_and_graphs_replay(size: int) -> None:
     assert all(entry["num_checked"] > 50 for entry in found)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2)])
+def test_rows_go_from_stage_to_stage(size: int, stages: int) -> None:
+    command = [exchange_ranks.__file__, "--device", "cuda", "--stages", str(stages)]
+    found = exchange_ranks.run_ranks(command, size, 180.0, exchange_ranks.OVERLAP)
+    assert not [entry["error"] for entry in found if "error" in entry]
+    assert [entry["wrong"] for entry in found] == [[]] * size
+    assert found[0]["num_checked"] >= 8 * stages
+
+
 @pytest.mark.slow
 def test_the_same_checks_hold_among_processes_on_a_cpu() -> None:
     command = [exchange_ranks.__file__, "--device", "cpu", "--tiny"]

@@ -32,7 +32,7 @@ from holdfast.kernels.attention import (  # noqa: E402
 )
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
-from holdfast.kernels.exchange import gather_rows, sum_rows  # noqa: E402
+from holdfast.kernels.exchange import gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
     coded_rms_norm,
@@ -646,7 +646,7 @@ def exchange_of(size: int) -> None:
     rooms = [torch.zeros(16, 5120, dtype=BF16)] * size
     for two_passes in (False, True):
         for form in range(3):
-            tiles = sum_rows.Tiles(1024, 4, form=form, pdl=form == 1)
+            tiles = sum_rows.Tiles(1024, 4, form, pdl=form == 1)
             sum_rows.sum_rows_triton(rooms, torch.zeros(16, 5120, dtype=BF16), ranks, tiles, two_passes)
     for out in (torch.zeros(16, 5120 * size, dtype=BF16), None):
         gather_rows.gather_columns_triton(rooms, out, 16, 5120 * size, ranks)
@@ -654,6 +654,9 @@ def exchange_of(size: int) -> None:
     gather_rows.gather_small_triton(ids, [ids] * size, torch.zeros(size, 64, dtype=torch.int64), ranks)
     gather_rows.share_first_triton(ids, [ids] * size, ranks)
     gather_rows.meet_triton(ranks)
+    end = links.offer_end(torch.zeros(4096, dtype=torch.int32), torch.zeros(4096, dtype=torch.int32), 0, 0)
+    links.offer_rows(rooms[0], torch.zeros(size, 16 * 5120, dtype=BF16), end)
+    links.fetch_rows(torch.zeros(1, 16 * 5120, dtype=BF16), rooms[0], end)
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -804,6 +807,7 @@ def main() -> None:
         latent_quantized_warpgroups,
         latent_tiles,
         latent_warpgroups,
+        links,
         mask_logits,
         normed_routing,
         quantize_activations,

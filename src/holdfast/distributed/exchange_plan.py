@@ -46,7 +46,8 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
         found["exchange/rows"] = TensorSpec("rows", (2, room), "uint8")
         if kind != "symmetric":
             found["exchange/gathered"] = TensorSpec("gathered", (mesh.tensor_size, room), "uint8")
-    if (mesh.is_last_stage or mesh.rank == 0) and not mesh.is_alone:  # on rank 0 they go through here as well
+    # On rank 0 they go through here as well; symmetric memory is as large on every rank.
+    if (mesh.is_last_stage or mesh.rank == 0 or kind == "symmetric") and not mesh.is_alone:
         share = needs.num_logit_rows * needs.vocab_share(mesh)
         found["exchange/logits"] = TensorSpec("logits", (share,), "float32")
     if mesh.rank == 0 and not mesh.is_alone:

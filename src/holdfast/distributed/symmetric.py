@@ -4,10 +4,12 @@ S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
 
 Rooms, logits and signals lie in one symmetric allocation of the same size on every rank, so that products write where peers read.
 Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing to or from the host and wait for nothing there.
-Why one meeting of all ranks a call is enough: kernels/exchange/signals.py.
+Why one meeting of all ranks a call is enough: kernels/exchange/signals.py. Rows between stages: kernels/exchange/links.py.
 """
 
+import json
 import secrets
+from collections import Counter
 from typing import Any
 
 import torch
@@ -23,7 +25,15 @@ from holdfast.kernels.exchange.gather_rows import (
     meet_triton,
     share_first_triton,
 )
-from holdfast.kernels.exchange.signals import GIVEN_UP_WORD, MAX_RANKS, TABLES_WORD
+from holdfast.kernels.exchange.links import (
+    HEAD_LINK,
+    ROWS_LINK,
+    fetch_end,
+    fetch_rows,
+    offer_end,
+    offer_rows,
+)
+from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD
 from holdfast.kernels.exchange.sum_rows import Ranks, sum_rows_triton
 from holdfast.memory.arena import views_of
 from holdfast.memory.ledger import Ledger
@@ -75,6 +85,19 @@ def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
     return name, group
 
 
+def agree_blocks(store: Store, mesh: Mesh, device: torch.device) -> int:
+    """How many programs a kernel that waits may have: the same on all ranks, and a share of the GPU where several ranks are on it.
+
+    With more of them those of some ranks could fill a GPU and wait for a peer whose kernels find no place there.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    own = {"device": str(properties.uuid), "num_processors": properties.multi_processor_count}
+    store.set(f"device/{mesh.rank}", json.dumps(own))
+    found = [json.loads(store.get(f"device/{rank}")) for rank in range(mesh.num_ranks)]
+    num_on = Counter(entry["device"] for entry in found)
+    return min(MAX_BLOCKS, *(entry["num_processors"] // num_on[entry["device"]] for entry in found))
+
+
 class SymmetricExchange:
     """The exchange of one rank; see distributed/exchange.py."""
 
@@ -93,19 +116,23 @@ class SymmetricExchange:
         self._store = store
         self.mesh = mesh
         self._held = HeldMemory(tensors | everybodys[mesh.rank], needs, mesh)
-        self._peer_rooms = [views["exchange/rows"] for views in everybodys]
-        self._peer_logits = [views["exchange/logits"] for views in everybodys]
+        first, last = mesh.stage * mesh.tensor_size, (mesh.num_stages - 1) * mesh.tensor_size
+        stage = everybodys[first : first + mesh.tensor_size]
+        self._peer_rooms = [views["exchange/rows"] for views in stage if mesh.tensor_size > 1]
+        self._peer_logits = [views["exchange/logits"] for views in everybodys[last:]]
+        self._everybodys = everybodys
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-        self.ranks = self._make_ranks(everybodys)
+        self.ranks = self._make_ranks(stage)
         self._is_at_rest = True
 
-    def _make_ranks(self, everybodys: list[dict[str, torch.Tensor]]) -> Ranks:
-        """Signals of all ranks, with a table of their addresses behind this rank's own."""
-        signals = everybodys[self.mesh.rank]["exchange/signals"].view(torch.int32)
+    def _make_ranks(self, stage: list[dict[str, torch.Tensor]]) -> Ranks:
+        """Signals of the ranks of this stage, with a table of their addresses behind this rank's own."""
+        signals = stage[self.mesh.tensor_rank]["exchange/signals"].view(torch.int32)
         peers = signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].view(torch.int64)
-        addresses = [views["exchange/signals"].data_ptr() for views in everybodys]
+        addresses = [views["exchange/signals"].data_ptr() for views in stage]
         peers[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
-        return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers)
+        max_blocks = agree_blocks(self._store, self.mesh, signals.device)
+        return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers, max_blocks)
 
     @property
     def rank(self) -> int:
@@ -120,11 +147,6 @@ class SymmetricExchange:
         """By which torch knows these ranks."""
         assert self._memory is not None, "the exchange is closed"
         return self._memory.name
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether some kernel has stopped waiting for a peer; asks the device, and waits for it."""
-        return bool(self._held.tensors["exchange/signals"].view(torch.int32)[GIVEN_UP_WORD].item())
 
     def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return self._held.room(num_rows, width, dtype)
@@ -156,28 +178,72 @@ class SymmetricExchange:
         return self._held.whole_logits(num_rows)
 
     def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
-        assert part_RV is not None, "every rank of one stage has a part"
+        assert (part_RV is not None) == self.mesh.is_last_stage, f"rank {self.mesh.rank} passes {part_RV=}"
         assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"
+        if self.mesh.num_stages > 1:
+            if part_RV is not None:
+                self._offer_head(part_RV)
+            else:
+                assert out_RW is not None, "only rank 0 has no part"
+                widths = [self._held.share_width(place) for place in range(self.size)]
+                for place, slot_RV in enumerate(out_RW.split(widths, dim=1)):
+                    self._fetch_head(place, slot_RV)
+            return
+        assert part_RV is not None, "every rank of one stage has a part"
         self._is_at_rest = False
         self._held.share_room(*part_RV.shape).copy_(part_RV)
-        gather_columns_triton(self._peer_logits, out_RW, part_RV.shape[0], self._held.needs.vocab_size, self.ranks)
+        num_columns = self._held.needs.vocab_size
+        gather_columns_triton(self._peer_logits, out_RW, part_RV.shape[0], num_columns, self.ranks)
+
+    def _offer_head(self, x_TH: torch.Tensor) -> None:
+        """To rank 0, through the logits of this rank."""
+        slots_LN = self._held.tensors["exchange/logits"].view(x_TH.dtype).unsqueeze(0)
+        offer_rows(x_TH, slots_LN, offer_end(self._signals(self.mesh.rank), self._signals(0), HEAD_LINK, 1 + self.rank))
+
+    def _fetch_head(self, place: int, out_TH: torch.Tensor) -> None:
+        """From one of the last stage."""
+        slots_LN = self._peer_logits[place].view(out_TH.dtype).unsqueeze(0)
+        from_rank = (self.mesh.num_stages - 1) * self.size + place
+        end = fetch_end(self._signals(self.mesh.rank), self._signals(from_rank), HEAD_LINK, 1 + place)
+        fetch_rows(slots_LN, out_TH, end)
+
+    def _signals(self, rank: int) -> torch.Tensor:
+        return self._everybodys[rank]["exchange/signals"].view(torch.int32)
 
     def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
-        assert part_RX is not None, "every rank of one stage has a part"
-        return gather_small_triton(part_RX, self._take_any(part_RX), out_SRX, self.ranks)
+        assert (part_RX is not None) == self.mesh.is_last_stage, f"rank {self.mesh.rank} passes {part_RX=}"
+        if part_RX is None:
+            self._fetch_head(0, out_SRX.view(1, -1))
+            return out_SRX
+        if self.size == 1:
+            out_SRX[0].copy_(part_RX)
+        else:
+            gather_small_triton(part_RX, self._take_any(part_RX), out_SRX, self.ranks)
+        if self.mesh.num_stages > 1 and self.rank == 0:
+            self._offer_head(out_SRX.view(1, -1))
+        return out_SRX
 
     def share_tokens(self, ids_T: torch.Tensor) -> None:
-        share_first_triton(ids_T, self._take_any(ids_T), self.ranks)
+        if self.size > 1:
+            share_first_triton(ids_T, self._take_any(ids_T), self.ranks)
 
     def _take_any(self, part: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """For a part that lies elsewhere: a kernel brings it into the room."""
         return self._take(self._held.room(1, part.numel(), part.dtype))
 
     def send_rows(self, x_TH: torch.Tensor) -> None:
-        raise AssertionError("one stage sends to nobody")
+        assert not self.mesh.is_last_stage, "the last stage has none behind it"
+        target = self._signals(self.mesh.rank + self.size)
+        slots_LN = self._held.tensors["pipeline/hidden"].view(x_TH.dtype)
+        offer_rows(x_TH, slots_LN, offer_end(self._signals(self.mesh.rank), target, ROWS_LINK, 0))
 
     def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("one stage receives from nobody")
+        assert not self.mesh.is_first_stage, "the first stage has none before it"
+        from_rank = self.mesh.rank - self.size
+        slots_LN = self._everybodys[from_rank]["pipeline/hidden"].view(out_TH.dtype)
+        return fetch_rows(
+            slots_LN, out_TH, fetch_end(self._signals(self.mesh.rank), self._signals(from_rank), ROWS_LINK, 0)
+        )
 
     def end_step(self) -> None:
         if not self._is_at_rest:
@@ -191,6 +257,7 @@ class SymmetricExchange:
         self._typed_rooms.clear()
         self._peer_rooms.clear()
         self._peer_logits.clear()
+        self._everybodys.clear()
         self._held.tensors.clear()
         del self.ranks
         self._memory.close()
@@ -215,11 +282,11 @@ def open_symmetric(
     timeout_s: float = OPEN_SECONDS,
 ) -> SymmetricExchange:
     """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
-    if mesh.num_stages > 1:
+    if mesh.tensor_size > MAX_RANKS:
         raise ConfigError(
-            f"{mesh.num_stages} stages over symmetric memory were asked",
-            "rows go from stage to stage by collectives only",
-            "take pipeline_parallel_size=1 on one node, or open collectives",
+            f"{mesh.tensor_size} ranks were to share layers over symmetric memory",
+            f"signals have places for {MAX_RANKS}",
+            f"take tensor_parallel_size={MAX_RANKS} at most",
         )
     store = open_store(place, mesh, timeout_s)
     with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):

@@ -1,0 +1,170 @@
+"""Links: rows from one rank to another without the others: the source offers them in its own memory, the target fetches them.
+
+T rows, H columns
+
+Between stages, and from the last stage to rank 0. The source has slots in turn, so that several steps may be under way. Its kernel waits
+for a free slot, copies its rows there and tells the target; the target's kernel waits for that, copies them out and tells the source
+that the slot is free again. As in signals.py the same block of both goes through the same elements, so that each pair of blocks
+counts for itself and no kernel waits for all of its blocks: always LINK_BLOCKS of them, however few rows there are, so that all counts
+of a link are the same. Counts live in device memory and only grow: graphs may replay them.
+
+Words of a rank, behind what signals.py has there:
+
+    arrived   [1 + MAX_RANKS, LINK_BLOCKS]  of each source, what it has offered; the source writes it
+    fetched   [1 + MAX_RANKS, LINK_BLOCKS]  of each source, what this rank has fetched
+    acked     [NUM_LINKS, LINK_BLOCKS]      of each link, what the target has fetched; the target writes it
+    offered   [NUM_LINKS, LINK_BLOCKS]      of each link, what this rank has offered
+
+Source 0 is the stage before, source 1 + r rank r of the last stage; link 0 goes to the next stage, link 1 to rank 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.exchange.signals import MAX_POLLS, MAX_RANKS, TABLES_WORD, TRAP_ASM
+from holdfast.kernels.triton_compat import jit, jit_counting, kernel_constant, tl
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+LINK_BLOCKS = 16
+NUM_LINKS = 2
+ROWS_LINK, HEAD_LINK = range(NUM_LINKS)
+TILE = kernel_constant(1024)
+"""Elements of a row that a block copies at once."""
+ARRIVED_WORD = TABLES_WORD + 4 * MAX_RANKS
+FETCHED_WORD = ARRIVED_WORD + (1 + MAX_RANKS) * LINK_BLOCKS
+ACKED_WORD = FETCHED_WORD + (1 + MAX_RANKS) * LINK_BLOCKS
+OFFERED_WORD = ACKED_WORD + NUM_LINKS * LINK_BLOCKS
+END_WORD = OFFERED_WORD + NUM_LINKS * LINK_BLOCKS
+
+ACQUIRE_ASM = kernel_constant("ld.acquire.sys.global.b32 $0, [$1];")
+RELEASE_ASM = kernel_constant(
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+    "@p st.release.sys.global.b32 [$1], $2; mov.b32 $0, 0; }"
+)
+
+
+class LinkEnd(NamedTuple):
+    """What one side of a link reads and writes: words of LINK_BLOCKS each."""
+
+    awaited: torch.Tensor
+    """Of this rank, which the other side writes."""
+    told: torch.Tensor
+    """Of the other side, which this rank writes."""
+    counted: torch.Tensor
+    """This rank's own."""
+
+
+def offer_end(signals: torch.Tensor, target: torch.Tensor, link: int, source: int) -> LinkEnd:
+    """At the source; `source` is what the target knows it by."""
+    return LinkEnd(
+        _words(signals, ACKED_WORD, link), _words(target, ARRIVED_WORD, source), _words(signals, OFFERED_WORD, link)
+    )
+
+
+def fetch_end(signals: torch.Tensor, from_rank: torch.Tensor, link: int, source: int) -> LinkEnd:
+    """At the target."""
+    return LinkEnd(
+        _words(signals, ARRIVED_WORD, source),
+        _words(from_rank, ACKED_WORD, link),
+        _words(signals, FETCHED_WORD, source),
+    )
+
+
+def _words(signals: torch.Tensor, first: int, place: int) -> torch.Tensor:
+    start = first + place * LINK_BLOCKS
+    return signals[start : start + LINK_BLOCKS]
+
+
+def offer_rows(x_TH: torch.Tensor, slots_LN: torch.Tensor, end: LinkEnd | None) -> None:
+    """Into the next of `slots_LN`, which have the type of `x_TH`; None: into the first, and nobody is told."""
+    num_rows, width = x_TH.shape
+    if not x_TH.numel():
+        return
+    _offer_kernel[(LINK_BLOCKS,)](
+        x_TH,
+        slots_LN,
+        *(end or (None,) * 3),
+        num_rows,
+        width,
+        x_TH.stride(0),
+        *slots_LN.stride()[:1],
+        slots_LN.shape[0],
+        num_warps=4,
+    )
+
+
+def fetch_rows(slots_LN: torch.Tensor, out_TH: torch.Tensor, end: LinkEnd | None) -> torch.Tensor:
+    """Out of the next of the source's slots; rows of `out_TH` may lie apart."""
+    num_rows, width = out_TH.shape
+    if out_TH.numel():
+        _fetch_kernel[(LINK_BLOCKS,)](
+            slots_LN,
+            out_TH,
+            *(end or (None,) * 3),
+            num_rows,
+            width,
+            out_TH.stride(0),
+            *slots_LN.stride()[:1],
+            slots_LN.shape[0],
+            num_warps=4,
+        )
+    return out_TH
+
+
+@jit
+def _wait(p_awaited, count):
+    """Until the other side has counted so far."""
+    p_word = (p_awaited + tl.program_id(0)).to(tl.int64)
+    ahead = tl.inline_asm_elementwise(ACQUIRE_ASM, "=r,l", [p_word], tl.int32, is_pure=False, pack=1) - count
+    num_polls = 0
+    while (ahead < 0) & (num_polls < MAX_POLLS):
+        ahead = tl.inline_asm_elementwise(ACQUIRE_ASM, "=r,l", [p_word], tl.int32, is_pure=False, pack=1) - count
+        num_polls += 1
+    if ahead < 0:
+        tl.inline_asm_elementwise(TRAP_ASM, "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@jit
+def _tell(p_told, p_count, count):
+    """The other side, once all threads are done; and this one's own count."""
+    tl.debug_barrier()
+    p_word = (p_told + tl.program_id(0)).to(tl.int64)
+    tl.inline_asm_elementwise(RELEASE_ASM, "=r,l,r", [p_word, count], tl.int32, is_pure=False, pack=1)
+    tl.store(p_count + tl.program_id(0), count)
+
+
+@jit
+def _copy_tiles(p_from, p_to, num_rows, width, from_stride, to_stride):
+    """This block's: those of the other side's same block, whatever the strides."""
+    num_tiles = tl.cdiv(width, TILE)
+    for i_tile in range(tl.program_id(0), num_rows * num_tiles, tl.num_programs(0)):
+        i_row = (i_tile // num_tiles).to(tl.int64)
+        o_h = (i_tile % num_tiles) * TILE + tl.arange(0, TILE)
+        b_h = tl.load(p_from + i_row * from_stride + o_h, mask=o_h < width)
+        tl.store(p_to + i_row * to_stride + o_h, b_h, mask=o_h < width)
+
+
+@jit_counting("num_rows")
+def _offer_kernel(p_x, p_slots, p_awaited, p_told, p_count, num_rows, width, x_stride, slot_stride, num_slots):
+    count = 0
+    if p_count is not None:
+        count = tl.load(p_count + tl.program_id(0))
+        _wait(p_awaited, count + 1 - num_slots)
+    p_slot = p_slots + (count % num_slots) * slot_stride
+    _copy_tiles(p_x, p_slot, num_rows, width, x_stride, width)
+    if p_count is not None:
+        _tell(p_told, p_count, count + 1)
+
+
+@jit_counting("num_rows")
+def _fetch_kernel(p_slots, p_out, p_awaited, p_told, p_count, num_rows, width, out_stride, slot_stride, num_slots):
+    count = 0
+    if p_count is not None:
+        count = tl.load(p_count + tl.program_id(0))
+        _wait(p_awaited, count + 1)
+    p_slot = p_slots + (count % num_slots) * slot_stride
+    _copy_tiles(p_slot, p_out, num_rows, width, width, out_stride)
+    if p_count is not None:
+        _tell(p_told, p_count, count + 1)
