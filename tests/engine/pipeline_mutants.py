@@ -48,7 +48,7 @@ def a_step_takes_everybody_who_is_idle(patch):
     with_stages(patch, "_share", 1)
 
 
-@mutant("that run are more than a share|are more than a share")
+@mutant("new ones are more than a share")
 def a_step_admits_everybody(patch):
     with_stages(patch, "_admit_waiting", 1)
 
@@ -59,6 +59,18 @@ def a_share_is_rounded_down(patch):
         return real(self)[: max(self.num_running // self.num_stages, 1)]
 
     real = Scheduler._share
+    patch.setattr(Scheduler, "_share", share)
+
+
+@mutant("are more than a share of")
+def a_stage_that_is_free_is_left_empty(patch):
+    """Four of three stages are two and two, and not two, one and one."""
+
+    def share(self):
+        running = self._queues.running
+        idle = [one for one in running if one.num_scheduled == one.num_computed]
+        return idle[: -(-len(running) // self.num_stages)]
+
     patch.setattr(Scheduler, "_share", share)
 
 

@@ -493,14 +493,17 @@ class Simulation:
             in_flight = self.alive[item.sequence.sequence_id].num_flying
             assert not in_flight, f"{item.sequence} is in two stages of a pipeline"
         num_new = len(self._admitted)
-        num_old, share = len(step.scheduled) - num_new, -(-self._num_ran // num_stages)
-        assert num_old <= share, f"{num_old} of {self._num_ran} that run are more than a share of {num_stages} stages"
-        num_all = min(running + self.scheduler.num_waiting, limits.max_num_seqs)
-        most = -(-num_all // num_stages)
-        assert not num_new or len(step.scheduled) <= most, f"{len(step.scheduled)} of {num_all} are more than a share"
-        took_all = step.num_tokens == limits.max_num_batched_tokens
+        num_old, num_free = len(step.scheduled) - num_new, num_stages - len(self.flights)
         num_idle = sum(client.is_running and not client.num_flying for client in self.alive.values()) - num_new
-        is_full = took_all or num_old >= min(num_idle, -(-(running - num_new) // num_stages))
+        share = min(-(-(running - num_new) // num_stages), -(-num_idle // num_free))
+        # Those that gave way in this step were counted when it was cut.
+        most = share if self._num_ran == running - num_new else -(-self._num_ran // num_stages)
+        assert num_old <= most, f"{num_old} of {self._num_ran} that run are more than a share of {num_stages} stages"
+        num_more = num_new + min(self.scheduler.num_waiting, self.scheduler._slots.num_free)
+        most = min(-(-(running - num_new + num_more) // num_stages), -(-(num_idle + num_more) // num_free))
+        assert not num_new or len(step.scheduled) <= most, f"{num_old} and {num_new} new ones are more than a share"
+        took_all = step.num_tokens == limits.max_num_batched_tokens
+        is_full = took_all or num_old >= share
         assert is_full, f"{num_idle} of {self._num_ran} have nothing in flight, and {num_old} are in the step"
         self.seen["shared"] += num_idle > num_old
 

@@ -46,7 +46,9 @@ class Ranks:
 
     def __init__(self, folder: Path, ranks: SequenceABC[Mesh], **options: Any) -> None:
         self.meshes = tuple(ranks)
-        self.steps = LockStep(self.meshes, ExchangeNeeds(2**20, 64, 259, 2**20))
+        model = open_model(str(folder), "auto")
+        model.source.close()
+        self.steps = LockStep(self.meshes, ExchangeNeeds(2**20, 64, model.spec.vocab_size, 2**20))
         self._folder = folder
         self._options = SMALL | {"pipeline_parallel_size": self.meshes[0].num_stages} | options
         self.built: list[BuiltRunner] = self.steps.run(self._build)

@@ -22,9 +22,10 @@ tokens are dropped there. An end by max_tokens leaves none: nobody is scheduled 
 
 **Pipelines.** With `num_stages` stages (pipeline parallelism) as many steps are in flight, one in each, and a sequence is in
 one of them at a time: its next token goes through all stages before the first can go on from it. So that no stage waits for
-another, a step takes a stage's share of those that run, ceil(running / num_stages), the first in order that have nothing in
-flight, and admits up to the same share of all that run or wait. Shares of all stages hold everybody, so that nobody who
-stays is passed over in more than num_stages - 1 steps in a row. Where one of them lacks pages, none goes on before it is
+another, a step takes a stage's share of those that run, at most ceil(running / num_stages), and of those that have nothing
+in flight an even part for each stage that is free, the first in order; and it admits up to a share of all that run or wait.
+Shares of all stages hold everybody: in a pipe that is kept full, while nobody leaves, nobody is passed over in num_stages
+steps in a row. Where one of them lacks pages, none goes on before it is
 served or the pipe is empty, and then it is served before others: it may be far from the first, which are served first.
 
 **Pages.** A sequence has a page table for each cache group, and all groups take from one pool. A step from position
@@ -85,7 +86,6 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
-from itertools import islice
 
 from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
 from holdfast.cache.pages import PagePool
@@ -401,8 +401,13 @@ class Scheduler:
     def _share(self) -> list[Sequence]:
         """Who may be in the next step of a pipeline: of those that run and have nothing in flight a stage's share, in order."""
         running = self._queues.running
-        idle = (sequence for sequence in running if sequence.num_scheduled == sequence.num_computed)
-        return list(islice(idle, -(-len(running) // self.num_stages)))
+        idle = [sequence for sequence in running if sequence.num_scheduled == sequence.num_computed]
+        return idle[: self._part_of(len(idle), len(running))]
+
+    def _part_of(self, num_idle: int, num_all: int) -> int:
+        """Sequences for one step: an even part of those that have nothing in flight, and no more than a stage's share of all."""
+        num_free = max(self.num_stages - len(self._in_flight), 1)
+        return min(-(-num_all // self.num_stages), -(-num_idle // num_free))
 
     def _serve_short(self, sequence: Sequence) -> bool:
         """Gives the one that lacked pages those of its next step; False where the steps in flight must end before."""
@@ -561,8 +566,7 @@ class Scheduler:
 
     def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
-        num_all = min(self.num_running + self.num_waiting, self.limits.max_num_seqs)
-        most = -(-num_all // self.num_stages)
+        most = self.limits.max_num_seqs if self.num_stages == 1 else self._most_admitted()
         while self.num_waiting and budget > 0 and self._slots.num_free and len(scheduled) < most:
             sequence = self._queues.first_waiting
             if self._is_still_blocked(sequence):
@@ -585,6 +589,12 @@ class Scheduler:
             scheduled.append(item)
             budget -= item.num_new_tokens
             claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
+
+    def _most_admitted(self) -> int:
+        """Sequences of a step of a pipeline, those that are admitted included: a part of all that could be in one."""
+        num_idle = sum(one.num_scheduled == one.num_computed for one in self._queues.running)
+        num_new = min(self.num_waiting, self._slots.num_free)
+        return self._part_of(num_idle + num_new, self.num_running + num_new)
 
     def _num_taken(self, sequence: Sequence, hit: PrefixHit) -> int:
         """Pages that are no more available to others once it starts on a hit: its claim, and what it takes at once."""

@@ -486,7 +486,12 @@ def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
         *_key_bias_terms(layout, resolved, specs),
         # Those of compressed attention are read where they were loaded.
         *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * layout.num_layers)),
-        *_device_terms(layout, resolved, declaration is None or declaration.can_be_captured),
+        *_device_terms(
+            layout,
+            resolved,
+            # Rows go from stage to stage outside of any graph.
+            (declaration is None or declaration.can_be_captured) and layout.mesh.num_stages == 1,
+        ),
     ]
     exchange = exchange_needs(layout, resolved)
     if exchange is not None:

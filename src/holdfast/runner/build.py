@@ -345,8 +345,9 @@ class RunnerBuild:
         sampler = Sampler(vocab_size, self._device, limits.sampled_rows, self._ledger)
         if self._exchange is None:
             return sampler
-        first_token = mesh.tensor_rank * -(-vocab_size // mesh.tensor_size)
-        return SharedSampler(sampler, self._exchange, mesh, first_token, limits.sampled_rows, self._device)
+        needs = self._plan.exchange_needs
+        assert needs is not None, f"{mesh} exchanges nothing"
+        return SharedSampler(sampler, self._exchange, mesh, needs, self._device, self._ledger)
 
     @property
     def _bounds(self) -> StepBounds:
@@ -478,7 +479,10 @@ class RunnerBuild:
             return
         limits, start = runner.limits, time.monotonic()
         graphs, declaration = None, self._plan.declaration
-        if not enforce_eager and declaration is not None and declaration.can_be_captured:
+        is_staged = self._plan.mesh.num_stages > 1
+        if is_staged and not enforce_eager:
+            log.info("steps launch kernel by kernel because stages send and receive between them, outside of any graph")
+        if not enforce_eager and not is_staged and declaration is not None and declaration.can_be_captured:
             least = self._least_rows
             decode = tuple(
                 max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))

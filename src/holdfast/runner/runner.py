@@ -8,6 +8,9 @@ one step after the other, and what the host writes for a step it writes when the
 token that the step before is choosing comes from the device. Choices that need such a token on the host wait for it, and
 nothing else does: collect() makes those of the next step when it has read the results of this one.
 
+In a pipeline every rank computes its stage of a step when it is launched. Rank 0 meets the last stage, which has the logits,
+in collect(), so that as many steps are under way as there are stages; a sequence is in one of them.
+
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
 """
 
@@ -89,6 +92,8 @@ class _Flight:
     """None: nothing was computed yet, or the result is there."""
     result: StepResult | None = None
     is_booked: bool = False
+    elsewhere: _WantedRows | None = None
+    """What another stage has the logits of, once this one's part is computed."""
 
 
 class Runner:
@@ -128,6 +133,8 @@ class Runner:
         self._flights: deque[_Flight] = deque()
         self._collected: _Flight | None = None
         """The oldest flight, where its results were handed out."""
+        self._stage_ends: deque[torch.cuda.Event] = deque()
+        """Of a pipeline on a GPU: where the last steps end that were begun here."""
         assert not sampler.keeps_tokens or buffers.keep_slots_T is not None, "chosen tokens have no slots to be kept by"
 
     @property
@@ -139,13 +146,19 @@ class Runner:
     def launch(self, step: Step) -> None:
         """Take a step; on a GPU begin it, at most one beyond the oldest that is not collected. One that is not sound is refused."""
         self._advance()
-        if self.can_run_ahead:
+        is_staged = self.sampler.num_stages > 1
+        if self.can_run_ahead and not is_staged:
             assert len(self._flights) < MAX_UNDER_WAY, f"{len(self._flights)} steps are in flight"
         flight = _Flight(self._slots.accept(step))
         self._flights.append(flight)
-        if self.can_run_ahead:
+        if self.can_run_ahead or self.sampler.is_behind:
             with self._on_stream():
+                if is_staged and self._stream is not None and len(self._stage_ends) == MAX_UNDER_WAY:
+                    self._stage_ends.popleft().synchronize()  # what the host wrote for that step is written over
                 self._begin(flight)
+                if is_staged and self._stream is not None:
+                    self._stage_ends.append(torch.cuda.Event())
+                    self._stage_ends[-1].record(self._stream)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Where this is interrupted it can be called again, or cancel() on a CPU."""
@@ -178,7 +191,7 @@ class Runner:
         Where steps begin when they are launched this cannot be done, unless there are none.
         """
         self._advance()
-        if self.can_run_ahead and self._flights:
+        if (self.can_run_ahead or self.sampler.is_behind) and self._flights:
             return False
         self._flights.clear()
         self._slots.forget_flights()
@@ -260,12 +273,19 @@ class Runner:
         self.sampler.resolve(batch.token_ids_T)
         hidden_TH = self.model.hidden(batch, plan)
         self.sampler.end_step()
-        if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
+        if num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS) and self.sampler.is_behind:
+            self.model.step_logits(batch, plan)
+            self.sampler.end_step()
+            self._warm_choices(_absent(num_rows))
+        elif num_rows <= max(self.limits.sampled_rows, PROMPT_ROWS):
             self.model.logits(hidden_TH)
-            logits_RV = self.model.step_logits(batch, plan)
-            num_chosen = min(num_rows, self.limits.sampled_rows)
-            self.sampler.find_argmax(logits_RV[:num_chosen], self._keep_slots(num_chosen))
-            self.sampler.warm(logits_RV)
+            self._warm_choices(self.model.step_logits(batch, plan))
+
+    def _warm_choices(self, logits_RV: torch.Tensor) -> None:
+        """From the rows of a step, or where another stage has them with it."""
+        num_chosen = min(len(logits_RV), self.limits.sampled_rows)
+        self.sampler.find_argmax(logits_RV[:num_chosen], self._keep_slots(num_chosen))
+        self.sampler.warm(logits_RV)
 
     def close(self) -> None:
         """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
@@ -301,6 +321,10 @@ class Runner:
         what was in flight before it; their results wait to be collected in order.
         """
         wanted = _WantedRows.of(flight.step)
+        if self.sampler.is_behind:
+            self._compute_stage(flight.step, wanted)
+            flight.elsewhere = wanted
+            return
         if not wanted.has_prompts:
             flight.choosing = self._choose(flight.step, wanted)
             return
@@ -316,12 +340,31 @@ class Runner:
     def _compute(self, flight: _Flight) -> StepResult:
         """A step's results, begun here or on their way."""
         if flight.result is None:
-            if flight.choosing is None:
+            if flight.choosing is None and flight.elsewhere is None:
                 self._begin(flight)
-            if flight.choosing is not None:
+            if flight.elsewhere is not None:
+                flight.result = self._meet_last_stage(flight.step, flight.elsewhere)
+            elif flight.choosing is not None:
                 flight.result = _result_of(flight.step, flight.choosing.read())
         assert flight.result is not None, "the step has not begun"
         return flight.result
+
+    def _compute_stage(self, step: LiveStep, wanted: _WantedRows) -> None:
+        """This stage's part of a step, whose rows go on to the next."""
+        batch = self._fill(step, wanted.logit_rows)
+        self.model.hidden(batch, self.backend.plan(batch))
+        self.sampler.end_step()
+
+    def _meet_last_stage(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
+        """The choices of a step whose logits the last stage has; nothing on ranks that are told them."""
+        if self.sampler.is_follower:
+            return StepResult(())
+        if wanted.has_prompts:
+            return self._prompt_results(step, wanted, None)
+        if not wanted.logit_rows:
+            return _result_of(step, ())
+        choosing = self.sampler.launch(_absent(len(wanted.logit_rows)), wanted.choices, self.eos_token_ids)
+        return _result_of(step, choosing.read())
 
     def _settle(self, flight: _Flight) -> StepResult:
         """The same, once all before it are settled; its tokens are known from here on, and what waited for them is chosen."""
@@ -387,27 +430,34 @@ class Runner:
 
     def _with_prompt_logprobs(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
         batch = self._fill(step, wanted.logit_rows)
-        hidden_RH = self.model.hidden(batch, self.backend.plan(batch))
+        return self._prompt_results(step, wanted, self.model.hidden(batch, self.backend.plan(batch)))
+
+    def _prompt_results(self, step: LiveStep, wanted: _WantedRows, hidden_RH: torch.Tensor | None) -> StepResult:
+        """From final hidden states; None: another stage has them."""
         prompts = [
             self._prompt_logprobs(item, *rows, hidden_RH) if rows[1] else ()
             for item, rows in zip(step.scheduled, wanted.prompt_rows, strict=True)
         ]
         samples: list[SequenceSample] = []
         for row, choice in zip(wanted.sampled, wanted.choices, strict=True):
-            logits_1V = self.model.logits(hidden_RH[row : row + 1])
+            logits_1V = self._logits_of(hidden_RH, row, 1)
             samples += self.sampler.launch(logits_1V, [choice], self.eos_token_ids).read()
         return _result_of(step, samples, prompts)
 
+    def _logits_of(self, hidden_RH: torch.Tensor | None, first_row: int, num_rows: int) -> torch.Tensor:
+        if hidden_RH is None:
+            return _absent(num_rows)
+        return self.model.logits(hidden_RH[first_row : first_row + num_rows])
+
     def _prompt_logprobs(
-        self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor
+        self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor | None
     ) -> tuple[TokenLogprobs, ...]:
         num_top = item.sequence.params.prompt_logprobs
         assert num_top is not None, f"{item.sequence.sequence_id=} asked for no prompt logprobs"
         logprobs: list[TokenLogprobs] = []
         for offset in range(0, num_rows, PROMPT_ROWS):
             count = min(PROMPT_ROWS, num_rows - offset)
-            first = first_row + offset
-            logits_TV = self.model.logits(hidden_RH[first : first + count])
+            logits_TV = self._logits_of(hidden_RH, first_row + offset, count)
             target_start = item.start + offset + 1
             targets = item.sequence.token_ids[target_start : target_start + count]
             logprobs.extend(self.sampler.prompt_logprobs(logits_TV, targets, num_top))
@@ -444,6 +494,11 @@ class Runner:
             if len(logit_rows) < num_rows - 1:
                 logit_rows.append(row - 1)
         return LiveStep(tuple(items)), logit_rows
+
+
+def _absent(num_rows: int) -> torch.Tensor:
+    """Logits that another stage has: their number is all that is known here."""
+    return torch.empty((num_rows, 0))
 
 
 def _result_of(

@@ -68,6 +68,16 @@ class Sampler:
         return False
 
     @property
+    def num_stages(self) -> int:
+        """Of the pipeline that steps go through."""
+        return 1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the logits are those of another stage."""
+        return False
+
+    @property
     def shares_tokens(self) -> bool:
         """Whether ids of every step come from another rank's device."""
         return False
@@ -98,6 +108,10 @@ class Sampler:
         With `keep_slots_S` it is also the newest of that slot, until something else is chosen for the row.
         """
         self._chooser.find_argmax(logits_SV, keep_slots_S)
+
+    def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
+        """Id and logit of each row's argmax in columns of the vocabulary from `first_token` on; a CUDA graph may capture this."""
+        self._chooser.share_argmax(logits_SV, first_token, out_SX)
 
     def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
         """Have these be the newest tokens of their slots, where tokens are kept."""

@@ -7,41 +7,54 @@ S rows that are chosen from, V a rank's share of the vocabulary, W all of it, N 
     other ranks    follow: they take part in every exchange, and learn from rank 0 what was chosen
 
 Which exchanges a step makes follows from its sequences' parameters, which all ranks have.
+
+In a pipeline the logits are those of the last stage, and rank 0, in the first, meets its ranks when it reads the results: it
+passes rows without columns, by which their number is known. Ranks between them take no part.
 """
 
 from collections.abc import Sequence as SequenceABC
 
-import numpy as np
 import torch
 
 from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeNeeds, choice_specs
 from holdfast.distributed.mesh import Mesh
+from holdfast.kernels.sampling.share_argmax import first_largest
+from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
 from holdfast.runner.sampling.host_sampler import Chosen
 from holdfast.runner.sampling.masks import MaskSource
 from holdfast.runner.sampling.sampler import Sampler
 
-FIELDS = 2
-"""Of what is gathered a row: id and logit, float32. Ids below 2**24 are exact."""
+OWNER = "sampling/shares"
 
 
 class SharedSampler:
     """The same verbs as a Sampler's, over this rank's columns of the logits."""
 
     def __init__(
-        self, sampler: Sampler, exchange: Exchange, mesh: Mesh, first_token: int, max_rows: int, device: torch.device
+        self,
+        sampler: Sampler,
+        exchange: Exchange,
+        mesh: Mesh,
+        needs: ExchangeNeeds,
+        device: torch.device,
+        ledger: Ledger,
     ) -> None:
-        """`sampler` is one of the whole vocabulary; `first_token` is the id of this rank's first column."""
+        """`sampler` is one of the whole vocabulary."""
         self._sampler = sampler
         self._exchange = exchange
-        self._first_token = first_token
+        self._first_token = mesh.tensor_rank * needs.vocab_share(mesh)
         self.is_follower = mesh.rank != 0
-        self._is_last_stage = mesh.is_last_stage
+        self.is_behind = not mesh.is_last_stage
+        self._takes_part = mesh.is_last_stage or mesh.rank == 0
+        self.num_stages = mesh.num_stages
         self.argmax_S = sampler.argmax_S
-        max_rows = max(max_rows, len(sampler.argmax_S))
-        self._own_SX = torch.zeros((max_rows, FIELDS), dtype=torch.float32, device=device)
-        self._all = torch.zeros(mesh.tensor_size * max_rows * FIELDS, dtype=torch.float32, device=device)
+        own, everyone = choice_specs(needs, mesh)
+        self._own_SX = torch.zeros(own.shape, dtype=torch.float32, device=device)
+        self._all = torch.zeros(everyone.shape, dtype=torch.float32, device=device)
+        ledger.record(OWNER, own.num_bytes + everyone.num_bytes, "the argmax of every share of the vocabulary")
         self._num_shares = mesh.tensor_size
 
     @property
@@ -51,8 +64,11 @@ class SharedSampler:
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether ids of every step come from rank 0's device: other ranks do not keep what was chosen."""
-        return self._sampler.keeps_tokens
+        """Whether ids of every step come from rank 0's device: other ranks do not keep what was chosen.
+
+        With stages every token that a step begins with is known when it is launched (engine/scheduler.py).
+        """
+        return self._sampler.keeps_tokens and self.num_stages == 1
 
     def follow(self, source: MaskSource) -> None:
         """Have this one say which tokens the forms of answers leave."""
@@ -60,30 +76,34 @@ class SharedSampler:
 
     def warm(self, logits_SV: torch.Tensor) -> None:
         """Compile every kernel, and run every exchange once."""
+        if not self._takes_part:
+            return
         whole_1W = self._gather(logits_SV[:1])
         if whole_1W is not None:
             self._sampler.warm(whole_1W)
 
     def resolve(self, ids_T: torch.Tensor) -> None:
         """Put tokens in the places of ids that are -1 - slot, on every rank; a CUDA graph may capture this."""
-        if self.keeps_tokens:
+        if self.shares_tokens:
             if not self.is_follower:
                 self._sampler.resolve(ids_T)
             self._exchange.share_tokens(ids_T)
 
     def find_argmax(self, logits_SV: torch.Tensor, keep_slots_S: torch.Tensor | None = None) -> None:
         """The most likely token of each row of all shares into the first places of `argmax_S`; a CUDA graph may capture this."""
+        if not self._takes_part:
+            return
         num_rows = logits_SV.shape[0]
         own_SX = self._own_SX[:num_rows]
-        all_NSX = self._all[: self._num_shares * num_rows * FIELDS].view(self._num_shares, num_rows, FIELDS)
-        if self._is_last_stage:
-            _write_argmax(logits_SV, self._first_token, own_SX)
-        self._exchange.gather_small(own_SX if self._is_last_stage else None, all_NSX)
-        self._exchange.end_step()
-        largest_S, ranks_S = all_NSX[:, :, 1].max(dim=0)
-        ids_S = all_NSX[:, :, 0].gather(0, ranks_S.unsqueeze(0)).squeeze(0).to(torch.int64)
+        all_NSX = self._all[: self._num_shares * num_rows * CHOICE_FIELDS].view(
+            self._num_shares, num_rows, CHOICE_FIELDS
+        )
+        if not self.is_behind:
+            self._sampler.share_argmax(logits_SV, self._first_token, own_SX)
+        self._exchange.gather_small(None if self.is_behind else own_SX, all_NSX)
+        self._end_call()
         argmax_S = self.argmax_S[:num_rows]
-        argmax_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
+        first_largest(all_NSX, argmax_S)
         if keep_slots_S is not None and not self.is_follower:
             self._sampler.keep(argmax_S, keep_slots_S)
 
@@ -125,23 +145,14 @@ class SharedSampler:
     def _gather(self, logits_SV: torch.Tensor) -> torch.Tensor | None:
         """All shares side by side on rank 0."""
         whole_SW = None if self.is_follower else self._exchange.whole_logits(logits_SV.shape[0])
-        self._exchange.gather_logits(logits_SV if self._is_last_stage else None, whole_SW)
-        self._exchange.end_step()
+        self._exchange.gather_logits(None if self.is_behind else logits_SV, whole_SW)
+        self._end_call()
         return whole_SW
 
-
-def _write_argmax(logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
-    """The id of a row's largest logit, the smallest among equals, and that logit; NaN counts as the largest."""
-    if logits_SV.device.type == "cpu":
-        # Torch takes three to ten times longer than numpy to find an index.
-        logits, out = logits_SV.numpy(), out_SX.numpy()
-        ids = logits.argmax(axis=1)
-        out[:, 0] = ids + first_token
-        out[:, 1] = logits[np.arange(len(ids)), ids]
-        return
-    largest_S, ids_S = logits_SV.max(dim=1)
-    out_SX[:, 0] = ids_S + first_token
-    out_SX[:, 1] = largest_S
+    def _end_call(self) -> None:
+        """Rank 0 of a pipeline is not with the other ranks of its stage here: those have ended the step behind their layers."""
+        if not self.is_behind:
+            self._exchange.end_step()
 
 
 def _is_plain(choice: Choice) -> bool:
