@@ -201,7 +201,8 @@ def plan_model(
         loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache, mesh))
         return loads[-1].staging(target.kind)
 
-    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, mesh, agreed, staging))
+    declared = declare_opened(model, model.name)
+    plan = plan_runner(PlanRequest(config, declared, target, mesh, staging=staging, agreed=agreed))
     _refuse_ranks(config, plan)
     _refuse_variance(config, plan)
     (load,) = loads
