@@ -157,7 +157,8 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         assert self._embed_VE is not None, "the embedding is in another stage"
         if exchange is None or exchange.size == 1:
             return lookup_rows(ids_T, self._embed_VE, out_TE)
-        part_TE = exchange.room(*out_TE.shape, out_TE.dtype)
+        num_rows, size = out_TE.shape
+        part_TE = exchange.room(num_rows, size, out_TE.dtype)
         lookup_share(ids_T, self._embed_VE, self._spec.first_token, part_TE)
         return exchange.sum_rows(part_TE, out_TE)
 
