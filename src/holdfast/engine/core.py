@@ -182,17 +182,7 @@ class EngineCore:
         assert run_ahead >= 0, f"{run_ahead=}"
         rewinds = None if proposer is None else unrewindable(scheduler.groups)
         assert rewinds is None, f"proposals cannot be rejected: {rewinds}"
-        limits = runner.limits
-        longest = longest_sequence(
-            scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens
-        )
-        self.facts = CoreFacts(
-            limits,
-            longest,
-            runner.vocab_size,
-            tuple(sorted(runner.eos_token_ids)),
-            scheduler.max_queue if max_queue is None else max_queue,
-        )
+        self.facts = _facts(runner, scheduler, max_queue)
         self.memory = memory
         self.scheduler = scheduler
         """Queues and pages, to be looked at between two steps."""
@@ -560,6 +550,17 @@ class EngineCore:
         """Numbers that are not finite may lie in pages that others would share."""
         self._finish(sequence)
         self.scheduler.reset_prefix_cache()
+
+
+def _facts(runner: StepRunner, scheduler: Scheduler, max_queue: int | None) -> CoreFacts:
+    limits = runner.limits
+    return CoreFacts(
+        limits,
+        longest_sequence(scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens),
+        runner.vocab_size,
+        tuple(sorted(runner.eos_token_ids)),
+        scheduler.max_queue if max_queue is None else max_queue,
+    )
 
 
 def refuse_full(num_sequences: int, num_waiting: int, max_queue: int) -> None:
