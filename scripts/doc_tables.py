@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/performance.md", "docs/quantization.md"))
+DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/performance.md", "docs/quantization.md", "docs/ranks.md"))
 RECORDS = ROOT / "benchmarks" / "records"
 NO_RECORD = "No record is committed yet."
 WORDS = {
@@ -289,6 +289,15 @@ SECTIONS: Mapping[str, Columns] = {
         "without a form": _value("values", "plain"),
         "with": _value("values", "structured"),
         "of which masks": _value("values", "masks"),
+    },
+    "predicted-ranks": {
+        "": _value("measure"),
+        "tokens/s": _listed_values,
+        "scaling": _value("scaling"),
+        "aiconfigurator's": _value("aiconfigurator_scaling"),
+        "exact against batch_invariant": _value("exact_against_batch_invariant"),
+        "sequences": _value("num_sequences", "tensor 8 x stages"),
+        "ms a token": _value("milliseconds_a_token", "tensor 8 x stages"),
     },
     "window-pages": {
         "": _value("measure"),

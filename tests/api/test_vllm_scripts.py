@@ -101,7 +101,7 @@ def test_a_batch_of_prompts(model: Path, caplog: pytest.LogCaptureFixture) -> No
     assert {result["why"] for result in results} <= {"length", "stop"}
     assert all(result["finished"] and result["ids"] for result in results)
     (line,) = [record.getMessage() for record in caplog.records if "taken without effect" in record.getMessage()]
-    for name in ("tensor_parallel_size", "trust_remote_code", "swap_space", "disable_log_stats", "tokenizer_mode"):
+    for name in ("trust_remote_code", "swap_space", "disable_log_stats", "tokenizer_mode"):
         assert name in line
 
 

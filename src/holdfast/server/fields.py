@@ -208,3 +208,6 @@ class SamplingFields(Body):
     logits_processors: Annotated[
         object, TakenOnly("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids")
     ] = None
+    # vllm-router writes these two into whatever it passes on.
+    no_stop_trim: Annotated[object, TakenOnly("use include_stop_str_in_output", False)] = None
+    return_hidden_states: Annotated[object, TakenOnly("hidden states are not given out: leave it out", False)] = None

@@ -198,6 +198,11 @@ class ChatCompletionRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
+    # vllm-router writes these two as well.
+    separate_reasoning: Annotated[
+        object, TakenOnly("thoughts come apart from answers: use include_reasoning", True)
+    ] = None
+    stream_reasoning: Annotated[object, TakenOnly("thoughts stream as they come: use include_reasoning", True)] = None
     echo: Annotated[object, TakenOnly("/v1/completions has echo: leave it out here", False)] = None
     chat_template: Annotated[
         object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")
