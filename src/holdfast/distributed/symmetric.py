@@ -34,7 +34,8 @@ from holdfast.kernels.exchange.links import (
     offer_rows,
 )
 from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD
-from holdfast.kernels.exchange.sum_rows import Ranks, sum_rows_triton
+from holdfast.kernels.exchange.sum_rows import Ranks, may_take_two_passes, sum_rows_triton, tile_forms
+from holdfast.kernels.triton_compat import supports_pdl
 from holdfast.memory.arena import views_of
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
@@ -42,6 +43,8 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 natives: Any = getattr(torch._C, "_distributed_c10d", None)
 """What torch has of groups below Python; its stubs do not name it."""
 GROUP_KEY = "group"
+WARM_ELEMENTS = 16
+"""As many as Triton tells numbers of elements apart by."""
 
 
 class SymmetricMemory:
@@ -123,6 +126,7 @@ class SymmetricExchange:
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self.ranks = self._make_ranks(stage)
         self._is_at_rest = True
+        self._warmed_sums: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def _make_ranks(self, stage: list[dict[str, torch.Tensor]]) -> Ranks:
         """Signals of the ranks of this stage, with a table of their addresses behind this rank's own."""
@@ -164,7 +168,19 @@ class SymmetricExchange:
 
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         assert part_TH.shape == out_TH.shape, f"{part_TH.shape=} {out_TH.shape=}"
+        if (part_TH.dtype, out_TH.dtype) not in self._warmed_sums:
+            self._warm_sums(part_TH.dtype, out_TH)
         return sum_rows_triton(self._take(part_TH), out_TH, self.ranks)
+
+    def _warm_sums(self, dtype: torch.dtype, out_TH: torch.Tensor) -> None:
+        """Every form that a sum of these types may take, over a few elements of the room that nobody needs: who warms steps of some
+        numbers of rows need not know at which of them another one begins."""
+        self._warmed_sums.add((dtype, out_TH.dtype))
+        few_N, rooms = out_TH.view(-1)[:WARM_ELEMENTS], self.peer_rooms(1 - self._held.turn, dtype)
+        for tiles in tile_forms(supports_pdl(out_TH)):
+            sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=False)
+            if may_take_two_passes(dtype, out_TH.dtype, self.size):
+                sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=True)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         num_rows, num_columns = out_TY.shape

@@ -23,6 +23,7 @@ from holdfast.kernels.exchange.sum_rows import (
     sum_rows_reference,
     sum_rows_triton,
     takes_two_passes,
+    tile_forms,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -111,6 +112,8 @@ def test_sizes_choose_the_way() -> None:
     assert choose_tiles(16 * 5120, 64).block == 2048
     assert choose_tiles(5120, 64).block == 1024
     assert choose_tiles(10**7, 33) == Tiles(4096, 16)
+    chosen = {choose_tiles(num_elements, 33) for num_elements in range(1, 200_000, 1000)}
+    assert chosen == set(tile_forms(pdl=False))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
