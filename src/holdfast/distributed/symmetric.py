@@ -17,7 +17,7 @@ import torch
 from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, rounding_bytes, shared_specs
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
-from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.errors import ConfigError
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_triton,
@@ -32,8 +32,9 @@ from holdfast.kernels.exchange.links import (
     fetch_rows,
     offer_end,
     offer_rows,
+    release_links,
 )
-from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD
+from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD, release_waits
 from holdfast.kernels.exchange.sum_rows import Ranks, may_take_two_passes, sum_rows_triton, tile_forms
 from holdfast.kernels.triton_compat import supports_pdl
 from holdfast.memory.arena import views_of
@@ -50,11 +51,14 @@ WARM_ELEMENTS = 16
 class SymmetricMemory:
     """One allocation of the same size on every rank, and views of everybody's."""
 
-    def __init__(self, num_bytes: int, store: Store, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, specs: dict[str, TensorSpec], store: Store, mesh: Mesh, device: torch.device) -> None:
+        num_bytes = arena_bytes(specs.values())
         symmetric = natives._SymmetricMemory
         self.name, self._group = register_group(store, mesh)
         self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
-        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the next line.
+        # What `abandon` launches is brought to the device now: it could not be while a kernel waits.
+        _release_all(_named_views(self.own, specs)["exchange/signals"].view(torch.int32))
+        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the rendezvous.
         self.own.zero_()
         torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(self.own, self.name)
@@ -105,7 +109,7 @@ class SymmetricExchange:
     def __init__(self, mesh: Mesh, needs: ExchangeNeeds, store: Store, device: torch.device, ledger: Ledger) -> None:
         specs, shared = exchange_specs(needs, mesh, "symmetric"), shared_specs(needs, mesh)
         reason = f"exchange of {mesh.num_ranks} ranks over symmetric memory"
-        self._memory: SymmetricMemory | None = SymmetricMemory(arena_bytes(shared.values()), store, mesh, device)
+        self._memory: SymmetricMemory | None = SymmetricMemory(shared, store, mesh, device)
         own = {owner: spec for owner, spec in specs.items() if owner not in shared}
         tensors, self._arenas = allocate_held(own, device, ledger, reason)
         everybodys = [_named_views(buffer, shared) for buffer in self._memory.everybodys]
@@ -126,6 +130,7 @@ class SymmetricExchange:
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self.ranks = self._make_ranks(stage)
         self._is_at_rest = True
+        self._rescue = torch.cuda.Stream(device)
         self._warmed_sums: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def _make_ranks(self, stage: list[dict[str, torch.Tensor]]) -> Ranks:
@@ -266,6 +271,14 @@ class SymmetricExchange:
         self._is_at_rest = True
         self._held.turn = 0
 
+    def abandon(self) -> None:
+        # A stream of its own: the one that steps run in waits for the kernel that waits. It was made when there was time.
+        signals = self.ranks.signals
+        if self._memory is None or signals is None:
+            return
+        with torch.cuda.stream(self._rescue):
+            _release_all(signals)
+
     def close(self) -> None:
         if self._memory is None:
             return
@@ -283,6 +296,11 @@ class SymmetricExchange:
             self._ledger.release(self._owners.pop())
 
 
+def _release_all(signals: torch.Tensor) -> None:
+    release_waits(signals)
+    release_links(signals)
+
+
 def _named_views(buffer: torch.Tensor, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
     return dict(zip(specs, views_of(buffer, tuple(specs.values())), strict=True))
 
@@ -296,6 +314,7 @@ def open_symmetric(
     *,
     timeout_s: float = OPEN_SECONDS,
     secret: str = "",
+    check: Check | None = None,
 ) -> SymmetricExchange:
     """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
     if mesh.tensor_size > MAX_RANKS:
@@ -304,6 +323,6 @@ def open_symmetric(
             f"signals have places for {MAX_RANKS}",
             f"take tensor_parallel_size={MAX_RANKS} at most",
         )
-    store = open_store(place, mesh, timeout_s, secret)
+    store = open_store(place, mesh, timeout_s, secret, check)
     with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
         return SymmetricExchange(mesh, needs, store, device, ledger)
