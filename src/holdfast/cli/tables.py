@@ -11,7 +11,7 @@ from holdfast.cli.layout import EIGHTHS, FULL, LIGHT, OTHER, SMALLEST, Line, Tab
 from holdfast.errors import PlanChange, PlanTable
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import PHASES
-from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow
+from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow, RankMemory
 from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -126,7 +126,14 @@ def memory_lines(report: MemoryReport, is_compact: bool = False) -> list[Line]:
     cells = [row[:num_columns] for row in (MEMORY_HEADINGS, *rows)]
     lines = [*_table(cells, right=(1, 2), bar=3, wraps=() if is_compact else (4,)), Line(meaning)]
     lines += [] if is_compact else group_lines(report.kv_groups)
+    lines += [Line(_rank_words(rank)) for rank in report.ranks]
     return [*lines, *([Line(report.context_note)] if report.context_note else []), *disk_lines(report.disk)]
+
+
+def _rank_words(rank: RankMemory) -> str:
+    """Another rank than the one of the table, on one line."""
+    words = f"rank {rank.rank} ({rank.device}): planned {format_bytes(rank.planned_bytes)}, holds {format_bytes(rank.held_bytes)}"
+    return words if rank.measured_bytes is None else f"{words}, {format_bytes(rank.measured_bytes)} as its device says"
 
 
 def refusal_lines(table: PlanTable, changes: Sequence[PlanChange] = ()) -> list[Line]:
@@ -307,13 +314,17 @@ def alternative_lines(view: "PlanView") -> list[Line]:
     styles = ["green" if item.is_smallest else "dim" if item.not_in_this_version else "" for item in fitting]
     drawn = table_lines(Table(tuple(rows), right=(1,), wraps=(0, 2)), styles)
     lines: list[Line] = []
-    for title, group in groupby(zip(fitting, drawn, strict=True), key=lambda pair: COSTS[pair[0].kind]):
+    for title, group in groupby(zip(fitting, drawn, strict=True), key=lambda pair: _cost_words(pair[0])):
         lines += [Line(title, "italic"), *(line for _, line in group)]
     num_others = len(view.alternatives) - len(fitting)
     if num_others:
         are = "change is" if num_others == 1 else "changes are"
         lines.append(Line(f"{num_others} other {are} not enough alone; --json lists them", "dim"))
     return lines
+
+
+def _cost_words(item: "Alternative") -> str:
+    return COSTS[item.kind] if item.not_in_this_version is None else f"{COSTS[item.kind]}: {LATER}"
 
 
 def concurrency_words(item: "Alternative", max_model_len: int) -> str:

@@ -201,7 +201,8 @@ def plan_model(
         loads.append(plan_weights(config, model, resolved.dtype, resolved.recipe, uses_cache, mesh))
         return loads[-1].staging(target.kind)
 
-    plan = plan_runner(PlanRequest(config, declare_opened(model, model.name), target, mesh, agreed, staging))
+    declared = declare_opened(model, model.name)
+    plan = plan_runner(PlanRequest(config, declared, target, mesh, staging=staging, agreed=agreed))
     _refuse_ranks(config, plan)
     _refuse_variance(config, plan)
     (load,) = loads
@@ -348,8 +349,9 @@ class RunnerBuild:
         sampler = Sampler(vocab_size, self._device, limits.sampled_rows, self._ledger)
         if self._exchange is None:
             return sampler
-        first_token = mesh.tensor_rank * -(-vocab_size // mesh.tensor_size)
-        return SharedSampler(sampler, self._exchange, mesh, first_token, limits.sampled_rows, self._device)
+        needs = self._plan.exchange_needs
+        assert needs is not None, f"{mesh} exchanges nothing"
+        return SharedSampler(sampler, self._exchange, mesh, needs, self._device, self._ledger)
 
     @property
     def _bounds(self) -> StepBounds:

@@ -57,7 +57,7 @@ def run_shared(num_ranks: int, logits_SW: torch.Tensor, work) -> list:
     def on_rank(mesh, exchange):
         first = mesh.tensor_rank * share
         sampler = Sampler(VOCAB_SIZE, CPU, MAX_ROWS, Ledger())
-        shared = SharedSampler(sampler, exchange, mesh, first, MAX_ROWS, CPU)
+        shared = SharedSampler(sampler, exchange, mesh, needs, CPU, Ledger())
         return work(shared, logits_SW[:, first : first + share].contiguous())
 
     return LockStep(meshes(num_ranks), needs).run(on_rank)

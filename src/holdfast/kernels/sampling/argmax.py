@@ -63,18 +63,30 @@ def argmax_reference(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: Logi
 def argmax_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
     """The same as two Triton kernels: a program a chunk of a row, then a program a row."""
     num_rows, vocab_size = logits_SV.shape
+    assert out_S.shape == (num_rows,), f"{out_S.shape=} must be a number a row"
+    chunks = argmax_chunks(logits_SV, scratch)
+    if not num_rows:
+        return
+    partials = scratch.chunk_largest_SP, scratch.chunk_argmax_SP
+    _row_kernel[(num_rows,)](
+        *partials, out_S, vocab_size, chunks, NO_TOKEN=NO_TOKEN, CHUNKS=next_power_of_two(chunks), num_warps=1
+    )
+
+
+def argmax_chunks(logits_SV: torch.Tensor, scratch: LogitScratch) -> int:
+    """The first half: the largest logit of every chunk and its id, into the scratch; how many chunks a row has."""
+    num_rows, vocab_size = logits_SV.shape
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     held = scratch.chunk_largest_SP.shape
     assert num_rows <= held[0], f"{num_rows=} exceeds the scratch for {held[0]}"
     assert chunks == held[1], f"{chunks=} of {vocab_size} tokens differ from the scratch for {held[1]}"
     assert logits_SV.stride(1) == 1, f"{logits_SV.stride()=}: the logits of a row must lie side by side"
-    assert out_S.shape == (num_rows,), f"{out_S.shape=} must be a number a row"
     if not num_rows:
-        return
-    partials = scratch.chunk_largest_SP, scratch.chunk_argmax_SP
+        return chunks
     _chunk_kernel[(num_rows, chunks)](
         logits_SV,
-        *partials,
+        scratch.chunk_largest_SP,
+        scratch.chunk_argmax_SP,
         logits_SV.stride(0),
         vocab_size,
         chunks,
@@ -82,9 +94,7 @@ def argmax_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitSc
         CHUNK=scratch.chunk_tokens,
         num_warps=8,
     )
-    _row_kernel[(num_rows,)](
-        *partials, out_S, vocab_size, chunks, NO_TOKEN=NO_TOKEN, CHUNKS=next_power_of_two(chunks), num_warps=1
-    )
+    return chunks
 
 
 @jit

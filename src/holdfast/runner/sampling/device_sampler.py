@@ -27,6 +27,7 @@ from holdfast.kernels.sampling.last_tokens import keep_tokens, resolve_tokens
 from holdfast.kernels.sampling.logprobs import logprob_rows
 from holdfast.kernels.sampling.mask_logits import mask_logits
 from holdfast.kernels.sampling.sample import sample_tokens
+from holdfast.kernels.sampling.share_argmax import argmax_share
 from holdfast.memory.arena import Arena
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec
@@ -112,6 +113,10 @@ class DeviceSampler:
         argmax(logits_SV, argmax_S, self._scratch)
         if keep_slots_S is not None:
             keep_tokens(argmax_S, keep_slots_S, self._last_tokens_N)
+
+    def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
+        """Id and logit of the argmax of a share of the vocabulary."""
+        argmax_share(logits_SV, first_token, out_SX, self._scratch)
 
     def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
         """By slot."""

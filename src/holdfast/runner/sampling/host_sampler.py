@@ -70,6 +70,13 @@ class HostSampler:
         """Into the first places of `argmax_S`; nothing is kept."""
         self.argmax_S[: logits_SV.shape[0]] = _argmax(logits_SV)
 
+    def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
+        """Id and logit of the argmax of a share of the vocabulary; by numpy for the same reason as `_argmax`."""
+        logits, out = logits_SV.numpy(), out_SX.numpy()
+        ids = logits.argmax(axis=1)
+        out[:, 0] = ids + first_token
+        out[:, 1] = logits[np.arange(len(ids)), ids]
+
     def launch(
         self,
         logits_SV: torch.Tensor | None,

@@ -109,6 +109,10 @@ class Sampler:
         """
         self._chooser.find_argmax(logits_SV, keep_slots_S)
 
+    def share_argmax(self, logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
+        """Id and logit of each row's argmax in columns of the vocabulary from `first_token` on; a CUDA graph may capture this."""
+        self._chooser.share_argmax(logits_SV, first_token, out_SX)
+
     def keep(self, tokens_S: torch.Tensor, keep_slots_S: torch.Tensor) -> None:
         """Have these be the newest tokens of their slots, where tokens are kept."""
         if isinstance(self._chooser, DeviceSampler):

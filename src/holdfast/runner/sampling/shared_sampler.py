@@ -14,39 +14,47 @@ passes rows without columns, by which their number is known. Ranks between them 
 
 from collections.abc import Sequence as SequenceABC
 
-import numpy as np
 import torch
 
 from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeNeeds, choice_specs
 from holdfast.distributed.mesh import Mesh
+from holdfast.kernels.sampling.share_argmax import first_largest
+from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
 from holdfast.runner.sampling.host_sampler import Chosen
 from holdfast.runner.sampling.masks import MaskSource
 from holdfast.runner.sampling.sampler import Sampler
 
-FIELDS = 2
-"""Of what is gathered a row: id and logit, float32. Ids below 2**24 are exact."""
+OWNER = "sampling/shares"
 
 
 class SharedSampler:
     """The same verbs as a Sampler's, over this rank's columns of the logits."""
 
     def __init__(
-        self, sampler: Sampler, exchange: Exchange, mesh: Mesh, first_token: int, max_rows: int, device: torch.device
+        self,
+        sampler: Sampler,
+        exchange: Exchange,
+        mesh: Mesh,
+        needs: ExchangeNeeds,
+        device: torch.device,
+        ledger: Ledger,
     ) -> None:
-        """`sampler` is one of the whole vocabulary; `first_token` is the id of this rank's first column."""
+        """`sampler` is one of the whole vocabulary."""
         self._sampler = sampler
         self._exchange = exchange
-        self._first_token = first_token
+        self._first_token = mesh.tensor_rank * needs.vocab_share(mesh)
         self.is_follower = mesh.rank != 0
         self.is_behind = not mesh.is_last_stage
         self._takes_part = mesh.is_last_stage or mesh.rank == 0
         self.num_stages = mesh.num_stages
         self.argmax_S = sampler.argmax_S
-        max_rows = max(max_rows, len(sampler.argmax_S))
-        self._own_SX = torch.zeros((max_rows, FIELDS), dtype=torch.float32, device=device)
-        self._all = torch.zeros(mesh.tensor_size * max_rows * FIELDS, dtype=torch.float32, device=device)
+        own, everyone = choice_specs(needs, mesh)
+        self._own_SX = torch.zeros(own.shape, dtype=torch.float32, device=device)
+        self._all = torch.zeros(everyone.shape, dtype=torch.float32, device=device)
+        ledger.record(OWNER, own.num_bytes + everyone.num_bytes, "the argmax of every share of the vocabulary")
         self._num_shares = mesh.tensor_size
 
     @property
@@ -87,15 +95,15 @@ class SharedSampler:
             return
         num_rows = logits_SV.shape[0]
         own_SX = self._own_SX[:num_rows]
-        all_NSX = self._all[: self._num_shares * num_rows * FIELDS].view(self._num_shares, num_rows, FIELDS)
+        all_NSX = self._all[: self._num_shares * num_rows * CHOICE_FIELDS].view(
+            self._num_shares, num_rows, CHOICE_FIELDS
+        )
         if not self.is_behind:
-            _write_argmax(logits_SV, self._first_token, own_SX)
+            self._sampler.share_argmax(logits_SV, self._first_token, own_SX)
         self._exchange.gather_small(None if self.is_behind else own_SX, all_NSX)
         self._end_call()
-        largest_S, ranks_S = all_NSX[:, :, 1].max(dim=0)
-        ids_S = all_NSX[:, :, 0].gather(0, ranks_S.unsqueeze(0)).squeeze(0).to(torch.int64)
         argmax_S = self.argmax_S[:num_rows]
-        argmax_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
+        first_largest(all_NSX, argmax_S)
         if keep_slots_S is not None and not self.is_follower:
             self._sampler.keep(argmax_S, keep_slots_S)
 
@@ -145,20 +153,6 @@ class SharedSampler:
         """Rank 0 of a pipeline is not with the other ranks of its stage here: those have ended the step behind their layers."""
         if not self.is_behind:
             self._exchange.end_step()
-
-
-def _write_argmax(logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor) -> None:
-    """The id of a row's largest logit, the smallest among equals, and that logit; NaN counts as the largest."""
-    if logits_SV.device.type == "cpu":
-        # Torch takes three to ten times longer than numpy to find an index.
-        logits, out = logits_SV.numpy(), out_SX.numpy()
-        ids = logits.argmax(axis=1)
-        out[:, 0] = ids + first_token
-        out[:, 1] = logits[np.arange(len(ids)), ids]
-        return
-    largest_S, ids_S = logits_SV.max(dim=1)
-    out_SX[:, 0] = ids_S + first_token
-    out_SX[:, 1] = largest_S
 
 
 def _is_plain(choice: Choice) -> bool:
