@@ -304,10 +304,11 @@ def open_collectives(
     ledger: Ledger,
     *,
     timeout_s: float = OPEN_SECONDS,
+    secret: str = "",
     call_timeout_s: float = CALL_SECONDS,
 ) -> CollectiveExchange:
     """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
-    store = open_store(place, mesh, timeout_s)
+    store = open_store(place, mesh, timeout_s, secret)
     with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
         peers: Peers
         if device.type == "cpu":

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs
+from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, rounding_bytes, shared_specs
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
@@ -41,8 +41,6 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 
 natives: Any = getattr(torch._C, "_distributed_c10d", None)
 """What torch has of groups below Python; its stubs do not name it."""
-LOCAL_OWNERS = ("exchange/whole_logits",)
-"""What peers do not read."""
 GROUP_KEY = "group"
 
 
@@ -102,17 +100,18 @@ class SymmetricExchange:
     """The exchange of one rank; see distributed/exchange.py."""
 
     def __init__(self, mesh: Mesh, needs: ExchangeNeeds, store: Store, device: torch.device, ledger: Ledger) -> None:
-        specs = exchange_specs(needs, mesh, "symmetric")
-        shared = {owner: spec for owner, spec in specs.items() if owner not in LOCAL_OWNERS}
+        specs, shared = exchange_specs(needs, mesh, "symmetric"), shared_specs(needs, mesh)
         reason = f"exchange of {mesh.num_ranks} ranks over symmetric memory"
         self._memory: SymmetricMemory | None = SymmetricMemory(arena_bytes(shared.values()), store, mesh, device)
-        own = {owner: spec for owner, spec in specs.items() if owner in LOCAL_OWNERS}
+        own = {owner: spec for owner, spec in specs.items() if owner not in shared}
         tensors, self._arenas = allocate_held(own, device, ledger, reason)
         everybodys = [_named_views(buffer, shared) for buffer in self._memory.everybodys]
-        self._owners = list(shared)
+        held_bytes = {owner: spec.aligned_bytes for owner, spec in shared.items()}
+        held_bytes["exchange/rounding"] = rounding_bytes(needs, mesh)
+        self._owners = list(held_bytes)
         self._ledger = ledger
-        for owner, spec in shared.items():
-            ledger.record(owner, spec.aligned_bytes, reason)
+        for owner, num_bytes in held_bytes.items():
+            ledger.record(owner, num_bytes, reason)
         self._store = store
         self.mesh = mesh
         self._held = HeldMemory(tensors | everybodys[mesh.rank], needs, mesh)
@@ -280,6 +279,7 @@ def open_symmetric(
     ledger: Ledger,
     *,
     timeout_s: float = OPEN_SECONDS,
+    secret: str = "",
 ) -> SymmetricExchange:
     """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
     if mesh.tensor_size > MAX_RANKS:
@@ -288,6 +288,6 @@ def open_symmetric(
             f"signals have places for {MAX_RANKS}",
             f"take tensor_parallel_size={MAX_RANKS} at most",
         )
-    store = open_store(place, mesh, timeout_s)
+    store = open_store(place, mesh, timeout_s, secret)
     with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
         return SymmetricExchange(mesh, needs, store, device, ledger)
