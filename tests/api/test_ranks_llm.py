@@ -205,7 +205,7 @@ def test_a_script_without_a_main_guard_just_works(model, tmp_path):
     ("options", "words"),
     [
         ({"tensor_parallel_size": 3}, "3"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "stages"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "tiny has 2 layers"),
         ({"tensor_parallel_size": 2, "device": "cuda:9"}, "cuda:9"),
     ],
 )

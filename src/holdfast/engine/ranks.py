@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -89,7 +89,9 @@ class _Link:
             self.trouble = str(error)
         elif isinstance(message, Died):
             self.trouble = f"it stopped at {message.cause}"
-        elif not isinstance(message, Heartbeat):
+        elif isinstance(message, Heartbeat):
+            self.child.pulse.beat()  # of a rank that cannot do so itself
+        else:
             self.inbox.append(message)
 
     @property
@@ -116,8 +118,12 @@ class RankGroup:
         command: Sequence[str] = COMMAND,
         *,
         owns_parent: bool = False,
+        meet: Callable[[], Sequence[Any]] | None = None,
     ) -> None:
-        """Start them, and tell each what it is. `owns_parent`: this process is ours alone, a core process."""
+        """Start them, and tell each what it is. `owns_parent`: this process is ours alone, a core process.
+
+        `meet` gives those that a launcher has started (engine/launched.py).
+        """
         self._changed = threading.Condition()
         self._links: list[_Link] = []
         self._death: str | None = None
@@ -127,7 +133,7 @@ class RankGroup:
         self._home = os.getpid()
         spawned: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._watch, args=(num_ranks, tuple(command), spawned), name="holdfast-ranks", daemon=True
+            target=self._watch, args=(num_ranks, tuple(command), meet, spawned), name="holdfast-ranks", daemon=True
         )
         self._thread.start()
         spawned.result()
@@ -255,13 +261,22 @@ class RankGroup:
 
     # The watching thread.
 
-    def _watch(self, num_ranks: int, command: tuple[str, ...], spawned: "Future[None]") -> None:
+    def _watch(
+        self,
+        num_ranks: int,
+        command: tuple[str, ...],
+        meet: Callable[[], Sequence[Any]] | None,
+        spawned: "Future[None]",
+    ) -> None:
         number = open_pulse_file()
         pulse = Pulse(number)
         pulse.beat()
         try:
-            for rank in range(1, num_ranks):
-                self._links.append(_Link(rank, Child(command, PEER_SECONDS, (number,))))
+            if meet is None:
+                for rank in range(1, num_ranks):
+                    self._links.append(_Link(rank, Child(command, PEER_SECONDS, (number,))))
+            else:
+                self._links += [_Link(rank, peer) for rank, peer in enumerate(meet(), 1)]
         except BaseException as error:
             for link in self._links:
                 link.child.process.kill()
@@ -376,7 +391,7 @@ class StepThread:
             del task, job, future  # what a step held must not wait here for the next one
 
 
-def check_world(config: EngineConfig, environment: "os._Environ[str] | dict[str, str]") -> int:
+def check_world(config: EngineConfig, environment: Mapping[str, str]) -> int:
     """How many ranks there are to be; WORLD_SIZE of a launcher must agree."""
     num_ranks = config.num_ranks
     told = environment.get("WORLD_SIZE")
