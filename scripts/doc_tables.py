@@ -272,6 +272,18 @@ SECTIONS: Mapping[str, Columns] = {
         "accepted of proposed": _accepted,
         "same tokens": _same_tokens,
     },
+    "serve": {
+        "": _value("measure"),
+        "found": _listed_values,
+        "unit": _value("unit"),
+        "against transformers": _value("ratios", "transformers"),
+    },
+    "gpu-masks": {
+        "us": _value("measure"),
+        "mask kernel": _value("values", "mask kernel"),
+        "copy of masks": _value("values", "copy of masks"),
+        "% of the roof": _value("percent_of_roof"),
+    },
     "structured": {
         "ms of a step": _value("measure"),
         "without a form": _value("values", "plain"),

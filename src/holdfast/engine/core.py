@@ -543,7 +543,10 @@ class EngineCore:
             failure = self.grammars.failure(sequence.sequence_id)
             if failure is not None:
                 return Ending("error", error=f"after {num_output_tokens} tokens {_form_words(form, failure)}")
-        self._distrust(sequence)
+        # Where a request may have banned every token itself, nothing is wrong with anybody's pages: else any client could
+        # have all cached prefixes forgotten. Numbers that are not finite show in the next request that has them.
+        if sequence.params.allowed_token_ids is None and not (form is not None and sequence.params.bad_words):
+            self._distrust(sequence)
         return Ending("error", error=_no_token_reason(token_id, sequence, num_output_tokens))
 
     def _distrust(self, sequence: Sequence) -> None:
