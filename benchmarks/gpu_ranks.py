@@ -1,143 +1,345 @@
-"""Engines on ranks that share one GPU under MPS: exact answers, still allocators, plan against device: python benchmarks/gpu_ranks.py
+"""Engines on 1, 2 and 4 ranks, all on one GPU under MPS: python benchmarks/gpu_ranks.py
 
-Qwen3-32B's shapes with a few layers and dummy weights. One rank with batch_invariant answers first; then 2 and 4 rank processes
-with the same settings, whose sums and gathers go through symmetric memory inside CUDA graphs: their tokens must be the same, greedy
-and sampled. Allocators of all ranks are looked at before and after many steps; what the device has lost is held against the plans
-of all ranks. Times between ranks of one GPU say nothing about several GPUs, and no speed is reported.
+Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16, sums in graphs. Each part is a process with a limit of its own:
+
+    exact   batch_invariant: tokens of 2 and 4 ranks equal those of one, greedy and sampled
+    reduce  every rank's own argmax equals what rank 0 chose; then 1,000 steps in which no rank's allocator does anything,
+            and what was planned against what was taken
+
+What a rank takes of a GPU that it shares: what torch's allocator has reserved in it, its symmetric memory, and an equal part of what the
+device has lost besides (contexts, code, graphs), so that all ranks together are what the device says. All ranks are on one GPU: tokens a
+second say what exchanges and processes cost, and nothing about the speed of several GPUs.
+
+On a CPU, to see that it runs: python benchmarks/gpu_ranks.py --tiny --device cpu
 """
 
 import argparse
+import contextlib
+import json
+import os
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import gpu_records
-from dummy_models import TINY, write_dummy_model
+from counted_rank import COUNT_FILE, FOLDER, device_counts
+from dummy_models import tiny_settings, write_dummy_model
+from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, used_bytes, write_record
 from mps import OVERLAP, mps
 
-MODEL, NUM_LAYERS = "Qwen3-32B", 4
-SIZES = (1, 2, 4)
-PART_SECONDS = 170.0
+MODEL = "Qwen3-32B"
+MODES = ("exact", "reduce")
+RANKS = (1, 2, 4)
+PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 2), ("reduce", 4), ("reduce", 1))
+PART_SECONDS = 60.0
+MIN_SECONDS = 12.0
+MAX_PERCENT = 1.0
+PROGRAM = Path(__file__).parent / "counted_rank.py"
 
 
-def sampled_requests(num_requests: int, num_tokens: int) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Prompts of many lengths; two thirds are greedy."""
-    from holdfast import SamplingParams
+class Shape(NamedTuple):
+    """How much is run."""
 
-    dice = Random(0)
+    num_layers: int = 4
+    num_prompts: int = 8
+    num_tokens: int = 64
+    num_steps: int = 1000
+    max_model_len: int = 1024
+    max_num_batched_tokens: int = 1024
+    kv_cache_memory: str = "512MiB"
+
+
+FULL, TINY = Shape(), Shape(2, 3, 6, 20, 64, 64, "4MiB")
+
+
+# --- in the process of a part
+
+
+def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -> dict[str, Any]:
+    """One engine: its tokens, its speed, and with several ranks what each of them counted."""
+    import holdfast.engine.build as engine_build
+    from holdfast.api.llm import LLM
+
+    shape, before = TINY if tiny else FULL, used_bytes()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ[FOLDER] = name
+        settings = tiny_settings(MODEL) if tiny else {}
+        path = write_dummy_model(folder, MODEL, **settings, **({} if tiny else {"num_hidden_layers": shape.num_layers}))
+        kept, build_ranks, command = [], engine_build.build_ranks, (sys.executable, "-P", str(PROGRAM))
+
+        def build_counted(*told: Any, **named: Any) -> Any:  # noqa: ANN401 handed on as it is
+            kept.append(build_ranks(*told, command=command, **named))
+            return kept[0]
+
+        engine_build.build_ranks = build_counted
+        begin = time.perf_counter()
+        llm = LLM(
+            *(str(path),),
+            load_format="dummy",
+            device=device,
+            tensor_parallel_size=num_ranks,
+            tensor_parallel_sums=mode,
+            batch_invariant=mode == "exact",
+            max_model_len=shape.max_model_len,
+            max_num_seqs=max(8, shape.num_prompts),
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            kv_cache_memory=shape.kv_cache_memory,
+            on_progress=lambda done, total: None,
+        )
+        found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1)}
+        keep(found, result)
+        with llm:
+            found |= look_at(llm, folder, num_ranks, before, symmetric_bytes(kept[0].built.plan) if kept else 0)
+            keep(found, result)
+            found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode == "exact")}
+            keep(found, result)
+            found |= speed(llm, shape)
+            keep(found, result)
+            if mode == "reduce":
+                found |= steady(llm, folder, shape, num_ranks)
+    return found
+
+
+def answers(
+    llm: Any,  # noqa: ANN401 imported late, with torch
+    shape: Shape,
+    seed: int,
+    num_tokens: int,
+    *,
+    has_sampled: bool = False,
+) -> list[list[int]]:
+    """Of prompts that follow from the seed; greedy, or every third of them sampled."""
+    from holdfast.request.sampling_params import SamplingParams
+
+    dice = Random(seed)
+    most = max(2, shape.max_model_len // 4)
     prompts = [
-        {"prompt_token_ids": [dice.randrange(200) for _ in range(dice.choice((1, 3, 17, 60, 200)))]}
-        for _ in range(num_requests)
+        {"prompt_token_ids": [dice.randrange(250) for _ in range(dice.randint(1, most))]}
+        for _ in range(shape.num_prompts)
     ]
     params = [
-        SamplingParams(temperature=0.8 if nth % 3 == 2 else 0.0, seed=nth, max_tokens=num_tokens, ignore_eos=True)
-        for nth in range(num_requests)
-    ]
-    return prompts, params
-
-
-def run_size(arguments: argparse.Namespace, size: int) -> dict[str, Any]:
-    """One engine on so many ranks: what it answered, and what its ranks hold and did."""
-    from holdfast import LLM
-    from holdfast.engine.rank_build import allocator_counters
-
-    shape = TINY if arguments.tiny else {"num_hidden_layers": NUM_LAYERS}
-    is_cpu = arguments.device == "cpu"
-    before_bytes = gpu_records.used_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_dummy_model(Path(folder), MODEL, **shape)
-        began = time.monotonic()
-        llm = LLM(
-            str(path),
-            load_format="dummy",
-            device="cpu" if is_cpu else "cuda",
-            dtype="float32" if is_cpu else "bfloat16",
-            batch_invariant=True,
-            tensor_parallel_size=size,
-            max_model_len=512,
-            max_num_seqs=16,
-            max_num_batched_tokens=512,
-            kv_cache_memory="16MiB" if is_cpu else "512MiB",
-            enable_prefix_caching=False,
+        SamplingParams(
+            temperature=0.8 if has_sampled and nth % 3 == 2 else 0.0, seed=nth, max_tokens=num_tokens, ignore_eos=True
         )
-        start_seconds = time.monotonic() - began
-    with llm:
-        ready_bytes = gpu_records.used_bytes()
-        prompts, params = sampled_requests(8, 8) if arguments.tiny else sampled_requests(24, 32)
-        first = [one.outputs[0].token_ids for one in llm.generate(prompts, params, progress=False)]
-        runner = llm.engine.core.runner  # type: ignore[union-attr]
-        own = runner if size == 1 else runner.inner  # type: ignore[union-attr]
-        looks = [[allocator_counters(own.device), *([] if size == 1 else runner.look())]]  # type: ignore[union-attr]
-        num_before = llm.engine.core.stats().num_steps
-        num_steps = 40 if arguments.tiny else 1000
-        while llm.engine.core.stats().num_steps - num_before < num_steps:
-            again = [one.outputs[0].token_ids for one in llm.generate(prompts, params, progress=False)]
-        looks.append([allocator_counters(own.device), *([] if size == 1 else runner.look())])  # type: ignore[union-attr]
-        memory = llm.memory
-        planned = [memory.planned_bytes, *(rank.planned_bytes for rank in memory.ranks)]
-        return {
-            "size": size,
-            "tokens": first,
-            "is_repeated": again == first,
-            "steps": llm.engine.core.stats().num_steps - num_before,
-            "counters_before": looks[0],
-            "counters_after": looks[1],
-            "planned_bytes": planned,
-            "device_bytes": None if ready_bytes is None or before_bytes is None else ready_bytes - before_bytes,
-            "has_graphs": own.graphs is not None,
-            "start_seconds": round(start_seconds, 1),
-        }
+        for nth in range(shape.num_prompts)
+    ]
+    outputs = llm.generate(prompts, params, progress=False)
+    errors = [str(output.error) for output in outputs if output.error is not None]
+    assert not errors, errors[0]
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def judged(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, Any]:
-    """A line of the record."""
-    if "error" in found:
-        return {"measure": f"{found['size']} ranks", "unit": "", "values": {}, "error": found["error"]}
-    planned, device = sum(found["planned_bytes"]), found["device_bytes"]
+def speed(llm: Any, shape: Shape) -> dict[str, Any]:  # noqa: ANN401
+    """Tokens a second of all prompts together, prompts included; and of one alone."""
+    begin = time.perf_counter()
+    answers(llm, shape, seed=1, num_tokens=shape.num_tokens)
+    together = time.perf_counter() - begin
+    begin = time.perf_counter()
+    answers(llm, shape._replace(num_prompts=1), seed=2, num_tokens=shape.num_tokens)
+    alone = time.perf_counter() - begin
     return {
-        "measure": f"{found['size']} ranks",
-        "unit": "steps",
-        "values": {"steps": found["steps"]},
-        "equals_one_rank": found["tokens"] == alone.get("tokens"),
-        "is_repeated": found["is_repeated"],
-        "num_allocations": [
-            after.get("allocation.all.allocated", 0) - before.get("allocation.all.allocated", 0)
-            for before, after in zip(found["counters_before"], found["counters_after"], strict=True)
-        ],
-        "planned_bytes": found["planned_bytes"],
-        "device_bytes": device,
-        "difference_percent": None if not device else round(100 * (device / planned - 1), 2),
-        "has_graphs": found["has_graphs"],
-        "start_seconds": found["start_seconds"],
+        "tokens_per_second": round(shape.num_prompts * shape.num_tokens / together, 1),
+        "tokens_per_second_of_one": round(shape.num_tokens / alone, 1),
     }
 
 
+def steady(llm: Any, folder: Path, shape: Shape, num_ranks: int) -> dict[str, Any]:  # noqa: ANN401
+    """Many steps, and what every rank's allocator did in them."""
+    (folder / COUNT_FILE).touch()
+    answers(llm, shape, seed=3, num_tokens=2)  # whatever a rank still does once is behind it
+    before, at_first = device_counts(), rank_files(folder, num_ranks)
+    most = shape.max_model_len // 2
+    left, seed = shape.num_steps, 4
+    while left > 0:
+        answers(llm, shape, seed, num_tokens=min(most, left))
+        left, seed = left - most, seed + 1
+    after, at_last = device_counts(), rank_files(folder, num_ranks)
+    grown = {0: {key: after[key] - before[key] for key in after}}
+    for rank in range(1, num_ranks):
+        grown[rank] = {key: at_last[rank][key] - at_first[rank][key] for key in after}
+        grown[rank]["steps"] = at_last[rank]["counted_steps"] - at_first[rank]["counted_steps"]
+    kept = ("compared", "different", "misses")
+    return {"grown": grown, "own": {rank: {key: told[key] for key in kept} for rank, told in at_first.items()}}
+
+
+def rank_files(folder: Path, num_ranks: int) -> dict[int, dict[str, Any]]:
+    """What other ranks have left, once they have had the time to."""
+    time.sleep(0.3)
+    return {rank: json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(1, num_ranks)}
+
+
+def look_at(
+    llm: Any,  # noqa: ANN401
+    folder: Path,
+    num_ranks: int,
+    before: int | None,
+    symmetric: int,
+) -> dict[str, Any]:
+    """What was planned for each rank, and what each of them took."""
+    memory = llm.memory
+    planned = {0: memory.phase_bytes["serve"]} | {rank.rank: rank.planned_bytes for rank in memory.ranks}
+    rows = {row.owner: row for row in memory.rows}
+    found: dict[str, Any] = {"planned_bytes": planned, "owners": sorted(rows)}
+    used = used_bytes()
+    if used is None or before is None:
+        return found
+    reserved = {0: device_counts()["reserved_bytes"]}
+    reserved |= {rank: told["reserved_bytes"] for rank, told in rank_files(folder, num_ranks).items()}
+    others = (used - before - sum(reserved.values()) - num_ranks * symmetric) / num_ranks
+    measured = {rank: int(reserved[rank] + symmetric + others) for rank in reserved}
+    return found | {
+        "measured_bytes": measured,
+        "reserved_bytes": reserved,
+        "symmetric_bytes": symmetric,
+        "context_bytes": int(others),
+    }
+
+
+def symmetric_bytes(plan: Any) -> int:  # noqa: ANN401 a RunnerPlan, imported late
+    """Of a rank: the same on each."""
+    from holdfast.distributed.exchange_plan import rounding_bytes, shared_specs
+    from holdfast.memory.workspace_plan import arena_bytes
+
+    needs, mesh = plan.exchange_needs, plan.mesh
+    return arena_bytes(shared_specs(needs, mesh).values()) + rounding_bytes(needs, mesh)
+
+
+# --- in the process that starts the others
+
+
+def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each thing that was to be shown."""
+    rows: list[dict[str, Any]] = []
+    wanted = found.get(("exact", 1), {}).get("tokens")
+    for (mode, size), entry in found.items():
+        label = f"{size} ranks, {mode}"
+        if "error" in entry:
+            rows.append({"measure": label, "unit": "count", "values": {}, "holds": False, "error": entry["error"]})
+        if mode == "exact" and size > 1 and "tokens" in entry and wanted is not None:
+            both = [
+                (a, b)
+                for one, other in zip(wanted, entry["tokens"], strict=True)
+                for a, b in zip(one, other, strict=True)
+            ]
+            values = {"compared": len(both), "different": sum(a != b for a, b in both)}
+            holds = not values["different"]
+            rows.append({"measure": f"{label}: tokens against one", "unit": "count", "values": values, "holds": holds})
+        if "own" in entry and size > 1:
+            values = {
+                f"rank {rank} {key}": told[key]
+                for rank, told in entry["own"].items()
+                for key in ("compared", "different")
+            }
+            holds = all(told["compared"] and not told["different"] for told in entry["own"].values())
+            words = {rank: told["misses"] for rank, told in entry["own"].items()}
+            rows.append(
+                {
+                    "measure": f"{label}: argmax of each rank",
+                    "unit": "count",
+                    "values": values,
+                    "holds": holds,
+                    "misses": words,
+                }
+            )
+        if "grown" in entry:
+            values = {
+                f"rank {rank} {key}": count for rank, told in entry["grown"].items() for key, count in told.items()
+            }
+            still = ("allocations", "segments", "reserved_bytes")
+            holds = not any(told[key] for told in entry["grown"].values() for key in still)
+            rows.append({"measure": f"{label}: after ready", "unit": "count", "values": values, "holds": holds})
+        if "measured_bytes" in entry:
+            rows.append(memory_row(label, entry))
+        if "tokens_per_second" in entry:
+            values = {"together": entry["tokens_per_second"], "one alone": entry["tokens_per_second_of_one"]}
+            rows.append({"measure": f"{label}: speed on one GPU", "unit": "tokens/s", "values": values})
+    return rows
+
+
+def memory_row(label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Planned and taken, rank by rank."""
+    planned, measured = entry["planned_bytes"], entry["measured_bytes"]
+    percents = {rank: round(100 * (measured[rank] - planned[rank]) / planned[rank], 3) for rank in planned}
+    values = {
+        f"rank {rank} {kind}": told[rank]
+        for rank in planned
+        for kind, told in (("planned", planned), ("taken", measured))
+    }
+    facts = {key: entry[key] for key in ("reserved_bytes", "symmetric_bytes", "context_bytes")}
+    holds = all(abs(percent) <= MAX_PERCENT for percent in percents.values())
+    return {
+        "measure": f"{label}: memory",
+        "unit": "bytes",
+        "values": values,
+        "percent": percents,
+        "holds": holds,
+        **facts,
+    }
+
+
+def chosen_parts(text: str) -> Sequence[tuple[str, int]]:
+    """All, or those named as exact-2,reduce-4."""
+    if not text:
+        return PARTS
+    return [(mode, int(size)) for mode, _, size in (part.partition("-") for part in text.split(","))]
+
+
 def main() -> None:
-    """Measure, tell, and keep the record."""
-    parser = gpu_records.options(__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--sizes", type=lambda text: tuple(map(int, text.split(","))), default=SIZES)
+    """Run what was asked, as far as the time goes."""
+    parser = options("Engines on several ranks, all on one GPU")
+    parser.add_argument("--parts", default="", help="such as exact-1,exact-2; else all")
     arguments = parser.parse_args()
     if arguments.child is not None:
-        gpu_records.leave(run_size(arguments, int(arguments.child)), arguments.result)
+        mode, _, size = arguments.child.partition("-")
+        leave(run_part(mode, int(size), arguments.tiny, arguments.device, arguments.result), arguments.result)
         return
-    options = [*(["--tiny"] if arguments.tiny else []), "--device", arguments.device]
-    found = []
-    with nullcontext(None) if arguments.device == "cpu" else mps() as environment:
-        for size in arguments.sizes:
-            command = [str(Path(__file__).resolve()), *options, "--child", str(size)]
-            one = gpu_records.run_child(command, PART_SECONDS, environment=environment or OVERLAP)
-            found.append({"size": size, **one})
-            rows = [judged(own, found[0]) for own in found]
-            print(rows[-1], flush=True)
-    words = f"{MODEL} with {NUM_LAYERS} layers, dummy weights, batch_invariant, exact sums"
-    record = gpu_records.make_record("ranks", rows, words, "rank processes on one GPU under MPS", arguments, {})
-    gpu_records.write_record(record, "ranks", arguments)
+    results, facts, is_shared = measure_all(arguments)
+    lines = [
+        (row["measure"], json.dumps(row["values"]), str(row.get("percent", "")), row.get("holds", ""))
+        for row in results
+    ]
+    print_table(f"{MODEL}, dummy weights", ("", "", "%", "holds"), lines)
+    for row in results:
+        for key in ("error", "misses"):
+            if row.get(key):
+                print(f"{row['measure']}: {row[key]}", file=sys.stderr)
+    settings = (
+        f"dummy weights, {FULL.num_layers} layers; all ranks on one GPU, {'under MPS' if is_shared else 'taking turns'}"
+    )
+    write_record(make_record("gpu-ranks", results, MODEL, settings, arguments, facts), "ranks", arguments)
+
+
+def measure_all(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
+    """A process for each part, with its limit."""
+    budget, found = Budget(min(arguments.budget_seconds, 195.0)), {}
+    with mps() if arguments.device.startswith("cuda") else contextlib.nullcontext(OVERLAP) as environment:
+        for mode, size in chosen_parts(arguments.parts):
+            if budget.left_seconds < MIN_SECONDS:
+                print(f"{mode}-{size} is left out: no time")
+                continue
+            start = budget.spent_seconds
+            shared = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
+            command = [__file__, "--child", f"{mode}-{size}", *shared]
+            limit = min(PART_SECONDS, budget.left_seconds)
+            found[mode, size] = numbered(run_child(command, limit, environment=environment or OVERLAP))
+            seconds = round(budget.spent_seconds - start, 1)
+            told = {"part": f"{mode}-{size}", "seconds": seconds, "error": found[mode, size].get("error")}
+            print(json.dumps(told), flush=True)
+    facts = {
+        "start_seconds": {f"{mode}-{size}": entry.get("start_seconds") for (mode, size), entry in found.items()},
+        "measured": "per rank: torch reserved + symmetric memory + an equal part of what else the device lost",
+    }
+    return rows_of(found), facts, environment is not None
+
+
+def numbered(entry: dict[str, Any]) -> dict[str, Any]:
+    """JSON has made names of the numbers of ranks."""
+    kinds = ("planned_bytes", "measured_bytes", "reserved_bytes", "grown", "own")
+    return entry | {kind: {int(rank): told for rank, told in entry[kind].items()} for kind in kinds if kind in entry}
 
 
 if __name__ == "__main__":

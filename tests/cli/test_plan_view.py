@@ -92,7 +92,9 @@ def test_the_command_is_there_where_it_would_work() -> None:
     )
     assert view_of(plan_request("Llama-3.1-70B", "l4"), None).command is None, "another GPU is no option"
     ranks = replace(FITTING, mesh=Mesh(tensor_size=2))
-    assert view_of(ranks, None).command is None, "nothing runs it yet"
+    assert "--tensor-parallel-size 2 " in (view_of(ranks, None).command or "")
+    v4 = replace(ranks, declared=plan_request("DeepSeek-V4-Flash").declared)
+    assert view_of(v4, None).command is None, "nothing runs it yet"
     quantized = replace(FITTING, config=FITTING.config.with_quantization("fp8"))
     assert "--quantization fp8 " in (view_of(quantized, None).command or "")
     revised = replace(FITTING, config=EngineConfig(revision="v9"))
@@ -318,7 +320,7 @@ def test_what_was_asked_is_always_among_them() -> None:
     assert {cell.quantization for cell in cells if cell.runs} == {"none", "fp8", "mxfp4", "int8"}
     on_old = sweep(plan_request("Qwen3-8B", "a100-80g"))
     assert {cell.quantization for cell in on_old} == {"none", "int8", "mxfp4"}, "it has no products in fp8"
-    assert not any(cell.runs for cell in sweep(plan_request("Qwen3-8B", "h200", tensor_parallel_size=2)))
+    assert all(cell.runs for cell in sweep(plan_request("Qwen3-8B", "h200", tensor_parallel_size=2)))
 
 
 def test_what_contradicts_another_option_is_left_out() -> None:
@@ -335,7 +337,7 @@ def test_what_contradicts_another_option_is_left_out() -> None:
 
 
 def test_a_model_that_is_not_run_and_formats_that_it_does_not_take() -> None:
-    cells = sweep(plan_request("DeepSeek-R1", "h200", tensor_parallel_size=8))
+    cells = sweep(plan_request("DeepSeek-V4-Flash", "h200", tensor_parallel_size=8))
     assert not any(cell.runs for cell in cells)
     assert any(cell.kv_tokens for cell in cells)
 

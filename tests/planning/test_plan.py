@@ -16,7 +16,16 @@ from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
-from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, settle, try_fit, unfitting_runner
+from holdfast.planning.fit import (
+    NO_RANKS,
+    PlanRequest,
+    find_fit,
+    fit_runner,
+    missing_here,
+    settle,
+    try_fit,
+    unfitting_runner,
+)
 from holdfast.planning.plan import RunnerPlan, plan_runner
 from holdfast.planning.target import memory_target
 from holdfast.quant.formats import (
@@ -316,7 +325,8 @@ def test_a_plan_that_does_not_fit_can_be_drawn() -> None:
         ({"quantization": "none", "kv_cache_dtype": "float16"}, ()),
         *(({"kv_cache_dtype": name}, ()) for name in KV_FORMATS),
         *(({"quantization": name}, ()) for name in WEIGHT_SCHEMES),
-        ({"tensor_parallel_size": 2}, ("tensor parallelism is not in this version",)),
+        ({"tensor_parallel_size": 2}, ()),
+        ({"name": "DeepSeek-V4-Flash", "tensor_parallel_size": 4}, (NO_RANKS,)),
         ({"name": "Qwen3-30B-A3B"}, ()),
     ],
 )
@@ -392,7 +402,12 @@ def test_a_plan() -> None:
             {"max_model_len": 131072},
             r"lower max_model_len to \d+, or .* or set quantization=fp8, .* and max_num_seqs=4: each of them fits",
         ),
-        ("Qwen3-32B", RTX4090, {}, r"keep weights in mxfp4 \(quantization=mxfp4\), or take \S+: each of them fits"),
+        (
+            "Qwen3-32B",
+            RTX4090,
+            {},
+            r"keep weights in mxfp4 \(quantization=mxfp4\), or take \S+, or share it among 4 GPUs: each of them fits",
+        ),
         ("Llama-3.1-70B", RTX4090, {}, r"take b200"),
         (
             "Qwen3-0.6B",
@@ -404,7 +419,7 @@ def test_a_plan() -> None:
             "DeepSeek-R1",
             H200,
             {},
-            r"take a smaller model; to share it among 8 GPUs would fit, but tensor parallelism is not",
+            r"share it among 8 GPUs, which fits",
         ),
     ],
 )

@@ -522,7 +522,6 @@ COMMANDS = (
         "also sweep.",
         (
             "holdfast plan Qwen3-32B --gpu h200",
-            "holdfast plan DeepSeek-R1 --gpu 16xh200 --pipeline-parallel-size 2 --enable-expert-parallel",
             "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",
             "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
         ),

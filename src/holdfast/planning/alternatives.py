@@ -482,9 +482,11 @@ def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative
 
 
 def _rank_changes(request: PlanRequest) -> Iterator[_Change]:
-    """More ranks to every layer; of stages a plan is of one, and says nothing of others."""
+    """More GPUs to every layer; of stages a plan is of one and says nothing of others, and ranks on a CPU share its memory."""
+    if request.mesh.num_stages > 1 or request.target.kind == "cpu":
+        return
     missing = NO_RANKS if request.declared.is_compressed else None
-    for ranks in RANKS if request.mesh.num_stages == 1 else ():
+    for ranks in RANKS:
         mesh = meshes(ranks, is_exact=request.mesh.is_exact)[0]
         if ranks > request.mesh.tensor_size and request.declared.is_divisible(mesh):
             config = replace(request.config, tensor_parallel_size=ranks)

@@ -46,10 +46,10 @@ class PlanRequest:
     target: Target
     mesh: Mesh = ALONE
     """Where the rank stands; the config's own sizes are for who plans all of them."""
-    agreed: Agreed | None = None
-    """What all ranks have settled together; None: this one is asked what it would have by itself."""
     staging: Callable[[Resolved], Term | None] | Term | None = None
     """What loading holds beside the weights, or who knows it once dtype and recipe are settled; None: the most that it may."""
+    agreed: Agreed | None = None
+    """What all ranks have settled together; None: this one is asked what it would have by itself."""
     _settled: list[tuple[Layout, Resolved]] = field(default_factory=list, init=False, compare=False, repr=False)
     """What the request became: everything that is asked of it later goes on from there."""
 
