@@ -5,6 +5,7 @@ Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16, sums in graphs. E
     exact   batch_invariant: tokens of 2 and 4 ranks equal those of one, greedy and sampled
     reduce  every rank's own argmax equals what rank 0 chose; then 1,000 steps in which no rank's allocator does anything,
             and what was planned against what was taken
+    stages  batch_invariant: tokens of 2 stages equal those of one rank
 
 What a rank takes of a GPU that it shares: what torch's allocator has reserved in it, its symmetric memory, and an equal part of what the
 device has lost besides (contexts, code, graphs), so that all ranks together are what the device says. All ranks are on one GPU: tokens a
@@ -31,9 +32,7 @@ from gpu_records import Budget, keep, leave, make_record, options, print_table, 
 from mps import OVERLAP, mps
 
 MODEL = "Qwen3-32B"
-MODES = ("exact", "reduce")
-RANKS = (1, 2, 4)
-PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 2), ("reduce", 4), ("reduce", 1))
+PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 2), ("reduce", 4), ("stages", 2), ("reduce", 1))
 PART_SECONDS = 60.0
 MIN_SECONDS = 12.0
 MAX_PERCENT = 1.0
@@ -81,9 +80,10 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
             *(str(path),),
             load_format="dummy",
             device=device,
-            tensor_parallel_size=num_ranks,
-            tensor_parallel_sums=mode,
-            batch_invariant=mode == "exact",
+            tensor_parallel_size=1 if mode == "stages" else num_ranks,
+            pipeline_parallel_size=num_ranks if mode == "stages" else 1,
+            tensor_parallel_sums="reduce" if mode == "reduce" else "auto",
+            batch_invariant=mode != "reduce",
             max_model_len=shape.max_model_len,
             max_num_seqs=max(8, shape.num_prompts),
             max_num_batched_tokens=shape.max_num_batched_tokens,
@@ -95,7 +95,7 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
         with llm:
             found |= look_at(llm, folder, num_ranks, before, symmetric_bytes(kept[0].built.plan) if kept else 0)
             keep(found, result)
-            found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode == "exact")}
+            found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode != "reduce")}
             keep(found, result)
             found |= speed(llm, shape)
             keep(found, result)
@@ -219,7 +219,7 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
         label = f"{size} ranks, {mode}"
         if "error" in entry:
             rows.append({"measure": label, "unit": "count", "values": {}, "holds": False, "error": entry["error"]})
-        if mode == "exact" and size > 1 and "tokens" in entry and wanted is not None:
+        if mode != "reduce" and size > 1 and "tokens" in entry and wanted is not None:
             both = [
                 (a, b)
                 for one, other in zip(wanted, entry["tokens"], strict=True)
