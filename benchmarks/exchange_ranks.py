@@ -6,6 +6,7 @@ Every rank makes the numbers of all ranks from the same seeds, and so knows what
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from mps import OVERLAP
 
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
@@ -29,10 +31,10 @@ from holdfast.distributed.symmetric import open_symmetric
 from holdfast.kernels.exchange.add_parts import add_parts_reference
 from holdfast.memory.ledger import Ledger
 
-OVERLAP = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-"""Several ranks on one GPU."""
 NUM_TOLD_LINES = 25
 NUM_REPLAYS = 100
+TELL_SECONDS = 3.0
+"""Before the time of a rank is over it says where it stands."""
 
 
 class Sizes(NamedTuple):
@@ -69,6 +71,7 @@ def run_ranks(
         try:
             for rank in range(size):
                 place = ["--rank", str(rank), "--size", str(size), "--port", str(port)]
+                place += ["--tell-after", str(max(1.0, timeout_s - TELL_SECONDS))]
                 full = [sys.executable, *command, *place, "--result", str(folder / f"{rank}.json")]
                 with (folder / f"{rank}.txt").open("w") as told:
                     own = {**os.environ, **(environment or {})}
@@ -105,11 +108,14 @@ def rank_options(parser: argparse.ArgumentParser) -> None:
     """What `run_ranks` passes."""
     for name in ("--rank", "--size", "--port"):
         parser.add_argument(name, type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--tell-after", type=float, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=1, help="of the ranks")
 
 
 def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchange]:
     """The exchange of this process: symmetric memory on a GPU, gloo on a CPU."""
+    if arguments.tell_after is not None:
+        faulthandler.dump_traceback_later(arguments.tell_after)
     mesh = meshes(arguments.size // arguments.stages, [(i, i + 1) for i in range(arguments.stages)])[arguments.rank]
     place = listen_for_ranks(port=arguments.port) if mesh.rank == 0 else (LOOPBACK, arguments.port)
     if arguments.device == "cpu":

@@ -64,6 +64,9 @@ class TimedRank:
     def run(self, step: Step) -> None:
         self._times.set(self._rank, step.number)
 
+    def look(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None: ...
 
 

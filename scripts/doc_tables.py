@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/performance.md", "docs/quantization.md"))
+DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/performance.md", "docs/quantization.md", "docs/ranks.md"))
 RECORDS = ROOT / "benchmarks" / "records"
 NO_RECORD = "No record is committed yet."
 WORDS = {
@@ -272,11 +272,32 @@ SECTIONS: Mapping[str, Columns] = {
         "accepted of proposed": _accepted,
         "same tokens": _same_tokens,
     },
+    "serve": {
+        "": _value("measure"),
+        "found": _listed_values,
+        "unit": _value("unit"),
+        "against transformers": _value("ratios", "transformers"),
+    },
+    "gpu-masks": {
+        "us": _value("measure"),
+        "mask kernel": _value("values", "mask kernel"),
+        "copy of masks": _value("values", "copy of masks"),
+        "% of the roof": _value("percent_of_roof"),
+    },
     "structured": {
         "ms of a step": _value("measure"),
         "without a form": _value("values", "plain"),
         "with": _value("values", "structured"),
         "of which masks": _value("values", "masks"),
+    },
+    "predicted-ranks": {
+        "": _value("measure"),
+        "tokens/s": _listed_values,
+        "scaling": _value("scaling"),
+        "aiconfigurator's": _value("aiconfigurator_scaling"),
+        "exact against batch_invariant": _value("exact_against_batch_invariant"),
+        "sequences": _value("num_sequences", "tensor 8 x stages"),
+        "ms a token": _value("milliseconds_a_token", "tensor 8 x stages"),
     },
     "window-pages": {
         "": _value("measure"),

@@ -71,9 +71,9 @@ from holdfast.config import EngineConfig
 
 taken = EngineConfig.from_options(dtype="half", kv_cache_dtype="fp8_e4m3", model=Path("tiny"))
 print(taken.dtype, taken.kv_cache_dtype, taken.model)
-EngineConfig.from_options(trust_remote_code=True, swap_space=4, tensor_parallel_size=1)
+EngineConfig.from_options(trust_remote_code=True, swap_space=4, data_parallel_size=1)
 try:
-    EngineConfig.from_options(tensor_parallel_size=2)
+    EngineConfig.from_options(data_parallel_size=2)
 except Exception as error:
     print(error)
 END"""
@@ -411,15 +411,15 @@ VLLM_CHECKS = (
         VLLM,
         "options that are no-ops are taken with one log line",
         CONFIG_SCRIPT,
-        (r"taken without effect here: trust_remote_code=True .*swap_space=4 .*tensor_parallel_size=1",),
+        (r"taken without effect here: trust_remote_code=True .*swap_space=4 .*data_parallel_size=1",),
         is_slow=True,
         is_shown=True,
     ),
     Check(
         VLLM,
         "known options that are missing say so, and what to do",
-        "holdfast run --tensor-parallel-size 2 -p x",
-        (r"^error: option --tensor-parallel-size was asked; it is not in this version; one GPU",),
+        "holdfast run --data-parallel-size 2 -p x",
+        (r"^error: option --data-parallel-size was asked; it is not in this version; start a server",),
         codes=(2,),
     ),
     Check(

@@ -32,7 +32,10 @@ def written(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tenso
     return folder
 
 
-@pytest.mark.parametrize("config", [FLASH, BASE], ids=["MXFP4 experts", "fp8 experts"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(FLASH, id="MXFP4 experts"), pytest.param(BASE, id="fp8 experts", marks=pytest.mark.slow)],
+)
 def test_what_is_shipped_runs_in_the_bytes_that_were_planned(config: dict[str, Any], tmp_path: Path) -> None:
     folder = written(tmp_path / "m", config, with_drafts(stored_as(config, tensors_of(config))))
     llm = opened(folder, device="cpu")

@@ -53,6 +53,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("max_num_batched_tokens", [5, 128])
 def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_tokens: int) -> None:
     llm = case.open(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=3)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,9 +10,10 @@ import textwrap
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
-from cli.cli_models import make_model
+from cli.cli_models import MAIN, make_model
 from engine.test_core_process import is_gone
 from holdfast import LLM, AsyncLLM, SamplingParams
 from holdfast.engine.core import EngineCore
@@ -65,6 +67,61 @@ def test_two_ranks_answer_as_one(model, alone):
         assert llm.memory.as_dict()["ranks"] == [other._asdict()]
     assert len(pids) == 1
     assert all(map(is_gone, pids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 2)])
+def test_stages_answer_as_one(model, alone, tensor, stages):
+    with LLM(model, tensor_parallel_size=tensor, pipeline_parallel_size=stages, **EXACT) as llm:
+        pids = pids_of(llm)
+        assert answers(llm) == alone
+        assert [rank.rank for rank in llm.memory.ranks] == list(range(1, tensor * stages))
+    assert len(pids) == tensor * stages - 1
+    assert all(map(is_gone, pids))
+
+
+@pytest.mark.slow
+def test_the_default_model_on_three(model):
+    """Nine heads, three of keys: of this many ranks it can have three. Dummy weights where it was not downloaded."""
+    options = OPTIONS | {"memory_limit": "6GiB", "dtype": "float32"}
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    found = []
+    for size in (1, 3):
+        with LLM(None, tensor_parallel_size=size, tensor_parallel_sums="exact", **options) as llm:
+            found.append([one.outputs[0].token_ids for one in llm.generate(PROMPTS, params, progress=False)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_server_has_ranks_too(model, alone, tmp_path):
+    words = (
+        *("serve", model, "--port", "0", "--device", "cpu", "--dtype", "float32", "--memory-limit", "1GiB"),
+        *("--max-model-len", "64", "--tensor-parallel-size", "2", "--tensor-parallel-sums", "exact"),
+    )
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-c", MAIN, *words], stdout=log, stderr=log)
+    try:
+        until, found = time.monotonic() + 120, None
+        while found is None:
+            assert time.monotonic() < until, (tmp_path / "log").read_text()
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            found = re.search(r"http://127\.0\.0\.1:(\d+)", (tmp_path / "log").read_text())
+            time.sleep(0.1)
+        address = found[0]
+        names = httpx.get(f"{address}/v1/models", timeout=60).json()["data"]
+        body = {"model": names[0]["id"], "prompt": PROMPTS[0]["prompt_token_ids"], "temperature": 0, "max_tokens": 12}
+        answer = httpx.post(f"{address}/v1/completions", json=body | {"return_token_ids": True}, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] == len(alone[0][0]), answer
+        ranks = httpx.get(f"{address}/memory", timeout=60).json()["memory"]["ranks"]
+        assert [rank["rank"] for rank in ranks] == [1]
+        descendants = [child for pid in children_of(process.pid) for child in (pid, *children_of(pid))]
+        process.terminate()
+        assert process.wait(30) == 0
+        assert len(descendants) >= 1
+        assert all(map(is_gone, descendants))
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow

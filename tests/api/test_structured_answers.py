@@ -183,13 +183,12 @@ FEW_PAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory":
 @pytest.mark.parametrize(
     ("run_ahead", "options"),
     [
-        (0, FEW_PAGES),
-        (1, {}),
-        (1, FEW_PAGES),
-        (0, {"speculative": "ngram:3", **FEW_PAGES}),
-        (None, {"core_process": True, "max_num_seqs": 4}),
+        pytest.param(0, FEW_PAGES, id="few pages", marks=pytest.mark.slow),
+        pytest.param(1, {}, id="ahead", marks=pytest.mark.slow),
+        pytest.param(1, FEW_PAGES, id="ahead, few pages"),
+        pytest.param(0, {"speculative": "ngram:3", **FEW_PAGES}, id="proposals"),
+        pytest.param(None, {"core_process": True, "max_num_seqs": 4}, id="in a child"),
     ],
-    ids=["few pages", "ahead", "ahead, few pages", "proposals", "in a child"],
 )
 def test_however_steps_are_run(folder, expected, run_ahead, options):
     llm = LLM(str(folder), max_model_len=72, **SHAPE, **options)

@@ -101,7 +101,7 @@ def test_a_batch_of_prompts(model: Path, caplog: pytest.LogCaptureFixture) -> No
     assert {result["why"] for result in results} <= {"length", "stop"}
     assert all(result["finished"] and result["ids"] for result in results)
     (line,) = [record.getMessage() for record in caplog.records if "taken without effect" in record.getMessage()]
-    for name in ("tensor_parallel_size", "trust_remote_code", "swap_space", "disable_log_stats", "tokenizer_mode"):
+    for name in ("trust_remote_code", "swap_space", "disable_log_stats", "tokenizer_mode"):
         assert name in line
 
 
@@ -260,6 +260,7 @@ for num_threads in (1, 2):
 """
 
 
+@pytest.mark.slow  # the next but one asks the same of a whole model
 @pytest.mark.parametrize("uses_threads", [True, False])
 def test_threads_of_torch_stay_in_the_parent_whoever_started_them(uses_threads: bool) -> None:
     script = THREADS.replace("USES_THREADS", str(uses_threads))
@@ -324,7 +325,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("ending", ["closed", "forgotten"])
+@pytest.mark.parametrize("ending", ["closed", pytest.param("forgotten", marks=pytest.mark.slow)])
 def test_a_forked_child_is_told_at_once_and_ends(ending: str) -> None:
     """Locks are held by other threads while it forks, as they are during a step: nobody ever opens them in the child."""
     run = subprocess.run(
@@ -343,6 +344,8 @@ def test_a_forked_child_is_told_at_once_and_ends(ending: str) -> None:
 OPENED_IN_A_FORK = """
 import os, sys
 import torch
+import holdfast.forks
+holdfast.forks.PATIENCE_SECONDS = 2.0
 from holdfast import LLM, HoldfastError, SamplingParams
 
 params = SamplingParams(max_tokens=2, temperature=0.0)

@@ -88,7 +88,7 @@ def wait_for(process: subprocess.Popen[bytes], is_there: "os.PathLike[str]", wor
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("library", ["libtorch_cpu", "_multiarray_umath"])
+@pytest.mark.parametrize("library", ["libtorch_cpu", pytest.param("_multiarray_umath", marks=pytest.mark.slow)])
 def test_interrupted_while_torch_is_imported(library: str) -> None:
     process = start("run", "-p", "Hello")
     wait_for(process, Path(f"/proc/{process.pid}/maps"), library.encode())

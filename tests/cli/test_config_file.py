@@ -74,7 +74,7 @@ def test_the_model_is_a_key_too(file: Path) -> None:
         ("max-conections = 1", "did you mean max-connections?"),
         ("zzzz = 1", "no option"),
         ('config = "other"', "no option"),
-        ("[server]\nport = 1", "no option"),
+        ("[server]\nport = 1", "is a table; write options at the top"),
         ("port = {a = 1}", "a text, a number"),
         ("port = true", "a text, a number"),
         ('allow-public = "yes"', "true or false"),

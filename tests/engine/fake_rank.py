@@ -68,6 +68,9 @@ class SlotsRank:
         if self._file is not None:
             self._file.write_text(f"{step.number} {self._trace.hexdigest()}")
 
+    def look(self) -> dict[str, int]:
+        return {"steps": self._num_steps}
+
     def close(self) -> None: ...
 
 

@@ -200,6 +200,26 @@ def test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterward
     assert cached_tokens() == 0
 
 
+def test_a_request_that_bans_every_token_itself_takes_no_cached_prefix_from_others():
+    engine = make_engine()
+    known = "a prompt of several pages"
+
+    def cached_tokens() -> int:
+        engine.add_request("known", known, SamplingParams(max_tokens=1, temperature=0.0))
+        return run_all(engine)["known", 0][-1].num_cached_tokens
+
+    assert cached_tokens() == 0
+    answer = engine.runner.answer
+    engine.runner.answer = lambda item, result: SequenceResult.of(NO_TOKEN)
+    engine.add_request("hostile", "another", SamplingParams(max_tokens=5, allowed_token_ids=[5]))
+    last = run_all(engine)["hostile", 0][-1]
+    assert last.finish_reason == "error"
+    assert "of allowed_token_ids none is left" in last.error
+    engine.settle()
+    engine.runner.answer = answer
+    assert cached_tokens() == len(known) // 4 * 4
+
+
 @pytest.mark.parametrize("k", [0, 1, 5])
 def test_a_failing_model_ends_the_engine_and_everybody_is_told(k):
     engine = make_engine(max_num_seqs=2)

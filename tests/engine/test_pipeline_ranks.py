@@ -1,7 +1,7 @@
 """A core over the ranks of a pipeline in lock-step threads: answers of one process, every stage with a step, nothing moves."""
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.config import Limits
-from holdfast.distributed.mesh import ALONE, Mesh, meshes
+from holdfast.distributed.mesh import ALONE, meshes
 from holdfast.engine.core import EngineCore
 from holdfast.engine.messages import CoreRequest
 from holdfast.engine.ngram import NgramProposer
@@ -19,9 +19,9 @@ from holdfast.engine.scheduler import Scheduler
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import StepResult
 from holdfast.request.step import Step, decode_step, encode_step
-from holdfast.runner.build import BuiltRunner
 from holdfast.runner.runner import Runner
-from models.staged_runners import LAYERS, Ranks, save_model
+from models.staged_runners import StagedRanks, cuts_of, find_model
+from runner.rank_runs import Built
 from runner.tiny_runners import held_storages
 
 
@@ -88,8 +88,8 @@ def requests(first_id: int, num_tokens: int = 7) -> list[CoreRequest]:
     return found
 
 
-def make_core(runner: FramedRunner | Runner, built: BuiltRunner, num_stages: int) -> EngineCore:
-    groups, num_proposals = built.runner.groups, built.plan.resolved.num_proposals
+def make_core(runner: FramedRunner | Runner, built: Built, num_stages: int) -> EngineCore:
+    groups, num_proposals = built.runner.groups, built.build.plan.resolved.num_proposals
     scheduler = Scheduler(runner.limits, runner.num_pages, True, 64, groups=groups, num_stages=num_stages)
     proposer = NgramProposer(num_proposals) if num_proposals else None
     return EngineCore(runner, scheduler, run_ahead=num_stages - 1, proposer=proposer)
@@ -117,7 +117,9 @@ class Pipeline:
     """A core over all ranks of a model."""
 
     def __init__(self, path: Path, cuts: list[tuple[int, int]], tensor_size: int = 1, **options: Any) -> None:
-        self.ranks = Ranks(path, meshes(tensor_size, cuts, is_exact=tensor_size > 1), **options)
+        if tensor_size > 1:
+            options |= {"tensor_parallel_size": tensor_size}
+        self.ranks = StagedRanks(path, meshes(tensor_size, cuts, is_exact=tensor_size > 1), **options)
         self._queues: list[queue.Queue] = [queue.Queue() for _ in self.ranks.meshes[1:]]
         built = self.ranks.built[0]
         self.framed = FramedRunner(built.runner, self._queues)
@@ -126,9 +128,9 @@ class Pipeline:
     def run(self) -> Answers:
         return self.ranks.run(self._work)[0]
 
-    def _work(self, built: BuiltRunner, mesh: Mesh, exchange: object) -> Answers | None:
-        if mesh.rank:
-            follow(built.runner, self._queues[mesh.rank - 1])
+    def _work(self, built: Built) -> Answers | None:
+        if built.mesh.rank:
+            follow(built.runner, self._queues[built.mesh.rank - 1])
             return None
         try:
             return run_core(self.core)
@@ -154,42 +156,23 @@ def pipeline(*arguments: Any, **options: Any) -> Iterator[Pipeline]:
         made.ranks.release()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Where a family's model lies; made once."""
-    base = tmp_path_factory.mktemp("pipelines")
-
-    def find(family: str) -> Path:
-        path = base / family
-        if not path.exists():
-            path.mkdir()
-            save_model(family, path)
-        return path
-
-    return find
-
-
 def run_alone(path: Path, **options: Any) -> Answers:
-    alone = Ranks(path, [ALONE], **options)
+    alone = StagedRanks(path, [ALONE], **options)
     try:
-        (found,) = alone.run(lambda built, mesh, exchange: run_core(make_core(built.runner, built, 1)))
+        (found,) = alone.run(lambda built: run_core(make_core(built.runner, built, 1)))
         return found
     finally:
         alone.release()
 
 
-def cuts_of(family: str, num_stages: int) -> list[tuple[int, int]]:
-    ends = [LAYERS[family] * (stage + 1) // num_stages for stage in range(num_stages)]
-    return list(zip([0, *ends], ends, strict=False))
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "deepseek_v3", "opt"])
-def test_answers_of_stages_are_those_of_one_process(folder, family: str, num_stages: int) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3", "opt"])
+def test_answers_of_stages_are_those_of_one_process(tmp_path: Path, family: str, num_stages: int) -> None:
     """Greedy and random, penalties, log-probabilities of prompts; six requests, of which four run at once."""
-    expected = run_alone(folder(family))
-    with pipeline(folder(family), cuts_of(family, num_stages)) as found:
+    path = find_model(tmp_path, family)
+    expected = run_alone(path)
+    with pipeline(path, cuts_of(family, num_stages)) as found:
         answers = found.run()
         assert found.framed.most_in_flight == num_stages
     if family == "deepseek_v3":
@@ -202,9 +185,9 @@ def test_answers_of_stages_are_those_of_one_process(folder, family: str, num_sta
 
 
 @pytest.mark.parametrize("kv_dtype", ["turboquant_k8v4", pytest.param("turboquant_3bit_nc", marks=pytest.mark.slow)])
-def test_two_stages_of_turboquant_share_no_scratch_and_nothing_moves(folder, kv_dtype: str) -> None:
+def test_two_stages_of_turboquant_share_no_scratch_and_nothing_moves(tmp_path: Path, kv_dtype: str) -> None:
     """What went wrong elsewhere: a scratch of one stage that the other resized. Run twice: addresses and answers stay."""
-    path, options = folder("llama"), {"kv_cache_dtype": kv_dtype, "enable_prefix_caching": False}
+    path, options = find_model(tmp_path, "llama"), {"kv_cache_dtype": kv_dtype, "enable_prefix_caching": False}
     expected = run_alone(path, **options)
     with pipeline(path, cuts_of("llama", 2), **options) as found:
         held = found.memory()
@@ -214,9 +197,9 @@ def test_two_stages_of_turboquant_share_no_scratch_and_nothing_moves(folder, kv_
             assert found.memory() == held
 
 
-def test_two_pipelines_in_one_process_do_not_meet(folder) -> None:
+def test_two_pipelines_in_one_process_do_not_meet(tmp_path: Path) -> None:
     """Two engines of two stages each, whose steps go on at the same time."""
-    path, cuts = folder("llama"), cuts_of("llama", 2)
+    path, cuts = find_model(tmp_path, "llama"), cuts_of("llama", 2)
     expected = run_alone(path)
     with pipeline(path, cuts) as first, pipeline(path, cuts) as second, ThreadPoolExecutor(2) as pool:
         held = [*first.memory(), *second.memory()]
@@ -227,8 +210,16 @@ def test_two_pipelines_in_one_process_do_not_meet(folder) -> None:
         assert [*first.memory(), *second.memory()] == held
 
 
-def test_proposals_are_accepted_over_stages(folder) -> None:
-    expected = run_alone(folder("llama"))
-    with pipeline(folder("llama"), cuts_of("llama", 2), speculative="ngram:3") as found:
+def test_proposals_are_accepted_over_stages(tmp_path: Path) -> None:
+    expected = run_alone(find_model(tmp_path, "llama"))
+    with pipeline(find_model(tmp_path, "llama"), cuts_of("llama", 2), speculative="ngram:3") as found:
         answers = found.run()
     assert {number: own[0] for number, own in answers.items()} == {number: own[0] for number, own in expected.items()}
+
+
+def test_two_ranks_in_each_of_two_stages(tmp_path: Path) -> None:
+    """Whose shares of the logits rank 0 gathers from the last stage."""
+    path = find_model(tmp_path, "llama_tied")
+    expected = run_alone(path)
+    with pipeline(path, cuts_of("llama_tied", 2), 2) as found:
+        assert found.run() == expected

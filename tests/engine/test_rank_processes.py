@@ -62,6 +62,7 @@ def test_a_schedule_on_four_ranks_is_that_of_one(is_eager, run_ahead, monkeypatc
         assert {key: tokens_of(deltas) for key, deltas in found.items()} == {
             key: tokens_of(deltas) for key, deltas in expected.items()
         }
+        assert {one["steps"] for one in ranked.group.look()} == {len(ranked.runner.steps)}
         until = time.monotonic() + 20
         files = [tmp_path / f"rank-{rank}" for rank in range(4)]
         while len({file.read_text() for file in files}) > 1 and time.monotonic() < until:

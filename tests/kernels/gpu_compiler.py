@@ -646,7 +646,7 @@ def exchange_of(size: int) -> None:
     rooms = [torch.zeros(16, 5120, dtype=BF16)] * size
     for two_passes in (False, True):
         for form in range(3):
-            tiles = sum_rows.Tiles(1024, 4, form=form, pdl=form == 1)
+            tiles = sum_rows.Tiles(1024, 4, form, pdl=form == 1)
             sum_rows.sum_rows_triton(rooms, torch.zeros(16, 5120, dtype=BF16), ranks, tiles, two_passes)
     for out in (torch.zeros(16, 5120 * size, dtype=BF16), None):
         gather_rows.gather_columns_triton(rooms, out, 16, 5120 * size, ranks)

@@ -40,22 +40,22 @@ def layer_of(mesh, exchange, has_shared: bool) -> ExpertLayer:
     room = torch.empty(2**16, dtype=torch.uint8)
     outputs = OutputSharing(exchange, Gathering(exchange, room) if is_exact else None)
     router_E, gate_up_EX, down_EH, _ = BIASES
+    assert gate_up_EX is not None
+    assert down_EH is not None
     if is_whole:
         gate_up, down = (weight.chunk(size)[rank] for weight in (GATE_UP, DOWN))
-        own = ExpertBiases(router_E, gate_up_EX.chunk(size)[rank], down_EH.chunk(size)[rank])
+        first, second = gate_up_EX.chunk(size)[rank], down_EH.chunk(size)[rank]
         sharing = ExpertSharing(outputs, rank * NUM_EXPERTS // size, NUM_EXPERTS // size)
     else:
         gate_up, down = GATE_UP.chunk(size, 1)[rank], DOWN.chunk(size, 1 if is_exact else 2)[rank]
-        own = ExpertBiases(
-            router_E, gate_up_EX.chunk(size, 1)[rank], down_EH.chunk(size, 1)[rank] if is_exact else down_EH
-        )
+        first, second = gate_up_EX.chunk(size, 1)[rank], down_EH.chunk(size, 1)[rank] if is_exact else down_EH
         sharing = ExpertSharing(outputs)
-    own = own._replace(gate_up_EX=own.gate_up_EX.contiguous(), down_EH=own.down_EH.contiguous())
+    own = ExpertBiases(router_E, first.contiguous(), second.contiguous())
     shared = None
     if has_shared:
         halves = torch.cat([half.chunk(size)[rank] for half in SHARED_GATE_UP.chunk(2)])
-        second = SHARED_DOWN.chunk(size, 0 if is_exact else 1)[rank].contiguous()
-        mlp = GatedMLP(Linear(halves), outputs.linear(second, None, not sharing.sums_pairs), "silu")
+        last = SHARED_DOWN.chunk(size, 0 if is_exact else 1)[rank].contiguous()
+        mlp = GatedMLP(Linear(halves), outputs.linear(last, None, not sharing.sums_pairs), "silu")
         shared = SharedExpert(mlp, SHARED_GATE)
     return ExpertLayer(
         ROUTER, gate_up.contiguous(), down.contiguous(), Routing(True), shared, own, FORM, sharing=sharing

@@ -106,6 +106,15 @@ def test_places_never_move(workspace: Workspace, monkeypatch: pytest.MonkeyPatch
         assert len({id(view) for ref in seen if (view := ref()) is not None}) <= 5
 
 
+def test_the_latest_views_are_kept(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one: thousands of different steps hold no more than some did."""
+    monkeypatch.setattr(workspace_module, "MAX_CACHED_REQUESTS", 5)
+    seen = [workspace.acquire("mlp", mlp(num_rows)) for num_rows in range(8)]
+    assert all(workspace.acquire("mlp", mlp(num_rows)) is seen[num_rows] for num_rows in range(3, 8))
+    assert workspace.acquire("mlp", mlp(2)) is not seen[2]
+    assert workspace.acquire("mlp", mlp(3)) is not seen[3]
+
+
 def test_owners_of_a_lane_take_turns_and_lanes_do_not(workspace: Workspace) -> None:
     qkv, *_ = workspace.acquire("attention", attention(MAX_ROWS))
     (wide,) = workspace.acquire("mlp", mlp(MAX_ROWS))

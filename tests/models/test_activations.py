@@ -364,3 +364,46 @@ def test_scratch_is_enough_for_every_product_that_can_occur(spec, num_rows, sche
     needs(lambda x, size_n: normed(x, size_n, gated=True), spec.intermediate_size, spec.hidden_size)
     needs(added, spec.hidden_size, spec.intermediate_size)
     needs(normed, spec.vocab_size, spec.hidden_size)
+
+
+def test_ranks_that_gather_have_room_for_inputs_of_all():
+    """Those of the widest output projection, and of pairs where experts are sliced; codes follow from whole rows."""
+    dense = replace(QWEN, num_ranks=4, gathers=True)
+    widest = max(dense.attended_size, dense.intermediate_size)
+    assert shapes(activations.gathered_request(dense, 7, "bfloat16")) == {"gathered": ((7 * 4 * widest,), "bfloat16")}
+    experts = replace(EXPERTS, intermediate_size=16 * EXPERTS.intermediate_size)
+    sliced, whole = (
+        replace(MOE, num_ranks=2, gathers=True, experts=replace(experts, num_local=num_local))
+        for num_local in (None, experts.num_experts // 2)
+    )
+    assert shapes(activations.gathered_request(sliced, 3, "bfloat16"))["gathered"][0] == (
+        3 * 2 * experts.top_k * experts.intermediate_size,
+    )
+    less, more = (shapes(activations.gathered_request(one, 3, "bfloat16"))["gathered"][0] for one in (whole, sliced))
+    assert less < more
+    codes = shapes(activations.quantized_rows_request(dense, 7, 1, WeightRecipe(FP8)))["codes"][0]
+    assert codes == (7 * max(4 * widest, dense.hidden_size),)
+    for spec in (QWEN, MOE, replace(QWEN, num_ranks=4)):
+        assert activations.gathered_request(spec, 7, "bfloat16").specs == ()
+
+
+def test_the_largest_part_that_peers_read():
+    assert activations.room_elements(QWEN, 9) == 0
+    assert activations.room_elements(replace(QWEN, num_ranks=2), 9) == 9 * QWEN.hidden_size
+    gathers = replace(QWEN, num_ranks=2, gathers=True)
+    assert activations.room_elements(gathers, 9) == 9 * max(
+        QWEN.hidden_size, QWEN.intermediate_size, QWEN.attended_size
+    )
+    assert MOE.experts is not None
+    whole = replace(MOE, num_ranks=2, gathers=True, experts=replace(MOE.experts, num_local=4))
+    assert activations.room_elements(whole, 9) == 9 * MOE.experts.top_k * MOE.hidden_size
+
+
+def test_ids_of_local_experts_have_a_place():
+    local = replace(EXPERTS, num_local=15)
+    names = [spec.name for spec in activations.experts_request(local, 2048, 40, "bfloat16").specs]
+    assert "local_ids" in names
+    assert names[-3:] == [spec.name for spec in order_specs(40, 4, 60)]
+    blocks = activations.experts_request(local, 2048, 40, "bfloat16").specs[-3:]
+    assert blocks == order_specs(40, 4, 60, 15)
+    assert "local_ids" not in [spec.name for spec in activations.experts_request(EXPERTS, 2048, 40, "bfloat16").specs]

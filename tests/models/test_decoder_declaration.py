@@ -201,14 +201,15 @@ def test_a_step_of_a_decoder_is_what_its_runner_asks_for() -> None:
     )
 
 
-def test_a_step_of_a_rank_is_narrower_and_its_logits_are_not() -> None:
+def test_a_step_of_a_rank_is_narrower() -> None:
     declaration = declare_config(CATALOGUE["Qwen3-8B"], "x").declaration
     whole, part = (
         {request.owner: request for request in declaration.requests(STEP, Mesh(tensor_size=ranks), ())}
         for ranks in (1, 4)
     )
-    assert part["head"] == whole["head"]
+    assert [spec.shape[-1] for spec in part["head"].specs] == [4096, -(-151936 // 4)]
     assert part["stream"] == whole["stream"]
+    assert "gathered" not in part
     assert part["mlp"].specs[0].shape == (8, 2 * 12288 // 4)
     assert part["attention"].specs[1].shape == (8, 32 // 4, 128)
 

@@ -21,6 +21,8 @@ from holdfast.memory.devices import GPUS
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
+from holdfast.models import layer_stack
+from holdfast.models.activations import StepRequests
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec
@@ -147,6 +149,18 @@ def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 256) * 256
+
+
+def test_steps_of_many_sizes_keep_requests_of_the_latest(monkeypatch):
+    """A server meets a new number of rows again and again, for hours."""
+    monkeypatch.setattr(layer_stack, "MAX_CACHED_SIZES", 3)
+    others = [one for one in gc.get_objects() if isinstance(one, StepRequests)]
+    rig = make_rig("llama")
+    for num_rows in range(1, 12):
+        rig.execute(make_step(num_rows, groups=rig.groups))
+    found = [one for one in gc.get_objects() if isinstance(one, StepRequests)]
+    kept = [one for one in found if all(one is not other for other in others)]
+    assert sorted(one.stream.specs[0].shape[0] for one in kept) == [9, 10, 11]
 
 
 def test_more_logits_than_were_reserved_are_refused():

@@ -40,7 +40,7 @@ def test_in_company_of_other_lengths_and_in_chunks(case):
         judge(theirs, drive, request)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 4])
+@pytest.mark.parametrize("page_tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_every_chunk_size(page_tokens):
     answer = alone(BOTH, 21, 3)
     for max_rows in range(1, 22):
@@ -101,7 +101,7 @@ def test_prefixes_are_hit_at_every_block_boundary(case):
         assert request.sequence.num_cached_tokens == place
 
 
-@pytest.mark.parametrize("case", ["both entries", "chosen entries"])
+@pytest.mark.parametrize("case", ["both entries", pytest.param("chosen entries", marks=pytest.mark.slow)])
 def test_forks_at_every_position_side_by_side(case):
     """Each goes on from the blocks that it has in common with the first, while the first still runs."""
     theirs, ours = tiny_compressed(case)

@@ -104,7 +104,8 @@ def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"data_parallel_size": 2}, "several servers behind a router"),
+        ({"data_parallel_size": 2}, "put a router in front"),
+        ({"nnodes": True}, "not in this version"),
         ({"tensor_parallel_size": True}, "a whole number from 1 to 4096 works"),
         ({"enable_lora": True}, "merge the adapter"),
         ({"speculative_config": {"model": "x"}}, "proposals come from n-grams alone here"),
@@ -122,7 +123,7 @@ def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
         ({"dtype": "fp8"}, "dtype='fp8' was asked; the choices are auto, float32, float16, bfloat16"),
         ({"dtype": "FP64"}, "dtype='FP64' was asked; the choices are auto, float32, float16, bfloat16"),
         ({"quantization": "awq"}, "quantization fp8, int8 or mxfp4"),
-        ({"tensor_parallel_sise": 1}, "did you mean tensor_parallel_size"),
+        ({"tensor_parallel_siz": 1}, "did you mean tensor_parallel_size"),
         ({"gpu_memory_utilisation": 0.5}, "did you mean gpu_memory_utilization"),
         ({"trust_remote_cod": True}, "did you mean trust_remote_code"),
         ({"xyzzy": 1}, "the names are"),

@@ -136,6 +136,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
     },
 }
+MODELS["deepseek_v32"] = MODELS["deepseek_v3"] | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 5,
+}
+MODELS["opt_350m"] = MODELS["opt"] | {"word_embed_proj_dim": 40, "do_layer_norm_before": False}
 NUM_PAGES = 48
 """Of every rank, so that a slot means the same on all of them."""
 NUM_TOKENS = (17, 9, 2)
@@ -213,7 +221,7 @@ def steps_of(runner: Runner) -> list[tuple[LiveStep, list[int]]]:
     pages, sequences = count(), []
     for number, length in enumerate(NUM_TOKENS):
         ids = [(7 * place + 31 * number + 5) % runner.vocab_size for place in range(length)]
-        tables = tuple([next(pages) for _ in range(group.pages_for(length))] for group in runner.groups)
+        tables = [[next(pages) for _ in range(group.pages_for(length))] for group in runner.groups]
         sequence = TokenSequence(number, ids, length, SamplingParams(), seed=0, max_tokens=4, tables=tables)
         sequence.slot = number
         sequences.append(sequence)

@@ -16,7 +16,7 @@ from holdfast.planning.target import Target
 from holdfast.runner import build as building
 from holdfast.runner.build import EXACT_ROWS, exact_rows, plan_model, refuse_unequal_shares
 from holdfast.runner.weight_load import plan_weights
-from kernels.exactness import random, require_native
+from kernels.exactness import require_native
 from loading.compressed_models import CONFIG as COMPRESSED
 from loading.tiny_models import save_tiny
 from runner.rank_runs import OPTIONS, Built, Ranks, one_rank, plan_rank, write_model
@@ -123,9 +123,10 @@ def test_rows_from_which_on_shares_are_equal():
 def test_shares_whose_products_differ_are_refused(monkeypatch):
     """As a library would that cuts a sum by the size of a weight."""
     require_native()
-    shares = {"a": random(12, 40, seed=1), "b": random(40, 40, seed=2), "c": random(24, seed=3)}
-    whole = {"a": (48, 40), "b": (40, 40), "c": (48,)}
-    refuse_unequal_shares(shares, whole, 16)
+    shares = {"a": (12, 40), "b": (40, 40), "c": (24,), "d": (40, 20)}
+    whole = {"a": (48, 40), "b": (40, 40), "c": (48,), "d": (40, 40)}
+    others = "float32", torch.device("cpu"), 16
+    refuse_unequal_shares(shares, whole, *others)
 
     def changing(x_TK, weight_NK, bias_N):
         y_TN = linear(x_TK, weight_NK, bias_N)
@@ -134,6 +135,5 @@ def test_shares_whose_products_differ_are_refused(monkeypatch):
 
     monkeypatch.setattr(building, "linear", changing)
     with pytest.raises(ConfigError, match="16 rows by 12 of the 48 rows of a differently"):
-        refuse_unequal_shares(shares, whole, 16)
-    refuse_unequal_shares({"b": shares["b"]}, whole, 16)
-    assert torch.equal(shares["a"], random(12, 40, seed=1))
+        refuse_unequal_shares(shares, whole, *others)
+    refuse_unequal_shares({"b": shares["b"], "d": shares["d"]}, whole, *others)

@@ -51,6 +51,9 @@ CASES = [
     pytest.param("deepseek_v3", 2, False, marks=slow),
     pytest.param("deepseek_v3", 4, False, marks=slow),
     pytest.param("deepseek_v3", 4, True, marks=slow),
+    pytest.param("deepseek_v32", 3, False, marks=slow),  # tokens chosen by an index
+    pytest.param("deepseek_v32", 4, True, marks=slow),
+    pytest.param("opt_350m", 4, False, marks=slow),  # the embedding is projected, and norms come last
 ]
 WIDE = {
     "hidden_size": 256,

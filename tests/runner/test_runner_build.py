@@ -346,7 +346,7 @@ def test_weights_say_which_layers_are_protected(build, caplog):
 @pytest.mark.parametrize("norms", [[1.0, 1.0, 50.0], [0.0, 3.0, 2.0], [9.0, 3.0, math.nan]])
 @pytest.mark.parametrize("count", [1, 2])
 def test_pages_and_attention_follow_the_weights(build, monkeypatch, norms, count):
-    monkeypatch.setattr("holdfast.runner.build.key_bias_norms", lambda weights, spec: norms)
+    monkeypatch.setattr("holdfast.runner.build.key_bias_norms", lambda *_: norms)
     options = {"kv_cache_dtype": "turboquant_k3v4_nc", "kv_protected_dtype": "auto", "kv_protected_layers": count}
     built = build("qwen2_window", **options, max_model_len=8)
     sizes = [math.inf if math.isnan(norm) else norm for norm in norms]

@@ -21,7 +21,7 @@ def main() -> None:
     """Print "ready PORT CORE_PID" when requests are taken."""
     log_plainly()
     kind, drain_seconds = sys.argv[1], float(sys.argv[2])
-    listener = bind_socket("127.0.0.1", int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    listener = bind_socket("127.0.0.1", 0)
     config = EngineConfig.from_options(model=kind)
     core = CoreProcess(config, lambda done, total: None, command=FAKE)
     llm = AsyncLLM.from_engine(Engine(core, shared_tokenizer(), shared_template(), 0))

@@ -12,13 +12,14 @@ import hypothesis
 import pytest
 import schemathesis
 from schemathesis import GenerationMode
+from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from engine.fakes import assert_at_rest
 from holdfast.server.errors import INTERNAL_WORDS
 from server.served import Served, served, user
 
-NUM_QUICK, NUM_SLOW = 25, 1500
+NUM_QUICK, NUM_SLOW = 15, 1500
 OPERATIONS = (
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
@@ -44,22 +45,28 @@ def small() -> Iterator[Served]:
         assert_at_rest(running.engine)
 
 
+@pytest.fixture(scope="module")
+def document(small: Served) -> BaseSchema:
+    """Read once: its references take seconds to resolve."""
+    document = schemathesis.openapi.from_url(f"{small.url}/openapi.json")
+    document.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+    return document
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_a_sample(small: Served, method: str, path: str) -> None:
-    fuzz(small, method, path, NUM_QUICK if method == "POST" else 2)
+def test_a_sample(small: Served, document: BaseSchema, method: str, path: str) -> None:
+    fuzz(small, document, method, path, NUM_QUICK if method == "POST" else 2)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_many(small: Served, method: str, path: str) -> None:
-    fuzz(small, method, path, NUM_SLOW if method == "POST" else 50)
+def test_many(small: Served, document: BaseSchema, method: str, path: str) -> None:
+    fuzz(small, document, method, path, NUM_SLOW if method == "POST" else 50)
 
 
-def fuzz(running: Served, method: str, path: str, num_examples: int) -> None:
-    document = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
-    document.config.generation.update(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+def fuzz(running: Served, document: BaseSchema, method: str, path: str, num_examples: int) -> None:
     operation = document[path][method]
     num_cases: Counter[int] = Counter()
 
@@ -90,18 +97,18 @@ def fuzz(running: Served, method: str, path: str, num_examples: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_streams_are_as_the_document_has_them(small: Served, path: str) -> None:
+def test_streams_are_as_the_document_has_them(document: BaseSchema, path: str) -> None:
     asked = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(path, {"messages": user("a")})
-    operation = schemathesis.openapi.from_url(f"{small.url}/openapi.json")[path]["POST"]
+    operation = document[path]["POST"]
     case = operation.Case(body={**asked, "stream": True}, media_type="application/json")
     case.validate_response(case.call(timeout=60), excluded_checks=[positive_data_acceptance])
 
 
-def test_nothing_of_the_document_is_left_out(small: Served) -> None:
-    document = schemathesis.openapi.from_url(f"{small.url}/openapi.json").raw_schema
-    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+def test_nothing_of_the_document_is_left_out(document: BaseSchema) -> None:
+    paths = document.raw_schema["paths"]
+    told = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     assert told == {*OPERATIONS, ("GET", "/memory/stream")}
-    for path, methods in document["paths"].items():
+    for path, methods in paths.items():
         for operation in methods.values():
             assert {"200", "400", "401", "500", "503"} <= operation["responses"].keys()
             if "requestBody" in operation:

@@ -31,7 +31,8 @@ def test_litellm(server: Served, monkeypatch: pytest.MonkeyPatch):
         litellm.completion(messages=user("x"), **{**asked, "model": "openai/other"})
 
 
-@pytest.mark.parametrize("words", ["stream", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["stream", "whole"])
 def test_llm_command(server: Served, tmp_path: Path, words: str):
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: here\n  model_name: {MODEL}\n  api_base: {server.url}/v1\n  api_key_name: none\n"

@@ -349,7 +349,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, served: tuple[
     assert faults == []
 
 
-@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize("width", [400, pytest.param(1600, marks=pytest.mark.slow)])
 def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], world: World, width: int) -> None:
     page, faults = open_page(browser, served[1], width)
     expect(page.locator("#link")).to_have_attribute("data-state", "live")

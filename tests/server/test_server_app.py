@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from holdfast.errors import EngineDeadError, MemoryPlanError, PromptError, QueueFullError
+from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.app import endpoint_routers, make_app
 from holdfast.server.errors import ApiError, cleaned, from_exception
 from holdfast.server.guards import PUBLIC_PATHS
@@ -293,3 +294,23 @@ def test_a_broken_log_harms_nobody() -> None:
     client = make_client(log=RequestLog(stream=Broken()))
     assert client.get("/nothing").status_code == 404
     assert client.get("/nothing").status_code == 404
+
+
+class AdvisedLLM(StubLLM):
+    """A model whose makers advise something, or nothing."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        super().__init__()
+        self.params = params
+
+    def default_sampling_params(self) -> SamplingParams:
+        return self.params
+
+
+def test_advice_of_the_server_is_for_models_whose_files_are_silent() -> None:
+    silent, outspoken = (
+        Service(AdvisedLLM(params), ("tiny",), advice={"temperature": 0.2})  # type: ignore[arg-type]
+        for params in (SamplingParams(), SamplingParams(top_p=0.5))
+    )
+    assert silent.advised["temperature"] == 0.2
+    assert (outspoken.advised["temperature"], outspoken.advised["top_p"]) == (1.0, 0.5)

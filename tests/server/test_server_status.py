@@ -313,6 +313,7 @@ async def _is(client: httpx.AsyncClient, path: str, status: int) -> bool:
     return await status_of(client, path) == status
 
 
+@pytest.mark.slow  # test_server_process.py stops one of a whole server
 def test_a_stopped_core_turns_red_in_time_and_green_again(monkeypatch):
     with remote_engine(monkeypatch, "slow") as engine:
 
@@ -332,14 +333,17 @@ def test_a_stopped_core_turns_red_in_time_and_green_again(monkeypatch):
         serve(work, engine=engine)
 
 
+async def _is_dead(engine: Engine) -> bool:
+    return engine.is_dead
+
+
 def test_a_killed_core_is_noticed_where_nobody_asks(monkeypatch):
     with remote_engine(monkeypatch) as engine:
 
         async def work(client, service, engine):
             assert (await client.get("/memory")).json()["kv"]["num_pages"] == 400
             os.kill(service.llm.core_pid, signal.SIGKILL)
-            await asyncio.sleep(2.0)
-            assert engine.is_dead
+            await until(lambda: _is_dead(engine), 2.0)
             assert await status_of(client, "/health") == 503
             assert await status_of(client, "/metrics") == 200
             assert (await client.get("/memory")).json()["trouble"] == "the engine has stopped"

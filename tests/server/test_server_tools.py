@@ -55,6 +55,27 @@ def test_a_model_that_must_call_calls(real, choice):
         assert values == {} if name == "now" else values["unit"] in ("c", "f")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_grammar": 'start: "a" start'},
+        {"response_format": {"type": "json_object"}, "allowed_token_ids": [65]},
+        {"allowed_token_ids": [258], "min_tokens": 4},
+    ],
+    ids=["no-end", "form-and-allowed", "allowed-and-min-tokens"],
+)
+def test_a_request_that_asks_for_what_cannot_be_is_at_fault_itself(real, fields):
+    """500 would have clients send it again, and call whoever is on duty."""
+    body = {"messages": user("Hi"), "max_tokens": 400, "temperature": 0.0, **fields}
+    answer = real.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "answer_failed")
+    with real.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as streamed:
+        last = [line for line in streamed.iter_lines() if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "invalid_request_error"
+
+
 def test_forced_calls_stream(real):
     body = {"messages": user("Hi"), "seed": 4, "max_tokens": 400, "tools": TOOLS, "tool_choice": NAMED, "stream": True}
     with real.stream("POST", "/v1/chat/completions", json={**body, "logit_bias": {str(ord("h")): -100}}) as answer:
@@ -152,3 +173,5 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words():
         assert "# Tools" in text
         assert '<tool_call>\n{"name": "look", "arguments": {"unit": "c"}}\n</tool_call>' in text
         assert "<tool_response>" in text
+        calls[0]["function"]["arguments"] = {"unit": "c"}  # as an object: the same
+        assert client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"] == tokens

@@ -64,6 +64,7 @@ TOKENIZERS = {
     "metaspace always": metaspace("always"),
     "prepending": llama_like(),
 }
+TEMPLATE = ChatTemplate(CHATML, "fake", {})
 pieces = st.lists(st.sampled_from([*SPECIAL, *WHOLE, "a", "ab", " a ", "<", "|", ">", "end", "\n", "x "]), max_size=9)
 
 
@@ -78,10 +79,9 @@ def test_where_nothing_is_the_messages_own_the_tokens_are_those_of_the_whole_tex
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @given(contents=st.lists(pieces.map("".join).filter(lambda text: text.strip()), min_size=1, max_size=3))
 def test_no_message_brings_a_control_token(tokenizer, contents):
-    template = ChatTemplate(CHATML, "fake", {})
     messages = [{"role": "user", "content": content} for content in contents]
-    rendered = template.render_chat(messages, tokenizer.control_tokens)
-    assert rendered.text == template.render(messages)
+    rendered = TEMPLATE.render_chat(messages, tokenizer.control_tokens)
+    assert rendered.text == TEMPLATE.render(messages)
     ids = tokenizer.encode_chat(rendered.text, rendered.own)
     found = [token_id for token_id in ids if token_id in tokenizer.special_token_ids]
     start, end = (tokenizer.control_tokens.special[text] for text in SPECIAL[:2])

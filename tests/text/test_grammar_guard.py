@@ -121,3 +121,8 @@ def test_digits_and_letters_are_those_of_ascii(regex, expected):
 def test_errors_are_one_short_line():
     assert plain_error("a\n  b\x00c<non-verbose/>\n   1 | the grammar") == "a b c"
     assert len(plain_error("x" * 999)) == 240
+
+
+def test_a_form_that_is_nothing_but_itself_is_refused_in_words():
+    """The compiler's own word for {"$ref": "#"} and `start: start` says nothing to whoever wrote them."""
+    assert plain_error("NoExtensionBias") == "it refers to itself and to nothing else"

@@ -30,6 +30,8 @@ def with_config(rows: Sequence[Option | Setting], arguments: Sequence[str]) -> l
     places: list[str] = []
     for key, value in values.items():
         row = by_name.get(key.replace("-", "_"))
+        if row is None and isinstance(value, dict):
+            raise ConfigError(asked, f"[{shown(key)[1:-1]}] is a table", "write options at the top, without tables")
         if row is None or key.replace("-", "_") == FLAG[2:]:
             near = difflib.get_close_matches(key.replace("_", "-"), [name.replace("_", "-") for name in by_name], n=1)
             do = f"did you mean {near[0]}?" if near else "leave it out; keys are the names of options"

@@ -91,7 +91,7 @@ def serve(options: ServeOptions, engine_options: Given) -> None:
 
 def _service(opened: OpenedModel, options: ServeOptions, names: tuple[str, ...], limits: "ServerLimits") -> "Service":
     from holdfast.api.async_llm import AsyncLLM
-    from holdfast.server.service import Service
+    from holdfast.server.service import DEFAULT_MODEL_ADVICE, Service
 
     return Service(
         AsyncLLM.from_engine(opened.engine),
@@ -99,6 +99,7 @@ def _service(opened: OpenedModel, options: ServeOptions, names: tuple[str, ...],
         limits,
         tool_parser=options.tool_parser,
         reasoning_parser=options.reasoning_parser,
+        advice=DEFAULT_MODEL_ADVICE if options.model is None else {},
     )
 
 

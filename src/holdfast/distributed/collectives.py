@@ -177,6 +177,7 @@ class CollectiveExchange:
         return parts
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
+        assert out_TY.shape == (part_TX.shape[0], self.size * part_TX.shape[1]), f"{part_TX.shape=} {out_TY.shape=}"
         return gather_parts_reference(self._gather("gather_columns", part_TX).unbind(), out_TY)
 
     def whole_logits(self, num_rows: int) -> torch.Tensor:
@@ -253,25 +254,46 @@ class CollectiveExchange:
             self._ledger.release(self._nccl_owner)
 
     def warm(self) -> None:
-        """Every kind of call once, so that nothing connects or allocates later; and so that all are known to be there."""
-        held = self._held
-        if self.size > 1:
-            room = held.room(1, 1, torch.float32).fill_(1.0)
-            out = torch.empty(1, 1, device=room.device)
-            self.sum_rows(room, out)
-            self.share_tokens(torch.zeros(1, dtype=torch.int64, device=room.device))
+        """Every kind of call, so that all are known to be there and nothing connects or allocates later.
+
+        NCCL connects an algorithm when it is first chosen, by the size: smallest and largest.
+        """
+        is_nccl = self._nccl_owner is not None
+        room_bytes = self._held.tensors["exchange/rows"][0].nbytes if self.size > 1 else 0
+        for num_elements in {1, room_bytes // 4} if is_nccl else {1}:
+            if self.size > 1:
+                self._warm_rows(num_elements)
+        for num_rows in {1, self._held.needs.num_logit_rows} if is_nccl else {1}:
+            if self.mesh.is_last_stage or self.mesh.rank == 0:
+                self._warm_head(num_rows)
         if self.mesh.num_stages > 1:
-            device = held.tensors["pipeline/hidden"].device
-            row = torch.zeros(1, 1, device=device)
-            if not self.mesh.is_first_stage:
-                self.receive_rows(row)
-            if not self.mesh.is_last_stage:
-                self.send_rows(row)
-        if self.mesh.is_last_stage or self.mesh.rank == 0:
-            device = held.tensors["exchange/signals"].device
-            part = torch.zeros(1, 1, device=device) if self.mesh.is_last_stage else None
-            self.gather_small(part, torch.zeros(self.size, 1, 1, device=device))
+            hidden_bytes = self._held.tensors["pipeline/hidden"][0].nbytes
+            for num_elements in {1, hidden_bytes // 4} if is_nccl else {1}:
+                self._warm_stages(num_elements)
         self.end_step()
+
+    def _warm_rows(self, num_elements: int) -> None:
+        device = self._held.tensors["exchange/rows"].device
+        room = self.room(1, num_elements, torch.float32).fill_(1.0)
+        self.sum_rows(room, torch.empty(1, num_elements, device=device))
+        room = self.room(1, num_elements, torch.float32).fill_(1.0)
+        self.gather_columns(room, torch.empty(1, num_elements * self.size, device=device))
+        self.share_tokens(torch.zeros(1, dtype=torch.int64, device=device))
+
+    def _warm_head(self, num_rows: int) -> None:
+        device = self._held.tensors["exchange/signals"].device
+        is_last, width = self.mesh.is_last_stage, self._held.share_width(self.rank)
+        part_RV = torch.zeros(num_rows, width, device=device) if is_last else None
+        self.gather_logits(part_RV, self.whole_logits(num_rows) if self.mesh.rank == 0 else None)
+        part_RX = torch.zeros(num_rows, 2, device=device) if is_last else None
+        self.gather_small(part_RX, torch.zeros(self.size, num_rows, 2, device=device))
+
+    def _warm_stages(self, num_elements: int) -> None:
+        row = torch.zeros(1, num_elements, device=self._held.tensors["pipeline/hidden"].device)
+        if not self.mesh.is_first_stage:
+            self.receive_rows(row)
+        if not self.mesh.is_last_stage:
+            self.send_rows(row)
 
 
 def open_collectives(
@@ -282,10 +304,11 @@ def open_collectives(
     ledger: Ledger,
     *,
     timeout_s: float = OPEN_SECONDS,
+    secret: str = "",
     call_timeout_s: float = CALL_SECONDS,
 ) -> CollectiveExchange:
     """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
-    store = open_store(place, mesh, timeout_s)
+    store = open_store(place, mesh, timeout_s, secret)
     with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
         peers: Peers
         if device.type == "cpu":

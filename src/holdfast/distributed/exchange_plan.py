@@ -4,6 +4,7 @@ exchange/rows      two rooms that take turns (sums and gathers of rows, of exper
 exchange/gathered  of collectives (gloo, NCCL): the parts of all ranks, before they are added up or laid side by side
 exchange/logits    this rank's share of the logits where peers read it; on rank 0 the whole as well
 exchange/signals   who has written and who has read
+exchange/rounding  of symmetric memory: what the driver adds to the whole of it
 pipeline/hidden    rows on their way between stages
 sampling/shares    beside an exchange, of who chooses: the argmax of every share and its logit
 collectives/nccl   what NCCL takes for its communicator; measured; 0 on one node
@@ -13,13 +14,21 @@ from typing import Literal, NamedTuple
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.planner import PAGE_PHASES, Term
-from holdfast.memory.workspace_plan import TensorSpec, aligned
+from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
 
 ExchangeKind = Literal["symmetric", "gloo", "nccl"]
 """Symmetric memory among GPUs of a node, gloo among CPUs, NCCL between nodes."""
 SIGNAL_BYTES = 2**14
 NCCL_BYTES = 560 * 2**20
 """Measured on an H200 for one rank (NCCL 2.28.9): 558 MiB when it is made, 2 more when a graph captures it."""
+
+
+SYMMETRIC_UNIT_BYTES = 2 * 2**20
+"""In which the driver gives out memory that other processes may map."""
+TORCH_SIGNAL_BYTES = 2048
+"""Which torch keeps beside every symmetric allocation, for collectives of its own."""
+LOCAL_OWNERS = ("exchange/whole_logits",)
+"""What peers do not read."""
 
 
 class ExchangeNeeds(NamedTuple):
@@ -59,6 +68,18 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
     return found
 
 
+def shared_specs(needs: ExchangeNeeds, mesh: Mesh) -> dict[str, TensorSpec]:
+    """Those that lie in symmetric memory, one behind the other: the same on every rank."""
+    specs = exchange_specs(needs, mesh, "symmetric")
+    return {owner: spec for owner, spec in specs.items() if owner not in LOCAL_OWNERS}
+
+
+def rounding_bytes(needs: ExchangeNeeds, mesh: Mesh) -> int:
+    """What symmetric memory takes beside its tensors."""
+    num_bytes = arena_bytes(shared_specs(needs, mesh).values())
+    return -(-(num_bytes + TORCH_SIGNAL_BYTES) // SYMMETRIC_UNIT_BYTES) * SYMMETRIC_UNIT_BYTES - num_bytes
+
+
 CHOICE_FIELDS = 2
 """Of a row and a share: the id of its argmax, and the logit; float32, in which ids below 2**24 are exact."""
 
@@ -84,6 +105,9 @@ def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tupl
         Term(owner, spec.aligned_bytes, reasons[owner], PAGE_PHASES)
         for owner, spec in exchange_specs(needs, mesh, kind).items()
     ]
+    if kind == "symmetric" and not mesh.is_alone:
+        reason = "memory that peers map comes in pieces of 2 MiB"
+        terms.append(Term("exchange/rounding", rounding_bytes(needs, mesh), reason, PAGE_PHASES))
     if not mesh.is_alone:
         num_bytes = sum(spec.num_bytes for spec in choice_specs(needs, mesh))
         terms.append(Term("sampling/shares", num_bytes, "the argmax of every share of the vocabulary", PAGE_PHASES))

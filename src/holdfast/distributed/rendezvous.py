@@ -37,13 +37,16 @@ def listen_for_ranks(host: str = LOOPBACK, port: int = 0) -> socket.socket:
         ) from error
 
 
-def open_store(place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS) -> Store:
-    """Returns once every rank has come; a rank that does not is named. The socket is the store's from then on."""
+def open_store(place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS, secret: str = "") -> Store:
+    """Returns once every rank has come; a rank that does not is named. The socket is the store's from then on.
+
+    Who does not know the secret can connect, as every user of the machine can, but is nobody here.
+    """
     patience = timedelta(seconds=timeout_s)
     is_first = isinstance(place, socket.socket)
     host, port = place.getsockname()[:2] if isinstance(place, socket.socket) else place
     try:
-        store = c10d.TCPStore(
+        server = c10d.TCPStore(
             host,
             port,
             is_master=is_first,
@@ -51,6 +54,7 @@ def open_store(place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS) -> Sto
             timeout=patience,
             master_listen_fd=place.detach() if isinstance(place, socket.socket) else None,
         )
+        store = c10d.PrefixStore(f"holdfast-{secret}", server)
         store.set(_key(mesh.rank), "here")
     except RuntimeError as error:
         raise EngineDeadError(
@@ -66,7 +70,8 @@ def make_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -
     """A group of its own over gloo, connected; on loopback where the store is."""
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    if store.host.startswith("127.") or store.host == "localhost":
+    host = store.underlying_store.host
+    if host.startswith("127.") or host == "localhost":
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     else:
         options._devices = [c10d.ProcessGroupGloo.create_default_device()]

@@ -7,15 +7,18 @@ Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing 
 Why one meeting of all ranks a call is enough: kernels/exchange/signals.py. Rows between stages: kernels/exchange/links.py.
 """
 
+import json
 import secrets
+from collections import Counter
 from typing import Any
 
 import torch
 
-from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs
+from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, rounding_bytes, shared_specs
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.errors import ConfigError
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_triton,
     gather_small_triton,
@@ -30,7 +33,7 @@ from holdfast.kernels.exchange.links import (
     offer_end,
     offer_rows,
 )
-from holdfast.kernels.exchange.signals import GIVEN_UP_WORD, MAX_RANKS, TABLES_WORD
+from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD
 from holdfast.kernels.exchange.sum_rows import Ranks, sum_rows_triton
 from holdfast.memory.arena import views_of
 from holdfast.memory.ledger import Ledger
@@ -38,8 +41,6 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 
 natives: Any = getattr(torch._C, "_distributed_c10d", None)
 """What torch has of groups below Python; its stubs do not name it."""
-LOCAL_OWNERS = ("exchange/whole_logits",)
-"""What peers do not read."""
 GROUP_KEY = "group"
 
 
@@ -82,21 +83,35 @@ def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
     return name, group
 
 
+def agree_blocks(store: Store, mesh: Mesh, device: torch.device) -> int:
+    """How many programs a kernel that waits may have: the same on all ranks, and a share of the GPU where several ranks are on it.
+
+    With more of them those of some ranks could fill a GPU and wait for a peer whose kernels find no place there.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    own = {"device": str(properties.uuid), "num_processors": properties.multi_processor_count}
+    store.set(f"device/{mesh.rank}", json.dumps(own))
+    found = [json.loads(store.get(f"device/{rank}")) for rank in range(mesh.num_ranks)]
+    num_on = Counter(entry["device"] for entry in found)
+    return min(MAX_BLOCKS, *(entry["num_processors"] // num_on[entry["device"]] for entry in found))
+
+
 class SymmetricExchange:
     """The exchange of one rank; see distributed/exchange.py."""
 
     def __init__(self, mesh: Mesh, needs: ExchangeNeeds, store: Store, device: torch.device, ledger: Ledger) -> None:
-        specs = exchange_specs(needs, mesh, "symmetric")
-        shared = {owner: spec for owner, spec in specs.items() if owner not in LOCAL_OWNERS}
+        specs, shared = exchange_specs(needs, mesh, "symmetric"), shared_specs(needs, mesh)
         reason = f"exchange of {mesh.num_ranks} ranks over symmetric memory"
         self._memory: SymmetricMemory | None = SymmetricMemory(arena_bytes(shared.values()), store, mesh, device)
-        own = {owner: spec for owner, spec in specs.items() if owner in LOCAL_OWNERS}
+        own = {owner: spec for owner, spec in specs.items() if owner not in shared}
         tensors, self._arenas = allocate_held(own, device, ledger, reason)
         everybodys = [_named_views(buffer, shared) for buffer in self._memory.everybodys]
-        self._owners = list(shared)
+        held_bytes = {owner: spec.aligned_bytes for owner, spec in shared.items()}
+        held_bytes["exchange/rounding"] = rounding_bytes(needs, mesh)
+        self._owners = list(held_bytes)
         self._ledger = ledger
-        for owner, spec in shared.items():
-            ledger.record(owner, spec.aligned_bytes, reason)
+        for owner, num_bytes in held_bytes.items():
+            ledger.record(owner, num_bytes, reason)
         self._store = store
         self.mesh = mesh
         self._held = HeldMemory(tensors | everybodys[mesh.rank], needs, mesh)
@@ -115,7 +130,8 @@ class SymmetricExchange:
         peers = signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].view(torch.int64)
         addresses = [views["exchange/signals"].data_ptr() for views in stage]
         peers[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
-        return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers)
+        max_blocks = agree_blocks(self._store, self.mesh, signals.device)
+        return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers, max_blocks)
 
     @property
     def rank(self) -> int:
@@ -130,11 +146,6 @@ class SymmetricExchange:
         """By which torch knows these ranks."""
         assert self._memory is not None, "the exchange is closed"
         return self._memory.name
-
-    @property
-    def has_given_up(self) -> bool:
-        """Whether some kernel has stopped waiting for a peer; asks the device, and waits for it."""
-        return bool(self._held.tensors["exchange/signals"].view(torch.int32)[GIVEN_UP_WORD].item())
 
     def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return self._held.room(num_rows, width, dtype)
@@ -268,8 +279,15 @@ def open_symmetric(
     ledger: Ledger,
     *,
     timeout_s: float = OPEN_SECONDS,
+    secret: str = "",
 ) -> SymmetricExchange:
     """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
-    store = open_store(place, mesh, timeout_s)
+    if mesh.tensor_size > MAX_RANKS:
+        raise ConfigError(
+            f"{mesh.tensor_size} ranks were to share layers over symmetric memory",
+            f"signals have places for {MAX_RANKS}",
+            f"take tensor_parallel_size={MAX_RANKS} at most",
+        )
+    store = open_store(place, mesh, timeout_s, secret)
     with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
         return SymmetricExchange(mesh, needs, store, device, ledger)

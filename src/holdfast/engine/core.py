@@ -182,17 +182,7 @@ class EngineCore:
         assert run_ahead >= 0, f"{run_ahead=}"
         rewinds = None if proposer is None else unrewindable(scheduler.groups)
         assert rewinds is None, f"proposals cannot be rejected: {rewinds}"
-        limits = runner.limits
-        longest = longest_sequence(
-            scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens
-        )
-        self.facts = CoreFacts(
-            limits,
-            longest,
-            runner.vocab_size,
-            tuple(sorted(runner.eos_token_ids)),
-            scheduler.max_queue if max_queue is None else max_queue,
-        )
+        self.facts = _facts(runner, scheduler, max_queue)
         self.memory = memory
         self.scheduler = scheduler
         """Queues and pages, to be looked at between two steps."""
@@ -553,13 +543,27 @@ class EngineCore:
             failure = self.grammars.failure(sequence.sequence_id)
             if failure is not None:
                 return Ending("error", error=f"after {num_output_tokens} tokens {_form_words(form, failure)}")
-        self._distrust(sequence)
+        # Where a request may have banned every token itself, nothing is wrong with anybody's pages: else any client could
+        # have all cached prefixes forgotten. Numbers that are not finite show in the next request that has them.
+        if sequence.params.allowed_token_ids is None and not (form is not None and sequence.params.bad_words):
+            self._distrust(sequence)
         return Ending("error", error=_no_token_reason(token_id, sequence, num_output_tokens))
 
     def _distrust(self, sequence: Sequence) -> None:
         """Numbers that are not finite may lie in pages that others would share."""
         self._finish(sequence)
         self.scheduler.reset_prefix_cache()
+
+
+def _facts(runner: StepRunner, scheduler: Scheduler, max_queue: int | None) -> CoreFacts:
+    limits = runner.limits
+    return CoreFacts(
+        limits,
+        longest_sequence(scheduler.groups, runner.num_pages, limits.max_model_len, limits.max_num_batched_tokens),
+        runner.vocab_size,
+        tuple(sorted(runner.eos_token_ids)),
+        scheduler.max_queue if max_queue is None else max_queue,
+    )
 
 
 def refuse_full(num_sequences: int, num_waiting: int, max_queue: int) -> None:

@@ -15,7 +15,6 @@ at once, in the middle of a step too. A `CoreProcess` that is dropped, or whose 
 """
 
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -38,6 +37,7 @@ from holdfast.engine.admission import describe
 from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
 from holdfast.engine.core import EngineCore, Waiting, refuse_full
 from holdfast.engine.engine import Engine
+from holdfast.engine.garbage import IdleCollector, keep_start
 from holdfast.engine.memory_map import CoreMap
 from holdfast.engine.messages import (
     Abort,
@@ -87,6 +87,8 @@ HELD_SECONDS = 0.003
 """That outputs of short steps are held back at the most, and a step."""
 END_SECONDS = (10.0, 2.0)
 """For a child that was asked to end, and then for one that was told to."""
+COLLECT_STEPS = 256
+"""Between two collections of garbage at the least."""
 NUM_LAST_LINES = 20
 COMMAND = (sys.executable, "-P", "-m", "holdfast.engine.core_process")
 """Three arguments follow: the child's end of the channel, the process that it belongs to, and the file of its pulse."""
@@ -503,13 +505,15 @@ class CoreServer:
         """Whether other processes compute too."""
         self._told_at = 0.0
         """When the front was last told how far loading is."""
+        self._num_steps = 0
+        self._collector = IdleCollector(COLLECT_STEPS)
 
     def run(self, open_core: "OpenCore") -> None:
         """Until the front says so, or is gone; or the core dies, which the front is told."""
         core: EngineCore | None = None
         try:
             core = open_core(self._await_start(), self._tell_progress, self._tell_preparing)
-            gc.freeze()  # what a start has made stays to the end
+            keep_start()
             self.send(Ready(core.facts, core.memory))
             self.serve(core)
         except ChannelClosedError:
@@ -559,6 +563,7 @@ class CoreServer:
             self.pulse.begin_step()
             outputs = core.step(awaiting)
             self.pulse.end_step()
+            self._num_steps += 1
             now = time.monotonic()
             with self._holding:
                 self._held.append(outputs)
@@ -604,6 +609,7 @@ class CoreServer:
                 if not is_told:
                     self.send(core.stats())
                     is_told = True
+                self._collector.look(self._num_steps)
                 self._channel.wait(LOOK_SECONDS if core.has_ranks else None)
 
     def _checked(self, frame: bytes) -> Message | None:

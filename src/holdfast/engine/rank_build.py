@@ -169,6 +169,10 @@ class FollowingRank:
         assert self._runner is not None, "this rank is closed"
         self._runner.run(step)
 
+    def look(self) -> dict[str, int]:
+        """Counters of torch's allocator on a GPU; nothing on a CPU."""
+        return {} if self._runner is None else allocator_counters(self._runner.device)
+
     def close(self) -> None:
         """Give everything back."""
         built, self._built, self._runner = self._built, None, None
@@ -269,6 +273,15 @@ def open_exchange(plan: RunnerPlan, place: Place, ledger: Ledger) -> Exchange:
     from holdfast.distributed.symmetric import open_symmetric  # its kernels are for GPUs
 
     return open_symmetric(*opening, timeout_s=PEER_SECONDS)
+
+
+def allocator_counters(device: torch.device) -> dict[str, int]:
+    """What torch's allocator has done so far."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    names = ("allocation.all.allocated", "segment.all.allocated", "reserved_bytes.all.current")
+    return {name: int(stats.get(name, 0)) for name in names}
 
 
 def rank_memory(built: BuiltRunner, rank: int) -> RankMemory:

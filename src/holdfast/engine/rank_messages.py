@@ -4,10 +4,11 @@
                      RankPlanned   pages, context, layers of each stage, and the digest that this rank's own plan must have
                      RankConnect   where ranks meet, once all have loaded
                      RankFrame     results of the steps that were collected since the last frame, and the next step
-                     Shutdown
+                     RankLookRequest, Shutdown
     rank -> rank 0   RankReported  what this rank has: free memory, versions, a digest of the model's headers
                      RankLoaded    weights are in place
                      RankReady     everything stands: what it planned and holds
+                     RankLook      counters of its allocator, asked for between two steps
                      Refused, Died, Heartbeat
 
 Each direction is numbered from 1 without a gap; frames have numbers of their own, so that the bytes of one frame serve all
@@ -84,7 +85,30 @@ class RankFrame:
     step: Step
 
 
-RankMessage = RankStart | RankReported | RankPlanned | RankLoaded | RankConnect | RankReady | RankFrame | Message
+@dataclass(frozen=True, slots=True)
+class RankLookRequest:
+    """How a rank is, as soon as it can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLook:
+    """Numbers by name."""
+
+    told: dict[str, int] = field(default_factory=dict)
+
+
+RankMessage = (
+    RankStart
+    | RankReported
+    | RankPlanned
+    | RankLoaded
+    | RankConnect
+    | RankReady
+    | RankFrame
+    | RankLookRequest
+    | RankLook
+    | Message
+)
 _FRAME_KIND = 51
 _KINDS: dict[type, int] = {
     RankStart: 48,
@@ -94,6 +118,8 @@ _KINDS: dict[type, int] = {
     RankReported: 56,
     RankLoaded: 57,
     RankReady: 58,
+    RankLookRequest: 52,
+    RankLook: 59,
 }
 _OTHERS = (Shutdown, Refused, Died, Heartbeat)
 
@@ -154,7 +180,7 @@ def _told(message: RankMessage) -> dict[str, object]:
         case RankStart(config, rank, owns_parent):
             settings = {one.name: getattr(config, one.name) for one in fields(config)}
             return {"config": settings, "rank": rank, "owns_parent": owns_parent}
-        case RankReported(told) | RankPlanned(told):
+        case RankReported(told) | RankPlanned(told) | RankLook(told):
             return told
         case RankConnect(address):
             return {"address": address}
@@ -178,8 +204,10 @@ def _read(kind: int, told: dict[str, Any]) -> RankMessage:
         for number in (memory.rank, memory.planned_bytes, memory.held_bytes, memory.measured_bytes or 0):
             _count(number)
         return RankReady(memory)
-    if kind == _KINDS[RankLoaded]:
-        return RankLoaded()
+    if kind == _KINDS[RankLook]:
+        return RankLook({str(name): _count(number) for name, number in told.items()})
+    if kind in (_KINDS[RankLoaded], _KINDS[RankLookRequest]):
+        return RankLoaded() if kind == _KINDS[RankLoaded] else RankLookRequest()
     return RankReported(told) if kind == _KINDS[RankReported] else RankPlanned(told)
 
 

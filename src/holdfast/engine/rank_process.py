@@ -25,6 +25,8 @@ from holdfast.engine.messages import Died, Numbering, Refused, Shutdown
 from holdfast.engine.pulse import Pulse
 from holdfast.engine.rank_messages import (
     RankFrame,
+    RankLook,
+    RankLookRequest,
     RankMessage,
     RankReady,
     RankStart,
@@ -57,6 +59,10 @@ class Rank(Protocol):
 
     def run(self, step: Step) -> None:
         """Run a step together with all other ranks."""
+        ...
+
+    def look(self) -> dict[str, int]:
+        """Counters of its memory, by name."""
         ...
 
     def close(self) -> None:
@@ -113,6 +119,9 @@ class RankServer:
 
     def _serve(self, rank: Rank) -> None:
         while not isinstance(message := self._next(), Shutdown):
+            if isinstance(message, RankLookRequest):
+                self.send(RankLook(rank.look()))
+                continue
             if not isinstance(message, RankFrame):
                 refuse(f"it is {type(message).__name__}, and a frame is due")
             for tokens in message.results:

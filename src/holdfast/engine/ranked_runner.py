@@ -55,9 +55,19 @@ class RankedRunner:
         self._end = weakref.finalize(self, group.end)
 
     @property
+    def inner(self) -> StepRunner:
+        """Rank 0's own."""
+        assert self._runner is not None, "the runner is closed"
+        return self._runner
+
+    @property
     def pids(self) -> list[int]:
         """Of ranks 1, 2, ..."""
         return self._group.pids
+
+    def look(self) -> list[dict[str, int]]:
+        """Counters of the memory of ranks 1, 2, ...; no step may be in flight."""
+        return self._group.look()
 
     def launch(self, step: Step) -> None:
         """Send a step to all ranks and begin it here."""

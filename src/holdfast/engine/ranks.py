@@ -28,7 +28,14 @@ from holdfast.engine.channel import ChannelClosedError
 from holdfast.engine.core_process import Child
 from holdfast.engine.messages import Died, Heartbeat, Numbering, Refused, Shutdown
 from holdfast.engine.pulse import Pulse, open_pulse_file
-from holdfast.engine.rank_messages import RankMessage, RankStart, decode_rank_message, encode_rank_message
+from holdfast.engine.rank_messages import (
+    RankLook,
+    RankLookRequest,
+    RankMessage,
+    RankStart,
+    decode_rank_message,
+    encode_rank_message,
+)
 from holdfast.engine.vital_signs import LOOK_SECONDS, VitalSigns
 from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, MessageError
 
@@ -177,6 +184,11 @@ class RankGroup:
                 found.append(message)
         self.raise_if_dead()
         return found
+
+    def look(self) -> list[dict[str, int]]:
+        """Counters of each rank's memory, behind every step that was sent."""
+        self.send_all(RankLookRequest())
+        return [message.told for message in self.expect(RankLook)]
 
     def serve(self) -> None:
         """All are ready: from here on nobody has an excuse for silence."""

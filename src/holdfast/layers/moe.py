@@ -153,7 +153,7 @@ class ExpertLayer:
         active_PI = sharing.whole_inputs(self._gate_and_up(x_TH, order, buffers, is_coded=False))
         pairs_PX, bias_EX = sharing.room_for_pairs(buffers.routed_PH), self._biases.down_EH
         expert_linear(active_PI, self.down, order, pairs_PX, False, buffers.quantized, bias_EX)
-        return sharing.combine(pairs_PX, buffers.routed_PH, buffers.shares_TS, shared_TX, logit_T1, out_TH)
+        return sharing.combine(pairs_PX, buffers.routed_PH, ids_TS, buffers.shares_TS, shared_TX, logit_T1, out_TH)
 
     @property
     def has_table(self) -> bool:

@@ -67,29 +67,35 @@ class ExpertSharing:
         return room_XH.view(-1)[: num_rows * width].view(num_rows, width)
 
     def room_for_pairs(self, routed_PH: torch.Tensor) -> torch.Tensor:
-        """Where the second product leaves its pairs; those of experts elsewhere are zero."""
+        """Where the second product leaves its pairs; where pairs are added up over ranks, those of experts elsewhere are zero."""
         if not self.has_whole_experts:
             return self.columns_of(routed_PH)
         if self._gathering is None:
-            return routed_PH.zero_()
-        return self._exchange.room(*routed_PH.shape, routed_PH.dtype).zero_()
+            return routed_PH
+        num_pairs, hidden = routed_PH.shape
+        return self._exchange.room(num_pairs, hidden, routed_PH.dtype).zero_()
 
     def combine(
         self,
         pairs_PX: torch.Tensor,
         routed_PH: torch.Tensor,
+        ids_TS: torch.Tensor,
         shares_TS: torch.Tensor,
         shared_TX: torch.Tensor | None,
         shared_logit_T1: torch.Tensor | None,
         out_TH: torch.Tensor,
     ) -> torch.Tensor:
-        """out = the sum over all experts of every row, on every rank; `pairs_PX` is what `room_for_pairs` gave, filled."""
+        """out = the sum over all experts of every row, on every rank; `pairs_PX` is what `room_for_pairs` gave, filled.
+
+        `ids_TS` is what `dispatch` gave.
+        """
         exchange, (num_rows, hidden) = self._exchange, out_TH.shape
         if num_rows == 0:
             return out_TH
         if self._gathering is None:
             part_TH = exchange.room(num_rows, hidden, out_TH.dtype)
-            sum_experts(pairs_PX, shares_TS, shared_TX, shared_logit_T1, part_TH)
+            local_ids_TS = ids_TS if self.has_whole_experts else None
+            sum_experts(pairs_PX, shares_TS, shared_TX, shared_logit_T1, part_TH, local_ids_TS)
             return exchange.sum_rows(part_TH, out_TH)
         if self.sums_pairs:
             exchange.sum_rows(pairs_PX, routed_PH)

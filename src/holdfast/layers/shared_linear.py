@@ -50,9 +50,10 @@ class SummedLinear(Linear):
     def __call__(
         self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None, is_coded: bool = False
     ) -> torch.Tensor:
-        if out_TN.shape[0] == 0:
+        num_rows, size_n = out_TN.shape
+        if num_rows == 0:
             return out_TN
-        part_TN = self._exchange.room(*out_TN.shape, out_TN.dtype)
+        part_TN = self._exchange.room(num_rows, size_n, out_TN.dtype)
         linear(x_TK, self.weight_NK, self.bias_N, part_TN, quantized, is_coded)
         return self._exchange.sum_rows(part_TN, out_TN)
 

@@ -15,8 +15,8 @@ from holdfast.memory.workspace_plan import (
     too_large,
 )
 
-MAX_CACHED_REQUESTS = 4096
-"""Of different shapes. Beyond it views are made anew, at the same places."""
+MAX_CACHED_REQUESTS = 512
+"""Of different shapes. Beyond it those of the oldest are made anew, at the same places: a server meets new numbers of rows for hours."""
 
 
 class Workspace:
@@ -73,7 +73,8 @@ class Workspace:
             raise not_reserved(owner, specs, lane, "owner", tuple(self._plan.requesters(lane)))
         if arena_bytes(specs) > held_bytes:
             raise too_large(owner, specs, lane, held_bytes)
-        if len(self._views) >= MAX_CACHED_REQUESTS:
-            self._views.clear()
+        while len(self._views) >= MAX_CACHED_REQUESTS:
+            # One and not all of them: memory that is given back in one piece and taken again bit by bit would never be level.
+            del self._views[next(iter(self._views))]
         views = self._views[lane, owner, specs] = views_of(self._arenas[lane].tensors[lane], specs)
         return views

@@ -7,7 +7,7 @@ last layer streams are collapsed once more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from holdfast.models.compressed_activations import WANTED, CompressedRequests, c
 from holdfast.models.decoder_layer import PartBuilder, Weights
 from holdfast.models.model import Stream
 from holdfast.models.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec, StreamsSpec
-from holdfast.models.step_workspace import StepWorkspace, norm_dtype
+from holdfast.models.step_workspace import MAX_CACHED_SIZES, StepWorkspace, norm_dtype
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 MIX_NAMES = ("weight", "bias", "scale")
@@ -141,7 +141,7 @@ class CompressedDecoder(StepWorkspace):
         self._layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
         self._head = builder.stream_head()
         self._head_VH = weights["lm_head.weight" if not spec.tied_embeddings else "embed.weight"]
-        self._requests: Callable[[int], CompressedRequests] = cache(
+        self._requests: Callable[[int], CompressedRequests] = lru_cache(MAX_CACHED_SIZES)(
             partial(compressed_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
         )
 

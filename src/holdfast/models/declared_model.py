@@ -107,6 +107,9 @@ class DeclaredModel:
             )
         if self.is_divisible(mesh):
             return
+        if self.is_divisible(mesh.all_layers):
+            asked, has = f"pipeline_parallel_size={mesh.num_stages} was asked", self.declaration.indivisible(mesh)
+            raise ConfigError(asked, has or "", "leave it out, or take tensor_parallel_size")
         works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
         asked = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
         do = f"try {', '.join(works)}" if works else "leave pipeline_parallel_size out"

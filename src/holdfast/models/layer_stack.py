@@ -8,7 +8,7 @@ for both.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, Generic
 
 import torch
@@ -28,7 +28,7 @@ from holdfast.models.decoder_layer import AttentionT, DecoderLayer, PartBuilder,
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
 from holdfast.models.spec import ModelSpec
-from holdfast.models.step_workspace import StepWorkspace, norm_dtype
+from holdfast.models.step_workspace import MAX_CACHED_SIZES, StepWorkspace, norm_dtype
 from holdfast.observability.log import get_logger
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
@@ -66,7 +66,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         self._final_norm = builder.norm("final_norm") if spec.has_final_norm and spec.is_last_stage else None
         head = "embed.weight" if spec.tied_embeddings else "lm_head.weight"
         self._head_VE = weights[head] if spec.is_last_stage else None
-        self._requests: Callable[[int], StepRequests] = cache(
+        self._requests: Callable[[int], StepRequests] = lru_cache(MAX_CACHED_SIZES)(
             partial(activations.step_requests, spec, dtype=self._dtype, scratch=scratch, recipe=recipe)
         )
         self.fused = self._fused_decode() if takes_fused_decode else None
@@ -157,7 +157,8 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         assert self._embed_VE is not None, "the embedding is in another stage"
         if exchange is None or exchange.size == 1:
             return lookup_rows(ids_T, self._embed_VE, out_TE)
-        part_TE = exchange.room(*out_TE.shape, out_TE.dtype)
+        num_rows, size = out_TE.shape
+        part_TE = exchange.room(num_rows, size, out_TE.dtype)
         lookup_share(ids_T, self._embed_VE, self._spec.first_token, part_TE)
         return exchange.sum_rows(part_TE, out_TE)
 

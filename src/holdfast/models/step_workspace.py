@@ -12,6 +12,9 @@ from holdfast.models.activations import Request
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.weight_schemes import WeightRecipe
 
+MAX_CACHED_SIZES = 128
+"""Numbers of rows whose requests are kept, the latest: steps have thousands of sizes, and come to nearly all of them in time."""
+
 
 class StepWorkspace:
     """What decoders of all kinds have in common; `dtype` is that of activations, `recipe` how the weights were quantized."""

@@ -60,7 +60,10 @@ SAME_ENGINE_NAMES = (
 
 _GRAPHS = "graph sizes follow from the plan"
 _LOG = "statistics are asked for: llm.stats(), llm.memory"
-_ONE = "one engine runs a model here: take tensor_parallel_size, or several servers behind a router"
+_RANKS = "ranks are processes of this engine, and its plan says how they exchange"
+_SHARED = (
+    "tensor_parallel_size, pipeline_parallel_size and enable_expert_parallel are how GPUs share a model: leave it out"
+)
 _TEXT = "only text is read here: leave it out"
 _LORA = "merge the adapter into the weights and open the merged folder"
 _DRAFT = "use speculative: ngram:4 proposes from the text itself; answers are the same"
@@ -81,10 +84,10 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
         "kernels are chosen from the plan", "attention_backend", "attention_config", "kernel_config", "moe_backend"
     ),
     **_same("kernels are chosen from the plan", "enable_flashinfer_autotune", "disable_cascade_attn", "ir_op_priority"),
-    **_same("one process and one GPU have nothing to reduce", "disable_custom_all_reduce", "worker_use_ray"),
-    **_same("one process and one GPU have no others", "distributed_executor_backend", "distributed_timeout_seconds"),
-    **_same("one process and one GPU have no others", "max_parallel_loading_workers", "ray_workers_use_nsight"),
-    **_same("one process and one GPU have no others", "master_addr", "master_port", "node_rank", "all2all_backend"),
+    **_same(_RANKS, "disable_custom_all_reduce", "worker_use_ray", "distributed_executor_backend"),
+    **_same(_RANKS, "distributed_timeout_seconds", "max_parallel_loading_workers", "ray_workers_use_nsight"),
+    **_same(_RANKS, "all2all_backend"),
+    **_same("torchrun tells them", "master_addr", "master_port", "node_rank"),
     **_same("the loop of steps has one form", "use_v2_block_manager", "num_scheduler_steps", "async_scheduling"),
     **_same("the loop of steps has one form", "multi_step_stream_outputs", "disable_async_output_proc"),
     **_same("the loop of steps has one form", "scheduler_delay_factor", "num_lookahead_slots", "stream_interval"),
@@ -108,9 +111,10 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only(_POOL, "auto", "generate", names="task runner"),
     **_only(_POOL, "auto", "none", names="convert"),
     **_only(_POOL, names="pooler_config override_pooler_config"),
-    **_only(_ONE, 1, names="data_parallel_size nnodes"),
-    **_only(_ONE, 1, names="prefill_context_parallel_size decode_context_parallel_size"),
-    **_only(_ONE, False, names="enable_eplb enable_dbo data_parallel_hybrid_lb"),
+    **_only("start a server for each and put a router in front of them", 1, names="data_parallel_size"),
+    **_only("start every node with torchrun, which tells how many there are", 1, names="nnodes"),
+    **_only(_SHARED, 1, names="prefill_context_parallel_size decode_context_parallel_size"),
+    **_only(_SHARED, False, names="enable_eplb enable_dbo data_parallel_hybrid_lb"),
     **_only("use memory_limit, quantization or a KV format", 0, 0.0, names="cpu_offload_gb kv_offloading_size"),
     **_only("use kv_cache_memory, in bytes", names="num_gpu_blocks_override"),
     **_only("use max_model_len", False, names="disable_sliding_window"),

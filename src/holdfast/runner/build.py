@@ -247,15 +247,18 @@ class RunnerBuild:
 
     def load(self, load: WeightLoad, on_progress: Callable[[int, int], None]) -> LoadReport:
         """Bring the weights to the device; the source is closed afterwards."""
+        if self._plan.mesh.is_exact and self._device.type == "cuda":
+            # Before the first weight: what it takes for a moment is less than they will.
+            whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
+            shares = {weight.name: weight.shape for weight in load.plan.weights if weight.scheme is None}
+            refuse_unequal_shares(shares, whole, self._plan.resolved.dtype, self._device, self._least_rows)
+            torch.cuda.empty_cache()
         loaded = load.run(str(self._device), self._ledger, on_progress)
         self._weights = loaded.weights
         self._releases.append(self._weights.clear)
         if self._config.batch_invariant and self._device.type == "cuda":
             most_rows = self._plan.resolved.limits.max_num_batched_tokens
             refuse_variant_products(self._weights.values(), self._least_rows, most_rows)
-            if self._plan.mesh.is_exact:
-                whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
-                refuse_unequal_shares(self._weights, whole, self._least_rows)
             torch.cuda.empty_cache()
         return loaded.report
 
@@ -619,26 +622,29 @@ def refuse_variant_products(weights: Iterable[torch.Tensor | QuantizedWeight], l
 
 
 def refuse_unequal_shares(
-    weights: Mapping[str, torch.Tensor | QuantizedWeight], whole: Mapping[str, tuple[int, ...]], least_rows: int
+    shares: Mapping[str, tuple[int, ...]],
+    whole: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    device: torch.device,
+    least_rows: int,
 ) -> None:
-    """Raise if the product by a share of a weight's rows is not what the whole weight gives, for any shape among the weights.
+    """Raise if the product by a share of a weight's rows is not what the whole weight gives, for any shape of them.
 
-    `whole` are shapes by name. Random weights stand for the others' shares, while nothing but weights is in memory.
+    Both are shapes by name; random weights stand for all. One number of rows is enough: with more of them neither the share
+    (`refuse_variant_products`) nor, on one rank, the whole multiplies a row otherwise.
     """
     seen: set[tuple[int, int, int]] = set()
-    for name, share_NK in weights.items():
-        shape = whole.get(name, ())
-        if not isinstance(share_NK, torch.Tensor) or len(shape) != 2 or shape[0] == len(share_NK):
+    for name, shape in shares.items():
+        if len(shape) != 2 or len(whole.get(name, ())) != 2 or whole[name][0] == shape[0]:
             continue
-        size_n, (all_n, size_k) = len(share_NK), shape
-        if (size_n, all_n, size_k) in seen or share_NK.shape[1] != size_k:
+        (size_n, size_k), (all_n, all_k) = shape, whole[name]
+        if (size_n, all_n, size_k) in seen or size_k != all_k:
             continue
         seen.add((size_n, all_n, size_k))
-        generator = torch.Generator(share_NK.device).manual_seed(0)
-        made = {"generator": generator, "device": share_NK.device, "dtype": share_NK.dtype}
+        made = {"device": device, "dtype": getattr(torch, dtype), "generator": torch.Generator(device).manual_seed(0)}
         weight_NK, x_TK = torch.randn(all_n, size_k, **made), torch.randn(least_rows, size_k, **made)
         y_TN = linear(x_TK, weight_NK, None)
-        for start in {0, all_n - size_n}:
+        for start in (0, all_n - size_n):
             part = slice(start, start + size_n)
             if not torch.equal(linear(x_TK, weight_NK[part], None), y_TN[:, part]):
                 raise ConfigError(

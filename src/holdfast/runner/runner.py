@@ -9,7 +9,9 @@ token that the step before is choosing comes from the device. Choices that need 
 nothing else does: collect() makes those of the next step when it has read the results of this one.
 
 In a pipeline every rank computes its stage of a step when it is launched. Rank 0 meets the last stage, which has the logits,
-in collect(), so that as many steps are under way as there are stages; a sequence is in one of them.
+in collect(), so that as many steps are under way as there are stages; a sequence is in one of them. All stages take steps in
+one order: a step that chooses nothing is over for rank 0 before the last stage has computed it, and pages that it writes, or
+gives back, are read and written again only behind it.
 
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
 """
@@ -356,7 +358,11 @@ class Runner:
         self.sampler.end_step()
 
     def _meet_last_stage(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
-        """The choices of a step whose logits the last stage has; nothing on ranks that are told them."""
+        """The choices of a step whose logits the last stage has; nothing on ranks that are told them.
+
+        On a GPU this waits in the stream, where later steps of this stage may queue behind it: the last stage needs none of them
+        for this one.
+        """
         if self.sampler.is_follower:
             return StepResult(())
         if wanted.has_prompts:

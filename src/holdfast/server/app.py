@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 
 from holdfast import __version__
-from holdfast.errors import HoldfastError, shown
+from holdfast.errors import HoldfastError, RequestError, shown
 from holdfast.observability.log import get_logger
 from holdfast.server import chat_completions, completions, models, page, responses, status, tokens
 from holdfast.server.bodies import BodyRoom
@@ -21,6 +21,7 @@ from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RequestLog, record_of
 from holdfast.server.openapi import document
+from holdfast.server.sampling import field_of
 from holdfast.server.service import Service
 from holdfast.server.traces import Traces
 
@@ -123,4 +124,7 @@ def _told(error: Exception) -> ApiError:
         message = words.get(error.status_code, shown(error.detail, 200)[1:-1])
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return ApiError(error.status_code, f"a request came; {message}", code=code, headers=error.headers)
-    return from_exception(error)
+    told = from_exception(error)
+    if told.param is None and isinstance(error, RequestError):
+        told.param = field_of(error)
+    return told

@@ -27,6 +27,21 @@ SMALL_BODY_BYTES = 2**16
 PATIENCE = 10
 """A whole body may take as many times the limit on one pause."""
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89abcdefABCDEF]")
+MAX_NAMES = 4096
+"""Of one object: each one that is not known would be a fault of its own, and faults cost far more than names."""
+MEANT = {
+    "max_tokens": ("max_output_tokens",),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "max_new_tokens": ("max_completion_tokens", "max_tokens", "max_output_tokens"),
+    "messages": ("input", "prompt"),
+    "input": ("messages", "prompt"),
+    "prompt": ("messages", "input"),
+    "text": ("prompt", "response_format"),
+    "response_format": ("text",),
+    "stop_sequences": ("stop",),
+}
+"""What a field of one endpoint, or of another maker's API, is called elsewhere."""
 MAX_ALTERNATIVES = 3
 """Of what a field may be, told in one message."""
 
@@ -38,10 +53,21 @@ class Body(BaseModel):
 
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
+_Made = TypeVar("_Made")
+
+
+async def read_model(request: Request, model_class: type[BodyModel], limits: ServerLimits) -> BodyModel:
+    """What a request carries, as a model."""
+    return await _read(request, limits, lambda body: parse(model_class, parse_json(body, limits)))
 
 
 async def read_json(request: Request, limits: ServerLimits) -> dict[str, object]:
     """The JSON object that a request carries."""
+    return await _read(request, limits, lambda body: parse_json(body, limits))
+
+
+async def _read(request: Request, limits: ServerLimits, make: Callable[[bytes], _Made]) -> _Made:
+    """What is made of a body; of a large one beside the event loop."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         told = f"has Content-Type {shown(media_type)}" if media_type else "has no Content-Type"
@@ -52,7 +78,11 @@ async def read_json(request: Request, limits: ServerLimits) -> dict[str, object]
     app = request.scope.get("app")
     room = BodyRoom(limits) if app is None else app.state.body_room
     with room.share() as share:
-        return parse_json(await read_body(request, limits, share), limits)
+        body = await read_body(request, limits, share)
+        if len(body) <= SMALL_BODY_BYTES:
+            return make(body)
+        # Seconds of work on a slow machine: others, and /health, are answered meanwhile.
+        return await asyncio.get_running_loop().run_in_executor(None, make, body)
 
 
 class BodyRoom:
@@ -190,6 +220,8 @@ def _check_values(value: object, limits: ServerLimits, *, may_have_surrogates: b
         below: list[object] = []
         for container in level:
             if isinstance(container, dict):
+                if len(container) > MAX_NAMES:
+                    _refuse(f"an object in it has more than {MAX_NAMES} names")
                 inside: Sequence[object] = (
                     [*container.values(), *container] if may_have_surrogates else [*container.values()]
                 )
@@ -234,6 +266,11 @@ def _kind(value: object) -> str:
 
 def parse(model_class: type[BodyModel], value: object) -> BodyModel:
     """The model of a value; the first fault is told with the path of its field."""
+    if isinstance(value, dict):
+        names = _names(model_class, False)
+        unknown = next((name for name in value if name not in names), None)
+        if unknown is not None:
+            raise _unknown(model_class, unknown, _written([unknown]))
     try:
         return model_class.model_validate(value)
     except ValidationError as error:
@@ -244,26 +281,37 @@ def _told(model_class: type[BaseModel], value: object, error: ValidationError) -
     """One fault of one field: where a field may be several things, the one that came nearest; else all of them."""
     faults = [
         (_true_path(value, fault["loc"], is_missing=fault["type"] == "missing"), fault)
-        for fault in error.errors(include_url=False, include_input=False, include_context=False)
+        for fault in error.errors(include_url=False, include_input=False)
     ]
-    unknown = [path for path, fault in faults if fault["type"] == "extra_forbidden" and len(path) == 1]
-    field = unknown[0] if unknown else faults[0][0][:1]
+    field = faults[0][0][:1]
     of_field = [(path, fault) for path, fault in faults if path[:1] == field]
     deepest = max(len(path) for path, _ in of_field)
     path, fault = next((path, fault) for path, fault in of_field if len(path) == deepest)
+    if fault["type"].startswith("union_tag"):
+        path = (*path, fault.get("ctx", {}).get("discriminator", "type").strip("'"))
     param = _written(path) or None
     if fault["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(path[-1]), _names(model_class, len(path) > 1), n=1)
-        meant = f"did you mean {near[0]}?" if near else "leave it out"
-        return ApiError(400, f"{param} was given; there is no such field; {meant}", param=param, code="unknown_field")
+        return _unknown(model_class, str(path[-1]), param, is_below=len(path) > 1)
+    if fault["type"] == "union_tag_invalid":
+        context = fault.get("ctx", {})
+        words = f"{param} is {shown(context.get('tag'), 64)}; {context.get('expected_tags')} work; change it"
+        return ApiError(400, words, param=param, code="invalid_value")
     told = dict.fromkeys(_words(fault["msg"]) for at, fault in of_field if at == path)
-    if fault["type"] == "missing":
+    if fault["type"] in ("missing", "union_tag_not_found"):
         return ApiError(400, f"{param} is needed; it was not given; add it", param=param, code="missing_field")
     has = _kind(_at(value, path))
     expected = ", or ".join(list(told)[:MAX_ALTERNATIVES])
     return ApiError(
         400, f"{param or 'the body'} was given as {has}; {expected}; change it", param=param, code="invalid_value"
     )
+
+
+def _unknown(model_class: type[BaseModel], name: str, param: str | None, *, is_below: bool = False) -> ApiError:
+    """A field that there is not, with the one that was meant: what another endpoint calls the same, or the nearest name."""
+    names = _names(model_class, is_below)
+    near = [other for other in MEANT.get(name, ()) if other in names] or difflib.get_close_matches(name, names, n=1)
+    meant = f"did you mean {near[0]}?" if near else "leave it out"
+    return ApiError(400, f"{param} was given; there is no such field; {meant}", param=param, code="unknown_field")
 
 
 def _words(message: str) -> str:

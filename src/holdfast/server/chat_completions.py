@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.request.outputs import CompletionDelta, CompletionOutput
-from holdfast.server.bodies import parse, read_json
+from holdfast.server.bodies import read_model
 from holdfast.server.chat_text import AnswerText, whole_answer
 from holdfast.server.conversations import Chat, prepare_chat
 from holdfast.server.errors import ApiError
@@ -37,7 +37,7 @@ router = APIRouter(tags=["chat"])
 )
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    asked = parse(ChatCompletionRequest, await read_json(request, service_of(request).limits))
+    asked = await read_model(request, ChatCompletionRequest, service_of(request).limits)
     if asked.stream:
         return EventStream(request, await while_connected(request, _begun(request, asked)))
     return await while_connected(request, _answered(request, asked))

@@ -16,7 +16,7 @@ from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import PromptError, QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, PositionLogprobs, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.server.bodies import parse, read_json
+from holdfast.server.bodies import read_model
 from holdfast.server.conversations import cache_salt
 from holdfast.server.errors import ApiError
 from holdfast.server.logprobs import CompletionLogprobWriter
@@ -52,7 +52,7 @@ router = APIRouter(tags=["completions"])
 )
 async def create_completion(request: Request) -> Response:
     """Continue prompts."""
-    asked = parse(CompletionRequest, await read_json(request, service_of(request).limits))
+    asked = await read_model(request, CompletionRequest, service_of(request).limits)
     if asked.stream:
         return EventStream(request, await while_connected(request, _begun(request, asked)))
     return await while_connected(request, _answered(request, asked))

@@ -1,8 +1,10 @@
 """Conversations as the engine takes them: messages and tools for the template, how answers are split, what they are held to."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -28,6 +30,7 @@ from holdfast.text.tool_grammar import tool_call_grammar
 from holdfast.text.tools import parse_tool_choice, parse_tools
 
 ToolChoiceBody = str | NamedToolChoice | None
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,9 @@ async def prepare_chat(
         raise ApiError(
             400, "a chat was asked; the model has no chat template; use /v1/completions, or start with --chat-template"
         )
-    setting = ToolSetting(service, template.source, tools, tool_choice)
+    # Tools may be megabytes of schemas: read, and written down as a grammar, beside the event loop.
+    beside = partial(_beside, bool(tools))
+    setting = await beside(ToolSetting, service, template.source, tools, tool_choice)
     make_params = partial(sampling_params, service, fields, max_tokens=max_tokens, logprobs=logprobs)
     salt, continues = cache_salt(request, fields), bool(flags[1])
     try:
@@ -102,7 +107,7 @@ async def prepare_chat(
     form = choose_reasoning_parser(template.source, service.reasoning_parser)
     # Only the prompt says whether the answer begins with thoughts, which are free.
     thoughts = "none" if form is None else form.thoughts(prepared.prompt)
-    forced = setting.forced_rule(thoughts, one_call, rule)
+    forced = await beside(setting.forced_rule, thoughts, one_call, rule)
     if forced is not None:
         prepared = await _held(service, prepared, forced, forced.made(), make_params, salt)
     elif rule is not None:
@@ -116,6 +121,11 @@ async def prepare_chat(
         record.prompt = prepared.prompt
     make_reasoning = None if form is None else partial(form.parser, prepared.prompt)
     return Chat(prepared, make_reasoning, setting.make_parser(), one_call, service.llm.tokenizer)
+
+
+async def _beside(is_large: bool, work: Callable[..., _Result], *given: object) -> _Result:
+    """Some work, in a thread of its own where it may be large."""
+    return await asyncio.get_running_loop().run_in_executor(None, work, *given) if is_large else work(*given)
 
 
 async def _held(

@@ -92,9 +92,11 @@ def is_our_fault(error: BaseException) -> bool:
     return not isinstance(error, ApiError | RequestError | EngineDeadError)
 
 
-def failed_answer(words: str) -> ApiError:
-    """For an answer that the engine gave up, alone among its neighbours."""
-    return ApiError(500, cleaned(words), INTERNAL, None, "answer_failed")
+def failed_answer(words: str, *, is_asked: bool = False) -> ApiError:
+    """For an answer that the engine gave up, alone among its neighbours; 400 where the request asked for what cannot be, so
+    that clients do not send it again."""
+    status, kind = (400, INVALID_REQUEST) if is_asked else (500, INTERNAL)
+    return ApiError(status, cleaned(words), kind, None, "answer_failed")
 
 
 def cleaned(words: HoldfastError | str) -> str:

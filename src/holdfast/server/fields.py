@@ -10,6 +10,8 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -102,6 +104,19 @@ UNUSED = Field(description="Taken; it changes nothing here.")
 WHOLE = BeforeValidator(_whole)
 """Behind the bounds of a number, which the document would not show otherwise."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
+MAX_PROMPT_TOKENS = 2**21
+
+
+def _plain_ids(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """Token ids as they are where all are: one by one, a million of them would hold up everybody else for seconds."""
+    if type(value) is not list or not 0 < len(value) <= MAX_PROMPT_TOKENS or set(map(type, value)) != {int}:
+        return check(value)
+    return value if min(value) >= 0 and max(value) <= MAX_INT else check(value)
+
+
+PLAIN_IDS = WrapValidator(_plain_ids)
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True), PLAIN_IDS]
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), PLAIN_IDS]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), WHOLE]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
@@ -162,7 +177,10 @@ class SamplingFields(Body):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True), PLAIN_IDS]
+        | None
+    ) = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
     skip_special_tokens: bool | None = None
@@ -190,3 +208,6 @@ class SamplingFields(Body):
     logits_processors: Annotated[
         object, TakenOnly("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids")
     ] = None
+    # vllm-router writes these two into whatever it passes on.
+    no_stop_trim: Annotated[object, TakenOnly("use include_stop_str_in_output", False)] = None
+    return_hidden_states: Annotated[object, TakenOnly("hidden states are not given out: leave it out", False)] = None

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette import responses as http
 
 from holdfast.request.outputs import CompletionDelta
-from holdfast.server.bodies import parse, read_json
+from holdfast.server.bodies import read_model
 from holdfast.server.chat_text import AnswerText
 from holdfast.server.conversations import Chat, prepare_chat
 from holdfast.server.errors import from_exception
@@ -45,7 +45,7 @@ router = APIRouter(tags=["responses"])
 )
 async def create_response(request: Request) -> http.Response:
     """Answer input items."""
-    asked = parse(ResponseRequest, await read_json(request, service_of(request).limits))
+    asked = await read_model(request, ResponseRequest, service_of(request).limits)
     if asked.stream:
         return EventStream(request, await while_connected(request, _begun(request, asked)))
     return await while_connected(request, _answered(request, asked))

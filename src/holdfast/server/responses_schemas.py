@@ -39,6 +39,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 def _known_item(kind: object) -> object:
     if kind == "item_reference":
         raise refuse("nothing is stored here that could be referred to: send the item itself")
+    if isinstance(kind, str) and kind not in _ITEMS:
+        raise refuse(f"items of this type are not read here: {', '.join(_ITEMS)} are")
     return kind
 
 
@@ -86,8 +88,10 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: Annotated[Name | None, UNUSED] = None
-    content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None = None
-    summary: Annotated[Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES)] | None, UNUSED] = None
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    summary: Annotated[
+        Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None, UNUSED
+    ] = None
     status: Annotated[Status | None, UNUSED] = None
     encrypted_content: Annotated[object, TakenOnly("reasoning is not encrypted here: leave it out")] = None
 
@@ -156,11 +160,11 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 class ResponseRequest(SamplingFields):
     """Input to be answered."""
 
-    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: Text | None = None
     max_output_tokens: Positive | None = None
     text: TextSetting | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSetting | None = None

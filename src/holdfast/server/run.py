@@ -23,6 +23,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from holdfast.engine.garbage import IdleCollector, keep_start
 from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, shown
 from holdfast.observability.log import get_logger
 from holdfast.server.connections import GuardedConfig, GuardedProtocol, raw_answer
@@ -42,6 +43,8 @@ left behind ends by itself when this one does."""
 END_SECONDS = 1.8
 """From the end of the time to drain to that of the process, whatever its threads are busy with."""
 DOOR_SECONDS = 0.2
+COLLECT_REQUESTS = 256
+"""Between two collections of garbage at the least."""
 SPARE_FILES = 64
 """Open beside the connections: libraries, the model, the channel to its core, logs."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -149,6 +152,7 @@ class Server(uvicorn.Server):
         """By the clock, when all should be over."""
         self._is_told = asyncio.Event()
         """Set when the server is to end."""
+        self._collector = IdleCollector(COLLECT_REQUESTS)
 
     @property
     def limits(self) -> ServerLimits:
@@ -186,6 +190,8 @@ class Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """Until it is told to end, or the engine has died."""
+        if self._owns_process:
+            keep_start()
         self._on_ready()
         while not self.should_exit:
             await self.on_tick(0)  # the date of answers
@@ -194,6 +200,8 @@ class Server(uvicorn.Server):
                 self._look_at_engine()
                 if self.should_exit:
                     return
+                if self._owns_process and not self.server_state.tasks:
+                    self._collector.look(self.server_state.total_requests)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SWEEP_SECONDS):
                         await self._is_told.wait()
@@ -214,6 +222,8 @@ class Server(uvicorn.Server):
         self.end_by = started + patience + LAST_WORDS_SECONDS + ENGINE_END_SECONDS[0]
         if self._owns_process:
             _leave_after(patience + END_SECONDS, 0 if self.death is None else 1)
+        if self.death is None and self._is_busy():
+            _log.warning("the server ends: running requests may finish for %g s; a second signal ends them", patience)
         await self._drain(started + patience)
         for server in self.servers:
             server.close()

@@ -10,6 +10,7 @@ from holdfast.server.service import Service
 
 CONTEXT = re.compile(r"the context holds (\d+)")
 """Of admission's words about a prompt that is too long."""
+LEADING_NAME = re.compile(r"(?:\d+ )?([a-z_]+)(?![a-z_])")
 SMALLEST_TOP_P = 1e-6
 """OpenAI's top_p = 0 keeps the most likely token alone."""
 _SAME_NAMES = (
@@ -46,6 +47,12 @@ def sampling_params(
     service: Service, fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, **more: object
 ) -> SamplingParams:
     """The params of a request; RequestError where two fields do not go together."""
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(
+            400,
+            "stream_options were given; the answer is not streamed; set stream, or leave them out",
+            param="stream_options",
+        )
     given = {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
     if fields.top_p is not None:
         given["top_p"] = max(fields.top_p, SMALLEST_TOP_P)
@@ -60,6 +67,12 @@ def sampling_params(
     advised = service.advised
     given = {**advised, **given, **more, "max_tokens": max_tokens, "logprobs": logprobs}
     return SamplingParams(**given)  # type: ignore[arg-type]
+
+
+def field_of(error: RequestError) -> str | None:
+    """The field that a refusal is about, where its words begin with one: logit_bias holds ..., min_tokens=20 was asked."""
+    match = LEADING_NAME.match(error.asked)
+    return match[1] if match is not None and match[1] in SamplingFields.model_fields else None
 
 
 def prompt_error(error: RequestError, param: str) -> ApiError:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from holdfast.request.sampling_params import MAX_LOGPROBS
 from holdfast.server.bodies import Body
@@ -24,12 +24,12 @@ from holdfast.server.fields import (
     TemplateName,
     TemplateValue,
     Text,
-    TokenId,
+    TokenIds,
+    TokenPrompt,
     refuse,
 )
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/$@-]{1,128}$")]
-MAX_PROMPT_TOKENS = 2**21
 _OTHER_PARTS = ("image_url", "input_image", "input_audio", "input_file", "file", "video_url", "audio_url")
 
 
@@ -51,15 +51,15 @@ class TextPart(Body):
     logprobs: Annotated[list[Any] | None, UNUSED] = None
 
 
-Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Content = Text | Parts
 
 
 class CalledFunction(Body):
-    """A function that an answer called, with arguments as JSON text."""
+    """A function that an answer called, with arguments as JSON text or as the object itself."""
 
     name: FunctionName
-    arguments: Text
+    arguments: Text | dict[str, Any]
 
 
 class MessageToolCall(Body):
@@ -93,7 +93,7 @@ class AssistantMessage(Body):
     role: Literal["assistant"]
     content: Content | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     refusal: Text | None = None
@@ -115,7 +115,7 @@ class ToolMessage(Body):
 
 
 Message = Annotated[InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class FunctionDefinition(Body):
@@ -189,7 +189,7 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -198,6 +198,11 @@ class ChatCompletionRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
+    # vllm-router writes these two as well.
+    separate_reasoning: Annotated[
+        object, TakenOnly("thoughts come apart from answers: use include_reasoning", True)
+    ] = None
+    stream_reasoning: Annotated[object, TakenOnly("thoughts stream as they come: use include_reasoning", True)] = None
     echo: Annotated[object, TakenOnly("/v1/completions has echo: leave it out here", False)] = None
     chat_template: Annotated[
         object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")
@@ -224,19 +229,27 @@ class ChatCompletionRequest(SamplingFields):
     safety_identifier: Annotated[Text | None, UNUSED] = None
 
 
-TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 PromptText = Annotated[Text, Field(min_length=1)]
+
+
+def _prompt_kind(value: object) -> str:
+    """Which of the four a prompt is, by its first part: faults are told of that one alone."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
 class CompletionRequest(SamplingFields):
     """Prompts to be continued."""
 
-    prompt: (
-        PromptText
-        | TokenPrompt
-        | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: Annotated[
+        Annotated[PromptText, Tag("text")]
+        | Annotated[TokenPrompt, Tag("ids")]
+        | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+        | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("lists")],
+        Discriminator(_prompt_kind),
+    ]
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     echo: bool | None = None
@@ -256,7 +269,7 @@ class TokenizeRequest(Body):
     model: Name | None = None
     prompt: Text | None = None
     messages: Messages | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -271,7 +284,7 @@ class DetokenizeRequest(Body):
     """Tokens to be made text of."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
+    tokens: TokenIds
 
 
 class ModelCard(Reply):

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.options import ADVISED
+from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+DEFAULT_MODEL_ADVICE = {"temperature": 0.2, "top_p": 0.9}
+"""What the makers of the default model say on its page; its file says nothing, and at 1 so small a model talks nonsense."""
 State = Literal["ready", "draining", "dead"]
 
 
@@ -72,6 +75,8 @@ class Service:
     """The same for reasoning."""
     metrics: Metrics = field(init=False)
     num_listeners: int = 0
+    advice: Mapping[str, object] = field(default_factory=dict)
+    """For sampling, where the files of the model have none."""
     _advised: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
@@ -86,7 +91,9 @@ class Service:
         """What the makers of the model advise for sampling, for what a request leaves out."""
         if self._advised is None:
             params = self.llm.default_sampling_params()
-            self._advised = {name: getattr(params, name) for name in ADVISED}
+            found = {name: getattr(params, name) for name in ADVISED}
+            is_silent = found == {name: getattr(SamplingParams(), name) for name in ADVISED}
+            self._advised = {**found, **(self.advice if is_silent else {})}
         return self._advised
 
 

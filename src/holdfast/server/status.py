@@ -50,6 +50,7 @@ def trouble(service: Service) -> str | None:
     return None
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
     """Whether the engine lives."""
@@ -59,6 +60,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """Whether requests are taken."""

@@ -20,6 +20,7 @@ from holdfast.engine.admission import PreparedRequest
 from holdfast.errors import EngineDeadError
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
+from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.errors import UNAVAILABLE, ApiError, failed_answer, from_exception, is_our_fault
 from holdfast.server.logs import RequestRecord, record_of
 from holdfast.server.service import Service, service_of
@@ -107,7 +108,19 @@ class Answer:
             return
         if delta.finish_reason == "abort" or not self._service.llm.health().is_alive:
             raise EngineDeadError("an answer was asked", "the engine has stopped", "try again later")
-        raise failed_answer(f"an answer was asked; it failed: {delta.error}; change the request")
+        words = f"an answer was asked; it failed: {delta.error}; change the request"
+        raise failed_answer(words, is_asked=_is_asked(self.prepared.params, delta.error or ""))
+
+
+def _is_asked(params: SamplingParams, error: str) -> bool:
+    """Whether an answer failed for what its request asks, and would again: a form that leads nowhere, or no token left of
+    those that it allows. Else the model's numbers are at fault, or we are."""
+    form, allowed = params.structured_outputs, params.allowed_token_ids
+    if form is not None and "could not be followed" in error:
+        return True
+    return (
+        allowed is not None or (form is not None and bool(params.bad_words))
+    ) and "no token could be chosen" in error
 
 
 def ended_early() -> ApiError:

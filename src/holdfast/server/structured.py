@@ -37,6 +37,7 @@ class Rule:
         """An error with the name of its field."""
         told = from_exception(error)
         told.param = self.param
+        told.message = told.message.replace(f"structured_outputs.{next(iter(self.value))}", self.param, 1)
         return told
 
 

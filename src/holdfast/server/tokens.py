@@ -1,16 +1,18 @@
 """/tokenize and /detokenize: text to token ids and back, in vLLM's shapes."""
 
 import asyncio
+import json
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
-from holdfast.errors import PromptError
-from holdfast.server.bodies import parse, read_json
+from holdfast.errors import PromptError, RequestError
+from holdfast.server.bodies import read_model
 from holdfast.server.conversations import plain_message
 from holdfast.server.errors import ApiError
 from holdfast.server.openapi import body_of, responses
-from holdfast.server.sampling import check_model
+from holdfast.server.sampling import check_model, prompt_error
 from holdfast.server.schemas import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from holdfast.server.service import Service, service_of
 from holdfast.text.tools import parse_tools
@@ -23,12 +25,11 @@ router = APIRouter(tags=["tokens"])
     responses=responses(Tokenized),
     openapi_extra=body_of(TokenizeRequest),
     operation_id="tokenize",
-    response_model_exclude_none=True,
 )
-async def tokenize(request: Request) -> Tokenized:
+async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     service = service_of(request)
-    asked = parse(TokenizeRequest, await read_json(request, service.limits))
+    asked = await read_model(request, TokenizeRequest, service.limits)
     check_model(service, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(
@@ -37,7 +38,8 @@ async def tokenize(request: Request) -> Tokenized:
     return await asyncio.get_running_loop().run_in_executor(None, _tokenized, service, asked)
 
 
-def _tokenized(service: Service, asked: TokenizeRequest) -> Tokenized:
+def _tokenized(service: Service, asked: TokenizeRequest) -> Response:
+    """The answer as bytes, made beside the event loop: a text may have a million tokens."""
     tokenizer = service.llm.get_tokenizer()
     if asked.prompt is not None:
         adds = asked.add_special_tokens is not False
@@ -45,7 +47,10 @@ def _tokenized(service: Service, asked: TokenizeRequest) -> Tokenized:
     else:
         tokens = _chat_tokens(service, asked)
     strings = tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-    return Tokenized(count=len(tokens), max_model_len=service.llm.max_model_len, tokens=tokens, token_strs=strings)
+    value: dict[str, Any] = {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens}
+    if strings is not None:
+        value["token_strs"] = strings
+    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
 
 
 def _chat_tokens(service: Service, asked: TokenizeRequest) -> list[int]:
@@ -54,7 +59,11 @@ def _chat_tokens(service: Service, asked: TokenizeRequest) -> list[int]:
         raise ApiError(400, "messages were given; the model has no chat template; send prompt", param="messages")
     continues = bool(asked.continue_final_message)
     adds = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
-    tools = [tool.listed() for tool in parse_tools([tool.model_dump(exclude_none=True) for tool in asked.tools or ()])]
+    try:
+        parsed = parse_tools([tool.model_dump(exclude_none=True) for tool in asked.tools or ()])
+    except RequestError as error:
+        raise prompt_error(error, "tools") from error
+    tools = [tool.listed() for tool in parsed]
     options: dict[str, Any] = dict(asked.chat_template_kwargs or {})
     messages = [plain_message(message, template.source) for message in asked.messages or ()]
     tokens = service.llm.get_tokenizer().apply_chat_template(
@@ -78,13 +87,14 @@ def _chat_tokens(service: Service, asked: TokenizeRequest) -> list[int]:
 async def detokenize(request: Request) -> Detokenized:
     """The text of token ids, special tokens included."""
     service = service_of(request)
-    asked = parse(DetokenizeRequest, await read_json(request, service.limits))
+    asked = await read_model(request, DetokenizeRequest, service.limits)
     check_model(service, asked.model)
     tokenizer = service.llm.get_tokenizer()
-    unknown = next((token for token in asked.tokens if token >= tokenizer.vocab_size), None)
-    if unknown is not None:
-        raise PromptError(
-            f"token id {unknown} was given", f"the tokenizer has {tokenizer.vocab_size} tokens", "use smaller ids"
+    largest = max(asked.tokens, default=0)
+    if largest >= tokenizer.vocab_size:
+        fault = PromptError(
+            f"token id {largest} was given", f"the tokenizer has {tokenizer.vocab_size} tokens", "use smaller ids"
         )
+        raise prompt_error(fault, "tokens")
     decode = asyncio.get_running_loop().run_in_executor(None, tokenizer.decode, asked.tokens)
     return Detokenized(prompt=await decode)

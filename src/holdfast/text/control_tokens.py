@@ -24,6 +24,16 @@ START, END = "\ufdd0", "\ufdd1"
 PLACEHOLDER = "\ufdd2"
 MARKS = re.compile(f"[{START}{END}{PLACEHOLDER}]")
 Span = tuple[int, int]
+LARGE_TEXT_CHARS = 2**14
+"""From which on a text is encoded without the interpreter's lock."""
+
+
+def encode_ids(backend: "tokenizers.Tokenizer", text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text. While a large one is cut, other threads go on: a batch of one lets go of the interpreter's lock,
+    where a single text holds it for seconds."""
+    if len(text) < LARGE_TEXT_CHARS:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class Mark(NamedTuple):
@@ -169,7 +179,7 @@ class ContentEncoder:
         for start, end, token in self._control.in_template(text, own):
             pieces += (text[last:start], self._placeholders[token])
             last = end
-        encoded = self._backend.encode("".join((*pieces, text[last:])), add_special_tokens=add_special_tokens).ids
+        encoded = encode_ids(self._backend, "".join((*pieces, text[last:])), add_special_tokens)
         written = {self._control.special[text[start:end]] for start, end in own}
         # Checked, not assumed: a vocabulary may hold the same text as a piece of its own.
         if not add_special_tokens and not written.isdisjoint(encoded):

@@ -106,6 +106,7 @@ def plain_error(text: str) -> str:
     """What a compiler said, in one bounded line that repeats no more than it must."""
     text = text.replace("<non-verbose/>", " ").partition("\n   1 |")[0]
     text = text.replace("Enable 'coerce_one_of' option to approximate oneOf with anyOf", "use anyOf")
+    text = text.replace("NoExtensionBias", "it refers to itself and to nothing else")
     line = "".join(one if one.isprintable() else " " for one in text)
     line = " ".join(line.split())
     return line if len(line) <= MAX_ERROR_CHARS else f"{line[: MAX_ERROR_CHARS - 3]}..."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import ModelFormatError, PromptError, shown
 from holdfast.loading.sources.files import AGAIN, read_json_object, read_small_file
 from holdfast.models.settings import plain
-from holdfast.text.control_tokens import ContentEncoder, ControlTokens, Span
+from holdfast.text.control_tokens import ContentEncoder, ControlTokens, Span, encode_ids
 from holdfast.text.detokenizer import TextStream, TokenPieces, decode_rule
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class Tokenizer:
                     "text is valid Unicode",
                     "remove the character or replace it by U+FFFD",
                 ) from error
-        return self._guarded(text, lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self._guarded(text, lambda: encode_ids(self._backend, text, add_special_tokens))
 
     def _guarded(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
         try:

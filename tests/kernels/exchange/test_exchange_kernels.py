@@ -29,8 +29,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Guarded = Callable[..., torch.Tensor]
 
 
-def ranks_of(rank: int, size: int, device: torch.device) -> Ranks:
-    return Ranks(rank, size, None, torch.zeros(16, dtype=torch.int64, device=device))
+def ranks_of(rank: int, size: int) -> Ranks:
+    return Ranks(rank, size, None, max_blocks=2)
 
 
 def rooms_of(guarded: Guarded, size: int, num_elements: int, dtype: torch.dtype, slack: int = 64) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def test_a_sum_is_that_of_plain_torch(
     rows, width = 5, 72
     rooms = rooms_of(guarded, size, rows * width, dtype)
     out = guarded(rows, width, dtype=out_dtype)
-    sum_rows_triton(rooms, out, ranks_of(0, size, device), Tiles(128, 4, 2), two_passes=False)
+    sum_rows_triton(rooms, out, ranks_of(0, size), Tiles(128, 4), two_passes=False)
     parts = [room[: rows * width].view(rows, width) for room in rooms]
     assert torch.equal(out, sum_rows_reference(parts, torch.empty_like(out)))
 
@@ -75,14 +75,14 @@ def test_two_passes_give_the_same_bits(
     size: int, rows: int, width: int, guarded: Guarded, device: torch.device
 ) -> None:
     # In one process ranks run one after the other, so that each finds only its own share added up: the first pass of all.
-    num_elements, tiles = rows * width, Tiles(64, 4, 2)
+    num_elements, tiles = rows * width, Tiles(64, 4)
     kept = rooms_of(guarded, size, num_elements, FP32)
     wanted = sum_rows_reference([room[:num_elements] for room in kept], torch.empty(num_elements, device=device))
     share = -(-num_elements // (size * 64)) * 64
     for rank in range(size):
         fresh = [room.clone() for room in kept]
         out = guarded(rows, width, dtype=FP32)
-        sum_rows_triton(fresh, out, ranks_of(rank, size, device), tiles, two_passes=True)
+        sum_rows_triton(fresh, out, ranks_of(rank, size), tiles, two_passes=True)
         own = slice(rank * share, min(num_elements, (rank + 1) * share))
         assert torch.equal(out.view(-1)[own], wanted[own])
         assert torch.equal(fresh[rank][own], wanted[own])
@@ -97,7 +97,7 @@ def test_shares_are_read_from_whose_they_are(guarded: Guarded, device: torch.dev
     # The second pass alone: a rank without a share of its own finds everybody's in their rooms.
     rooms = [guarded(256, dtype=FP32).fill_(float(rank)) for rank in range(3)]
     out = guarded(2, 64, dtype=FP32)
-    sum_rows_triton(rooms, out, ranks_of(2, 3, device), Tiles(64, 4, 2), two_passes=True)
+    sum_rows_triton(rooms, out, ranks_of(2, 3), Tiles(64, 4), two_passes=True)
     assert out.tolist() == [[0.0] * 64, [1.0] * 64]
 
 
@@ -108,7 +108,9 @@ def test_sizes_choose_the_way() -> None:
     assert takes_two_passes(FP32, many, 8)
     assert not takes_two_passes(BF16, many, 2)
     assert not takes_two_passes(BF16, many.float(), 4)  # a bfloat16 room cannot hold float32 sums
-    assert choose_tiles(16 * 5120).grid(16 * 5120) <= 128
+    assert choose_tiles(16 * 5120, 64).block == 2048
+    assert choose_tiles(5120, 64).block == 1024
+    assert choose_tiles(10**7, 33) == Tiles(4096, 16)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -121,7 +123,7 @@ def test_columns_lie_side_by_side_and_the_last_share_may_be_narrow(
     widths = [max(0, min(share, columns - rank * share)) for rank in range(size)]
     rooms = rooms_of(guarded, size, rows * share, FP32)
     out = guarded(rows, columns, dtype=FP32)
-    gather_columns_triton(rooms, out, rows, columns, ranks_of(0, size, device))
+    gather_columns_triton(rooms, out, rows, columns, ranks_of(0, size))
     parts = [room[: rows * width].view(rows, width) for room, width in zip(rooms, widths, strict=True)]
     assert torch.equal(out, gather_columns_reference(parts, torch.empty_like(out)))
 
@@ -133,11 +135,11 @@ def test_small_parts_and_tokens_go_through_the_room(
 ) -> None:
     rooms = [room.to(dtype) for room in rooms_of(guarded, 3, num_elements, FP32, slack=0)]
     part, out = torch.full((num_elements,), 7, dtype=dtype, device=device), guarded(3, num_elements, dtype=dtype)
-    gather_small_triton(part, rooms, out, ranks_of(1, 3, device))
+    gather_small_triton(part, rooms, out, ranks_of(1, 3))
     assert torch.equal(rooms[1], part)
     assert torch.equal(out, gather_small_reference(rooms, torch.empty_like(out)))
     ids = torch.full((num_elements,), 3, dtype=dtype, device=device)
-    share_first_triton(ids, rooms, ranks_of(2, 3, device))
+    share_first_triton(ids, rooms, ranks_of(2, 3))
     assert torch.equal(ids, rooms[0])
     assert (rooms[2] == 3).all()
 

@@ -13,6 +13,7 @@ from holdfast.kernels.moe.expert_sum import (
     add_experts,
     add_experts_reference,
     add_experts_triton,
+    sum_experts_reference,
     sum_experts_triton,
 )
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
@@ -141,3 +142,25 @@ def test_nothing_is_allocated(device):
     squares, scaled = torch.empty(128, device=device), torch.empty_like(x)
     scratch = SmallBatchScratch(squares, squares, torch.zeros(1, dtype=torch.int32, device=device))
     assert_allocates_nothing(lambda: add_experts(routed, shares, None, None, x, norm, EPS, scaled, scratch))
+
+
+@KINDS
+@pytest.mark.parametrize(("num_rows", "size"), [(3, 40), (20, 1100)])
+def test_pairs_of_experts_elsewhere_count_nothing(device, kind, num_rows, size):
+    """Whatever lies in their rows: it is as if their shares were none."""
+    case = Case(num_rows, 3, size, kind=kind)
+    ids = torch.arange(num_rows * 3, dtype=torch.int32).view(num_rows, 3) % 4 - 1
+    is_elsewhere = ids < 0
+    routed = case.routed_PH.masked_fill(is_elsewhere.flatten()[:, None], NAN)
+    operands = case.shares_TS.masked_fill(is_elsewhere, 0.0), case.shared_TH, case.logit_T1
+    expected = sum_experts_reference(case.routed_PH, *operands, torch.empty_like(case.x_TH))
+    found = sum_experts_reference(routed, *operands, torch.full_like(case.x_TH, NAN), ids)
+    assert torch.equal(found, expected)
+    shared, logit = (None if one is None else among(one, device) for one in (case.shared_TH, case.logit_T1))
+    zones = RedZones(device)
+    out = zones.allocate(num_rows, size).fill_(NAN)
+    given, plain = (among(one, device) for one in (routed, case.routed_PH))
+    shares = among(operands[0], device)
+    sum_experts_triton(given, shares, shared, logit, out, among(ids, device))
+    zones.check()
+    assert torch.equal(out, sum_experts_triton(plain, shares, shared, logit, torch.empty_like(out)))

@@ -171,6 +171,7 @@ def test_what_is_not_a_file_is_refused_without_waiting(tmp_path):
     assert "cannot be read" in refusal(tmp_path / "absent.safetensors")
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors_are_read(tmp_path):
     path = write(tmp_path / "m.safetensors", {f"layer.{index}.w": ("U8", [1]) for index in range(100_000)})
     file = SafetensorsFile(path)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, keep_epoch, last_epoch, meet_peers
+from holdfast.kernels.exchange.signals import ASSEMBLER, keep_epoch, last_epoch, meet_peers
 from holdfast.kernels.exchange.sum_rows import Ranks
 from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, tl
 
@@ -40,7 +40,7 @@ def gather_columns_triton(
         return
     block = min(1024, next_power_of_two(share))
     num_tiles = num_rows * -(-share // block)
-    _gather_columns_kernel[(min(num_tiles, MAX_BLOCKS),)](
+    _gather_columns_kernel[(min(num_tiles, ranks.max_blocks),)](
         tuple(rooms),
         out_TY,
         ranks.signals,
@@ -118,7 +118,7 @@ def _launch_small(
         return
     assert part_N.is_contiguous(), f"{part_N.stride()=}"
     assert out.is_contiguous(), f"{out.stride()=}"
-    _small_kernel[(min(-(-num_elements // SMALL_BLOCK), MAX_BLOCKS),)](
+    _small_kernel[(min(-(-num_elements // SMALL_BLOCK), ranks.max_blocks),)](
         part_N,
         tuple(rooms),
         out,

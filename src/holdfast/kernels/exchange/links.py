@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.exchange.signals import GIVEN_UP, MAX_POLLS, MAX_RANKS, TABLES_WORD
+from holdfast.kernels.exchange.signals import MAX_POLLS, MAX_RANKS, TABLES_WORD, TRAP_ASM
 from holdfast.kernels.triton_compat import jit, jit_counting, kernel_constant, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -54,17 +54,12 @@ class LinkEnd(NamedTuple):
     """Of the other side, which this rank writes."""
     counted: torch.Tensor
     """This rank's own."""
-    given_up: torch.Tensor
-    """The signals of this rank."""
 
 
 def offer_end(signals: torch.Tensor, target: torch.Tensor, link: int, source: int) -> LinkEnd:
     """At the source; `source` is what the target knows it by."""
     return LinkEnd(
-        _words(signals, ACKED_WORD, link),
-        _words(target, ARRIVED_WORD, source),
-        _words(signals, OFFERED_WORD, link),
-        signals,
+        _words(signals, ACKED_WORD, link), _words(target, ARRIVED_WORD, source), _words(signals, OFFERED_WORD, link)
     )
 
 
@@ -74,7 +69,6 @@ def fetch_end(signals: torch.Tensor, from_rank: torch.Tensor, link: int, source:
         _words(signals, ARRIVED_WORD, source),
         _words(from_rank, ACKED_WORD, link),
         _words(signals, FETCHED_WORD, source),
-        signals,
     )
 
 
@@ -91,7 +85,7 @@ def offer_rows(x_TH: torch.Tensor, slots_LN: torch.Tensor, end: LinkEnd | None) 
     _offer_kernel[(LINK_BLOCKS,)](
         x_TH,
         slots_LN,
-        *(end or (None,) * 4),
+        *(end or (None,) * 3),
         num_rows,
         width,
         x_TH.stride(0),
@@ -108,7 +102,7 @@ def fetch_rows(slots_LN: torch.Tensor, out_TH: torch.Tensor, end: LinkEnd | None
         _fetch_kernel[(LINK_BLOCKS,)](
             slots_LN,
             out_TH,
-            *(end or (None,) * 4),
+            *(end or (None,) * 3),
             num_rows,
             width,
             out_TH.stride(0),
@@ -120,7 +114,7 @@ def fetch_rows(slots_LN: torch.Tensor, out_TH: torch.Tensor, end: LinkEnd | None
 
 
 @jit
-def _wait(p_awaited, count, p_given_up):
+def _wait(p_awaited, count):
     """Until the other side has counted so far."""
     p_word = (p_awaited + tl.program_id(0)).to(tl.int64)
     ahead = tl.inline_asm_elementwise(ACQUIRE_ASM, "=r,l", [p_word], tl.int32, is_pure=False, pack=1) - count
@@ -129,7 +123,7 @@ def _wait(p_awaited, count, p_given_up):
         ahead = tl.inline_asm_elementwise(ACQUIRE_ASM, "=r,l", [p_word], tl.int32, is_pure=False, pack=1) - count
         num_polls += 1
     if ahead < 0:
-        tl.store(p_given_up + GIVEN_UP, 1)
+        tl.inline_asm_elementwise(TRAP_ASM, "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @jit
@@ -153,13 +147,11 @@ def _copy_tiles(p_from, p_to, num_rows, width, from_stride, to_stride):
 
 
 @jit_counting("num_rows")
-def _offer_kernel(
-    p_x, p_slots, p_awaited, p_told, p_count, p_given_up, num_rows, width, x_stride, slot_stride, num_slots
-):
+def _offer_kernel(p_x, p_slots, p_awaited, p_told, p_count, num_rows, width, x_stride, slot_stride, num_slots):
     count = 0
     if p_count is not None:
         count = tl.load(p_count + tl.program_id(0))
-        _wait(p_awaited, count + 1 - num_slots, p_given_up)
+        _wait(p_awaited, count + 1 - num_slots)
     p_slot = p_slots + (count % num_slots) * slot_stride
     _copy_tiles(p_x, p_slot, num_rows, width, x_stride, width)
     if p_count is not None:
@@ -167,13 +159,11 @@ def _offer_kernel(
 
 
 @jit_counting("num_rows")
-def _fetch_kernel(
-    p_slots, p_out, p_awaited, p_told, p_count, p_given_up, num_rows, width, out_stride, slot_stride, num_slots
-):
+def _fetch_kernel(p_slots, p_out, p_awaited, p_told, p_count, num_rows, width, out_stride, slot_stride, num_slots):
     count = 0
     if p_count is not None:
         count = tl.load(p_count + tl.program_id(0))
-        _wait(p_awaited, count + 1, p_given_up)
+        _wait(p_awaited, count + 1)
     p_slot = p_slots + (count % num_slots) * slot_stride
     _copy_tiles(p_slot, p_out, num_rows, width, width, out_stride)
     if p_count is not None:

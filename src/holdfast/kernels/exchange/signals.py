@@ -4,7 +4,6 @@ Each rank has SIGNAL words (int32, `exchange/signals`) that peers may write:
 
     flags    [MAX_BLOCKS, MAX_RANKS]  the last epoch that block b of rank r has come to; rank r writes it
     epochs   [MAX_BLOCKS]             the last epoch that block b of this rank has come to; only it reads and writes it
-    given up                          waits that were given up
 
 An epoch is how often a block has met its peers; all ranks make the same calls with as many blocks, so the same block has the same
 epoch everywhere. It only grows, and in device memory, so that a replayed graph goes on where the last one stopped; numbers
@@ -23,21 +22,27 @@ from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
-MAX_BLOCKS = 128
+MAX_BLOCKS = 64
+"""Of a kernel that waits: all of them must have a place beside those of peers on the same GPU, and leave some for what peers have to
+do before they come."""
 MAX_RANKS = 16
 EPOCHS_WORD = MAX_BLOCKS * MAX_RANKS
-GIVEN_UP_WORD = EPOCHS_WORD + MAX_BLOCKS
-TABLES_WORD = GIVEN_UP_WORD + 32
+TABLES_WORD = EPOCHS_WORD + MAX_BLOCKS
 """Behind the signals: int64 addresses, which only this rank reads; see distributed/symmetric.py."""
 
 RANKS = kernel_constant(MAX_RANKS)
 EPOCHS = kernel_constant(EPOCHS_WORD)
-GIVEN_UP = kernel_constant(GIVEN_UP_WORD)
-MAX_POLLS = kernel_constant(2**27)
-"""About a minute or two: who waits longer has lost a peer, and its process is about to be ended; then the GPU must be free."""
+MAX_POLLS = kernel_constant(2**29)
+"""Some minutes. Who waits longer has lost a peer that nobody else has missed, and must not go on with what lies in its room: a trap
+ends every call of this process from here on."""
+TRAP_ASM = kernel_constant("trap; mov.b32 $0, 0;")
 
 ATOMIC, ASSEMBLER, RELAXED = range(3)
-"""Ways to write a signal: an atomic exchange, a store with release, a store without (kernels before this one have ended anyway)."""
+"""Ways to write a signal: an atomic exchange, a store with release, a store without.
+
+Without is for measurements: a part that a kernel before this one wrote is in the L2 of its GPU by then, where peers read it, and others
+rely on that; but nothing that PTX promises orders it at system scope, and no test on one GPU would find it late.
+"""
 IS_ATOMIC = kernel_constant(ATOMIC)
 IS_RELAXED = kernel_constant(RELAXED)
 # The block may be held several times over by the threads of a program: one warp stores.
@@ -93,7 +98,7 @@ def meet_peers(p_signals, p_peers, epoch, rank, SIZE: constexpr, WIDE_SIZE: cons
         ahead = _least_ahead(p_own, epoch, m_peer, FORM)
         num_polls += 1
     if ahead < 0:
-        tl.store(p_signals + GIVEN_UP, epoch)
+        tl.inline_asm_elementwise(TRAP_ASM, "=r", [], tl.int32, is_pure=False, pack=1)
 
 
 @jit

@@ -14,7 +14,16 @@ import torch
 
 from holdfast.kernels.exchange.add_parts import add_parts_reference
 from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, keep_epoch, last_epoch, meet_peers
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, jit_counting, next_power_of_two, pdl_launch, tl
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -31,6 +40,8 @@ class Ranks(NamedTuple):
     """int32, this rank's own; None: all rooms are complete already, as in tests of one process."""
     peers: torch.Tensor | None = None
     """int64 [S]: where the signals of all ranks are."""
+    max_blocks: int = MAX_BLOCKS
+    """Of a kernel, and the same on every rank."""
 
 
 class Tiles(NamedTuple):
@@ -38,18 +49,16 @@ class Tiles(NamedTuple):
 
     block: int
     num_warps: int
-    max_blocks: int = 64
     form: int = ASSEMBLER
     pdl: bool = False
-    """Programmatic dependent launch; the kernel waits by itself, before it says that it has come."""
-
-    def grid(self, num_elements: int) -> int:
-        return min(-(-num_elements // self.block), self.max_blocks, MAX_BLOCKS)
+    """Programmatic dependent launch: the kernel waits by itself, before it says that it has come."""
 
 
-def choose_tiles(num_elements: int) -> Tiles:
-    """Sixteen bytes a thread where few rows leave most of the device free; more of them where many are read."""
-    return Tiles(1024, 4, 128) if num_elements <= 128 * 1024 else Tiles(4096, 16, 128)
+def choose_tiles(num_elements: int, max_blocks: int, pdl: bool = False) -> Tiles:
+    """Eight elements a thread, and as many programs as may be: few rows leave most of the device free."""
+    blocks = (block for block in (1024, 2048) if num_elements <= block * max_blocks)
+    block = next(blocks, 4096)
+    return Tiles(block, block // 256, pdl=pdl)
 
 
 def takes_two_passes(dtype: torch.dtype, out: torch.Tensor, size: int) -> bool:
@@ -82,12 +91,12 @@ def sum_rows_triton(
     if not num_elements:
         return out_TH
     assert out_TH.is_contiguous(), f"{out_TH.stride()=}"
-    tiles = tiles or choose_tiles(num_elements)
+    tiles = tiles or choose_tiles(num_elements, ranks.max_blocks, ranks.signals is not None and supports_pdl(out_TH))
     if two_passes is None:
         two_passes = takes_two_passes(rooms[0].dtype, out_TH, ranks.size)
     share = -(-num_elements // (ranks.size * tiles.block)) * tiles.block if two_passes else num_elements
     kernel = _sum_in_two_passes_kernel if two_passes else _sum_kernel
-    kernel[(tiles.grid(share),)](
+    kernel[(min(-(-share // tiles.block), ranks.max_blocks),)](
         tuple(rooms),
         out_TH,
         ranks.signals,

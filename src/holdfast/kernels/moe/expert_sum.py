@@ -28,11 +28,15 @@ def sum_experts(
     shared_TH: torch.Tensor | None,
     shared_logit_T1: torch.Tensor | None,
     out_TH: torch.Tensor,
+    local_ids_TS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared where they are given."""
-    if can_run(routed_PH):
-        return sum_experts_triton(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
-    return sum_experts_reference(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
+    """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared where they are given.
+
+    With `local_ids_TS` (`local_ids` of kernels/moe/routing.py) pairs of experts that are not here count nothing, whatever lies
+    in their rows.
+    """
+    launch = sum_experts_triton if can_run(routed_PH) else sum_experts_reference
+    return launch(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH, local_ids_TS)
 
 
 def sum_experts_reference(
@@ -41,14 +45,20 @@ def sum_experts_reference(
     shared_TH: torch.Tensor | None,
     shared_logit_T1: torch.Tensor | None,
     out_TH: torch.Tensor,
+    local_ids_TS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     num_rows, top_k = shares_TS.shape
     routed_TSH = routed_PH.view(num_rows, top_k, out_TH.shape[1])
-    total_TH = routed_TSH[:, 0].float() * shares_TS[:, :1]
+
+    def given(s: int) -> torch.Tensor:
+        given_TH = routed_TSH[:, s].float() * shares_TS[:, s : s + 1]
+        return given_TH if local_ids_TS is None else given_TH.masked_fill_(local_ids_TS[:, s : s + 1] < 0, 0.0)
+
+    total_TH = given(0)
     for s in range(1, top_k):
-        total_TH += routed_TSH[:, s].float() * shares_TS[:, s : s + 1]
+        total_TH += given(s)
     if shared_TH is not None:
         gate_T1 = 1.0 if shared_logit_T1 is None else _sigmoid(shared_logit_T1.float())
         total_TH += shared_TH.float() * gate_T1
@@ -85,6 +95,7 @@ def sum_experts_triton(
     shared_TH: torch.Tensor | None,
     shared_logit_T1: torch.Tensor | None,
     out_TH: torch.Tensor,
+    local_ids_TS: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as a Triton kernel, a program for some columns of a token."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
@@ -98,9 +109,11 @@ def sum_experts_triton(
         shares_TS,
         shared_TH if shared_TH is not None else routed_PH,
         shared_logit_T1 if shared_logit_T1 is not None else shares_TS,
+        local_ids_TS if local_ids_TS is not None else shares_TS,
         out_TH,
         size,
         TOP_K=top_k,
+        HAS_IDS=local_ids_TS is not None,
         HAS_SHARED=shared_TH is not None,
         HAS_GATE=shared_logit_T1 is not None,
         BLOCK=columns,
@@ -117,9 +130,11 @@ def _sum_kernel(
     p_shares,
     p_shared,
     p_logit,
+    p_ids,
     p_out,
     size,
     TOP_K: constexpr,
+    HAS_IDS: constexpr,
     HAS_SHARED: constexpr,
     HAS_GATE: constexpr,
     BLOCK: constexpr,
@@ -131,7 +146,9 @@ def _sum_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    b_sum = _summed(p_routed, p_shares, p_shared, p_logit, size, i_row, o_h, m_h, TOP_K, HAS_SHARED, HAS_GATE)
+    b_sum = _summed(
+        p_routed, p_shares, p_shared, p_logit, p_ids, size, i_row, o_h, m_h, TOP_K, HAS_IDS, HAS_SHARED, HAS_GATE
+    )
     tl.store(p_out + i_row * size + o_h, b_sum.to(p_out.dtype.element_ty), mask=m_h)
 
 
@@ -141,25 +158,40 @@ def _summed(
     p_shares,
     p_shared,
     p_logit,
+    p_ids,
     size,
     i_row,
     o_h,
     m_h,
     TOP_K: constexpr,
+    HAS_IDS: constexpr,
     HAS_SHARED: constexpr,
     HAS_GATE: constexpr,
 ):
     """float32 sum of some columns of a token."""
     p_first = p_routed + i_row * TOP_K * size + o_h
-    b_sum = tl.load(p_first, mask=m_h, other=0.0).to(tl.float32) * tl.load(p_shares + i_row * TOP_K)
+    b_sum = _given(p_first, p_shares, p_ids, i_row * TOP_K, m_h, HAS_IDS)
     for s in tl.static_range(1, TOP_K):
-        b_sum += tl.load(p_first + s * size, mask=m_h, other=0.0).to(tl.float32) * tl.load(p_shares + i_row * TOP_K + s)
+        b_sum += _given(p_first + s * size, p_shares, p_ids, i_row * TOP_K + s, m_h, HAS_IDS)
     if HAS_SHARED:
         b_shared = tl.load(p_shared + i_row * size + o_h, mask=m_h, other=0.0).to(tl.float32)
         if HAS_GATE:
             b_shared *= tl.sigmoid(tl.load(p_logit + i_row).to(tl.float32))
         b_sum += b_shared
     return b_sum
+
+
+@jit
+def _given(p_pair, p_shares, p_ids, i_pair, m_h, HAS_IDS: constexpr):
+    """What a pair adds: nothing where its expert is not here, and then its row is not read either."""
+    share = tl.load(p_shares + i_pair)
+    if HAS_IDS:
+        is_here = tl.load(p_ids + i_pair) >= 0
+        b_x = tl.load(p_pair, mask=m_h & is_here, other=0.0).to(tl.float32)
+        b_y = tl.where(is_here, b_x * share, 0.0)
+    else:
+        b_y = tl.load(p_pair, mask=m_h, other=0.0).to(tl.float32) * share
+    return b_y
 
 
 def add_experts(
@@ -259,7 +291,9 @@ def _add_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    b_sum = _summed(p_routed, p_shares, p_shared, p_logit, size, i_row, o_h, m_h, TOP_K, HAS_SHARED, HAS_GATE)
+    b_sum = _summed(
+        p_routed, p_shares, p_shared, p_logit, p_shares, size, i_row, o_h, m_h, TOP_K, False, HAS_SHARED, HAS_GATE
+    )
     p_row = p_x + i_row * size + o_h
     b_x = tl.load(p_row, mask=m_h, other=0.0).to(tl.float32) + b_sum.to(p_x.dtype.element_ty).to(tl.float32)
     b_rounded = b_x.to(p_x.dtype.element_ty)

@@ -1,0 +1,98 @@
+"""The process of one rank as holdfast.engine.rank_process has it, which also counts: for gpu_ranks.py.
+
+It leaves rank-N.json in the folder that $HOLDFAST_COUNTS names. Until there is a file `count` in it, each step's own argmax is
+held against what rank 0 says was chosen; from then on nothing is read, and what the allocator took is counted instead.
+"""
+
+import json
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from holdfast.engine.rank_messages import RankStart
+from holdfast.engine.rank_process import Rank, RankServer, main, open_rank
+from holdfast.memory.report import RankMemory
+from holdfast.request.step import Step
+
+FOLDER = "HOLDFAST_COUNTS"
+COUNT_FILE = "count"
+NUM_MISSES = 5
+"""That are kept in words."""
+
+
+def device_counts() -> dict[str, int]:
+    """What torch's allocator has done in this process so far; nothing on a CPU."""
+    import torch
+
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return {"allocations": 0, "segments": 0, "reserved_bytes": 0}
+    found = torch.cuda.memory_stats()
+    return {
+        "allocations": found["allocation.all.allocated"],
+        "segments": found["segment.all.allocated"],
+        "reserved_bytes": torch.cuda.memory_reserved(),
+    }
+
+
+class CountedRank:
+    """A rank that looks at itself."""
+
+    def __init__(self, inner: Any, folder: Path) -> None:  # noqa: ANN401 a FollowingRank, of which a look inside is taken
+        self._inner = inner
+        self._path = folder / f"rank-{inner.memory.rank}.json"
+        self._count_file = folder / COUNT_FILE
+        self._own: deque[list[int]] = deque()
+        self._told: dict[str, Any] = {"steps": 0, "compared": 0, "different": 0, "misses": [], "counted_steps": 0}
+        self._told |= device_counts() | {"at_count": None}
+        self._write()
+
+    @property
+    def memory(self) -> RankMemory:
+        return self._inner.memory
+
+    def book(self, tokens: tuple[tuple[int, ...], ...]) -> None:
+        """What rank 0 chose, against what this rank found in the same step."""
+        self._inner.book(tokens)
+        chosen, own = [item[0] for item in tokens if item], self._own.popleft() if self._own else []
+        if own and chosen:
+            self._told["compared"] += len(chosen)
+            if chosen != own[: len(chosen)]:
+                self._told["different"] += 1
+                if len(self._told["misses"]) < NUM_MISSES:
+                    self._told["misses"].append(f"step {self._told['steps']}: {chosen} != {own[: len(chosen)]}")
+
+    def run(self, step: Step) -> None:
+        """The step, and then a look."""
+        is_counting = self._count_file.exists()
+        self._inner.run(step)
+        self._told["steps"] += 1
+        if is_counting:
+            self._own.append([])
+            counts = device_counts()
+            self._told["at_count"] = self._told["at_count"] or counts
+            self._told["counted_steps"] += 1
+            self._told |= counts
+        else:
+            self._own.append(self._inner._runner.sampler.argmax_S[: len(step.items)].tolist())
+        if self._told["steps"] % 20 == 0 or is_counting:
+            self._write()
+
+    def close(self) -> None:
+        """Everything back."""
+        self._write()
+        self._inner.close()
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._told))
+        partial.rename(self._path)
+
+
+def open_counted(start: RankStart, server: RankServer) -> Rank:
+    """As a rank's process opens it."""
+    return CountedRank(open_rank(start, server), Path(os.environ[FOLDER]))
+
+
+if __name__ == "__main__":
+    main(open_counted)

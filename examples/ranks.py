@@ -1,0 +1,27 @@
+"""One model on several ranks, and the same tokens from one. Pass how many (default: 3), and a model folder or nothing for the default model.
+
+Without a GPU ranks are processes on the CPU: slower than one, and right for trying things out.
+"""
+
+import sys
+
+from holdfast import LLM, SamplingParams
+
+PROMPT = "The three primary colours are"
+
+
+def main() -> None:
+    """`exact`: no number depends on how many ranks there are. `reduce`, the default, is faster and rounds sums in another order."""
+    num_ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    model = sys.argv[2] if len(sys.argv) > 2 else None
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    for size, sums in ((1, "auto"), (num_ranks, "reduce"), (num_ranks, "exact")):
+        llm = LLM(model=model, tensor_parallel_size=size, tensor_parallel_sums=sums, max_model_len=256)
+        held = next(row.planned_bytes for row in llm.memory.rows if row.owner == "weights")
+        text = llm.generate([PROMPT], params)[0].outputs[0].text
+        print(f"{size} ranks, {sums:<6} {held / 2**20:8.1f} MiB of weights each -> {text!r}")
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What an exchange holds, from shapes alone: symmetric memory is as large on every rank, and as large as the driver gives it."""
+
+import pytest
+
+from holdfast.distributed.exchange_plan import (
+    SYMMETRIC_UNIT_BYTES,
+    ExchangeKind,
+    ExchangeNeeds,
+    exchange_specs,
+    exchange_terms,
+    rounding_bytes,
+    shared_specs,
+)
+from holdfast.distributed.mesh import ALONE, Mesh, meshes
+from holdfast.memory.workspace_plan import arena_bytes
+
+NEEDS = ExchangeNeeds(room_bytes=1000, num_logit_rows=3, vocab_size=101, hidden_bytes=500)
+MESHES = [meshes(2), meshes(3), meshes(1, [(0, 1), (1, 2)]), meshes(4, [(0, 1), (1, 2), (2, 3)])]
+
+
+@pytest.mark.parametrize("ranks", MESHES)
+def test_symmetric_memory_is_as_large_on_every_rank(ranks: tuple[Mesh, ...]) -> None:
+    assert len({tuple(shared_specs(NEEDS, mesh).items()) for mesh in ranks}) == 1
+    for mesh in ranks:
+        num_bytes = arena_bytes(shared_specs(NEEDS, mesh).values()) + rounding_bytes(NEEDS, mesh)
+        assert num_bytes % SYMMETRIC_UNIT_BYTES == 0
+        assert num_bytes == sum(
+            term.num_bytes
+            for term in exchange_terms(NEEDS, mesh, "symmetric")
+            if term.owner not in ("exchange/whole_logits", "sampling/shares")
+        )
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "gloo", "nccl"])
+def test_one_rank_exchanges_nothing(kind: ExchangeKind) -> None:
+    assert not exchange_specs(NEEDS, ALONE, kind)
+    assert not exchange_terms(NEEDS, ALONE, kind)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "gloo", "nccl"])
+@pytest.mark.parametrize("ranks", MESHES)
+def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> None:
+    for mesh in ranks:
+        specs = exchange_specs(NEEDS, mesh, kind)
+        assert ("exchange/rows" in specs) == (mesh.tensor_size > 1)
+        assert ("exchange/gathered" in specs) == (mesh.tensor_size > 1 and kind != "symmetric")
+        assert ("exchange/whole_logits" in specs) == (mesh.rank == 0)
+        assert ("pipeline/hidden" in specs) == (mesh.num_stages > 1)
+        assert "exchange/logits" in specs or not (mesh.is_last_stage or mesh.rank == 0)

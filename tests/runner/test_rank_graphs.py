@@ -1,0 +1,105 @@
+"""A rank's step by itself: eager it neither allocates nor waits for the device, captured it is the same to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import meshes
+from holdfast.loading.model_files import open_model
+from holdfast.runner.build import BuiltRunner, build_runner
+from kernels.triton_cases import assert_allocates_nothing
+from runner.mirror_exchange import MirrorExchange
+from runner.rank_runs import OPTIONS, steps_of, write_model
+
+MODELS = pytest.mark.parametrize(
+    ("name", "num_ranks", "whole_experts", "exact", "options"),
+    [
+        ("llama", 2, False, False, {}),
+        ("llama", 2, False, True, {"batch_invariant": True}),
+        ("llama_tied", 4, False, False, {"quantization": "fp8", "quantized_embeddings": "all"}),
+        ("qwen3_moe", 4, True, False, {}),
+        ("qwen3_moe", 2, False, True, {"batch_invariant": True}),
+        ("gpt_oss", 2, True, False, {"kv_cache_dtype": "turboquant_4bit_nc"}),
+        ("deepseek_v3", 4, True, False, {}),
+    ],
+)
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def build(
+    folder: Path, name: str, num_ranks: int, whole_experts: bool, exact: bool, device: str, options: dict[str, Any]
+) -> BuiltRunner:
+    """The first rank, without its peers."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    config = EngineConfig.from_options(**(OPTIONS | {"device": device, "dtype": dtype} | options))
+    mesh, *_ = meshes(num_ranks, has_expert_parallelism=whole_experts, is_exact=exact)
+    sizes = WIDE | ({"num_hidden_layers": 3} if name == "deepseek_v3" else {})
+    return build_runner(
+        config,
+        open_model(str(write_model(folder, name, **sizes)), "dummy"),
+        lambda done, total: None,
+        mesh=mesh,
+        connect=lambda plan, ledger: MirrorExchange(mesh, plan.exchange_needs, torch.device(device)),
+    )
+
+
+@torch.inference_mode()
+def eager_logits(built: BuiltRunner, checks: bool) -> list[torch.Tensor]:
+    """Of every step with any; a rank's share."""
+    found, runner = [], built.runner
+    for step, rows in steps_of(runner):
+        batch = runner.buffers.fill(step, rows, step.num_tokens, len(rows))
+        plan = runner.backend.plan(batch)
+        if checks:
+            assert_allocates_nothing(lambda: runner.model.hidden(batch, plan))  # noqa: B023 called at once
+        if rows:
+            found.append(runner.model.step_logits(batch, plan).clone())
+    return found
+
+
+@MODELS
+def test_a_rank_alone_on_a_cpu(tmp_path, name, num_ranks, whole_experts, exact, options):
+    """The same calls, so that what follows is known to be sound without a GPU."""
+    built = build(tmp_path, name, num_ranks, whole_experts, exact, "cpu", options)
+    try:
+        first = eager_logits(built, checks=False)
+        for ours, theirs in zip(eager_logits(built, checks=False), first, strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.shape[1] == -(-built.runner.vocab_size // num_ranks)
+    finally:
+        built.release()
+
+
+@pytest.mark.gpu
+@MODELS
+def test_a_step_neither_allocates_nor_waits(tmp_path, name, num_ranks, whole_experts, exact, options):
+    built = build(tmp_path, name, num_ranks, whole_experts, exact, "cuda", options | {"enforce_eager": True})
+    try:
+        assert all(logits.isfinite().all() for logits in eager_logits(built, checks=True))
+    finally:
+        built.release()
+
+
+@pytest.mark.gpu
+@MODELS
+def test_graphs_are_the_kernels_to_the_bit(tmp_path, name, num_ranks, whole_experts, exact, options):
+    """Decode steps of every captured size, from the same pages."""
+    built = build(tmp_path, name, num_ranks, whole_experts, exact, "cuda", options)
+    try:
+        runner, graphs = built.runner, built.runner.graphs
+        assert graphs is not None
+        eager_logits(built, checks=False)
+        (step, rows), *_ = steps_of(runner)[2:]
+        size = graphs.size_for(step.num_tokens, len(rows), True)
+        assert size is not None
+        batch = runner.buffers.fill(step, rows, size, graphs.logit_rows(size, True), is_listed=False)
+        with torch.inference_mode():
+            plan = runner.backend.plan(batch, captured=True)
+            eager = runner.model.step_logits(batch, plan)[: len(rows)].clone()
+            for _ in range(3):
+                assert torch.equal(graphs.replay(size, True)[: len(rows)], eager)
+    finally:
+        built.release()

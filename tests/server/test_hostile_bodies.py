@@ -1,0 +1,194 @@
+"""What costs a client one body costs the server little: others are answered meanwhile, and faults are not collected."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, model_validator
+from starlette.requests import Request
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from holdfast.server import conversations
+from holdfast.server.bodies import MAX_NAMES, SMALL_BODY_BYTES, Body, parse, parse_json, read_model
+from holdfast.server.errors import ApiError
+from holdfast.server.responses_schemas import ResponseRequest
+from holdfast.server.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
+from holdfast.server.service import ServerLimits
+from holdfast.text.control_tokens import LARGE_TEXT_CHARS, encode_ids
+from server.served import app_client, said, user
+
+MANY = 500_000
+CPU_SECONDS = 1.0
+"""Before, each of these took 4 to 40 seconds of the event loop for a body of 8 MiB, and /health waited as long."""
+HUGE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": list(range(5000))}}}
+MESSAGE = {"role": "user", "content": "x"}
+
+
+def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(model, value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "param"),
+    [
+        (CompletionRequest, {"prompt": [1, *(["a"] * MANY)]}, "prompt[1]"),
+        (CompletionRequest, {"prompt": [[1], *([[1.5]] * MANY)]}, "prompt[1][0]"),
+        (CompletionRequest, {"prompt": [-1] * MANY}, "prompt[0]"),
+        (CompletionRequest, {"prompt": "a", "allowed_token_ids": ["x"] * MANY}, "allowed_token_ids[0]"),
+        (DetokenizeRequest, {"tokens": [None] * MANY}, "tokens[0]"),
+        (ChatCompletionRequest, {"messages": [{**MESSAGE, "content": [{"type": "text"}] * 50}] * 4000}, None),
+        (ChatCompletionRequest, {"messages": [MESSAGE], **{f"unknown{at}": 1 for at in range(MANY)}}, "unknown0"),
+        (ResponseRequest, {"input": [{"role": "user"}] * 4000}, "input[0].content"),
+    ],
+    ids=["ids", "lists", "negative", "allowed", "detokenize", "parts", "unknown", "items"],
+)
+def test_a_body_full_of_faults_costs_no_more_than_one(model, value, param) -> None:
+    started = time.process_time()
+    told = fault_of(model, value)
+    assert time.process_time() - started < CPU_SECONDS
+    assert told.status == 400
+    assert param is None or told.param == param
+
+
+def test_an_object_of_too_many_names_is_refused_as_json() -> None:
+    names = ",".join(f'"u{at}":1' for at in range(MAX_NAMES + 1))
+    with pytest.raises(ApiError, match=f"more than {MAX_NAMES} names"):
+        parse_json(f'{{"messages":[{{"role":"user",{names}}}]}}'.encode(), ServerLimits())
+
+
+def test_a_million_token_ids_are_read_at_once() -> None:
+    ids = list(range(1_000_000))
+    started = time.process_time()
+    assert parse(CompletionRequest, {"prompt": ids}).prompt == ids
+    assert time.process_time() - started < CPU_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "words"),
+    [
+        (["a", ""], "prompt[1]", "at least 1 character"),
+        (["a"] * 257, "prompt", "at most 256"),
+        (["a", [1]], "prompt[1]", "valid string"),
+        ([[1], []], "prompt[1]", "at least 1 item"),
+        ([1, True], "prompt[1]", "given as a boolean"),
+    ],
+)
+def test_the_fault_of_a_prompt_is_told_where_it_is(prompt, param, words) -> None:
+    told = fault_of(CompletionRequest, {"prompt": prompt})
+    assert told.param == param
+    assert words in told.message
+
+
+class Where(Body):
+    """Tells which thread made it."""
+
+    text: str
+    thread: int = 0
+
+    @model_validator(mode="after")
+    def _note(self) -> "Where":
+        self.thread = threading.get_ident()
+        return self
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_large_body_is_read_beside_the_event_loop(is_large) -> None:
+    body = b'{"text":"%s"}' % (b"x" * (SMALL_BODY_BYTES if is_large else 10))
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "method": "POST", "path": "/"}
+    asked = asyncio.run(read_model(Request(scope, receive), Where, ServerLimits()))
+    assert (asked.thread != threading.get_ident()) == is_large
+
+
+def test_others_run_while_a_large_text_is_encoded() -> None:
+    backend = Tokenizer(models.BPE({chr(code): code for code in range(33, 127)} | {"\u0120": 0}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = "some words " * (6 * LARGE_TEXT_CHARS // 11)
+    num_ticks, is_over = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        while not is_over.wait(0.002):
+            num_ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started = time.monotonic()
+    ids = encode_ids(backend, text, False)
+    seconds, num_seen = time.monotonic() - started, num_ticks
+    is_over.set()
+    ticking.join()
+    assert num_seen >= min(20, seconds / 0.1), "the interpreter's lock was held"
+    assert ids == backend.encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture(scope="module")
+def client():
+    with app_client() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("chat/completions", {"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role", "'system'"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role", "not given"),
+        ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
+        ("chat/completions", {"logit_bias": {"999999": 1}}, "logit_bias", "vocabulary"),
+        ("chat/completions", {"stop_token_ids": [999999]}, "stop_token_ids", "vocabulary"),
+        ("chat/completions", {"min_tokens": 9, "max_tokens": 5}, "min_tokens", "max_tokens is 5"),
+        ("chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "not streamed"),
+        ("chat/completions", {"response_format": HUGE}, "response_format", "response_format with 5000 entries"),
+        ("chat/completions", {"prompt": "x"}, "prompt", "did you mean messages?"),
+        ("completions", {"messages": []}, "messages", "did you mean prompt?"),
+        ("responses", {"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
+        ("responses", {"response_format": {}}, "response_format", "did you mean text?"),
+        ("responses", {"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "function_call_output"),
+    ],
+)
+def test_the_field_is_named_and_the_one_that_was_meant(client, path, body, param, words) -> None:
+    own = {"chat/completions": {"messages": user("x")}, "completions": {"prompt": "x"}, "responses": {"input": "x"}}
+    answer = client.post(f"/v1/{path}", json={**own[path], **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_a_token_that_cannot_be_detokenized_names_its_field(client) -> None:
+    error = client.post("/detokenize", json={"tokens": [1, 999999]}).json()["error"]
+    assert error["param"] == "tokens"
+
+
+def test_tools_that_cannot_be_told_name_their_field(client) -> None:
+    twice = [{"type": "function", "function": {"name": "look"}}] * 2
+    error = client.post("/tokenize", json={"messages": user("x"), "tools": twice}).json()["error"]
+    assert error["param"] == "tools"
+
+
+def test_a_probe_may_ask_for_the_head_alone(client) -> None:
+    for path in ("/health", "/ready"):
+        answer = client.head(path)
+        assert answer.status_code == 200
+        assert not answer.content
+
+
+def test_tools_are_read_beside_the_event_loop(client, monkeypatch) -> None:
+    threads = []
+    seen = conversations.parse_tools
+    monkeypatch.setattr(conversations, "parse_tools", lambda tools: threads.append(_thread()) or seen(tools))
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    body = {"messages": user(said("Hi")), "tools": tools}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["asyncio"]
+
+
+def _thread() -> str:
+    return threading.current_thread().name
