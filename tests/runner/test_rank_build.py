@@ -123,6 +123,15 @@ def test_what_cannot_be_equal_to_the_bit_on_a_gpu_is_declined(tmp_path: Path) ->
         plan_on_gpu(path, 2, quantization="fp8")
 
 
+def test_exact_needs_our_kernels_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
+    require_native()
+    path, ranks = write_model(tmp_path, "llama"), meshes(2, is_exact=True)
+    assert plan_rank(path, {}, ranks[0])[-1].mesh == ranks[0]
+    monkeypatch.setattr(building, "native_library", lambda: None)
+    with pytest.raises(ConfigError, match="install a C compiler"):
+        plan_rank(path, {}, ranks[0])
+
+
 def test_rows_from_which_on_shares_are_equal():
     assert [exact_rows(ranks) for ranks in (2, 3, 4, 5, 8, 9)] == [16, 16, 16, 64, 64, None]
     assert max(EXACT_ROWS) == 8

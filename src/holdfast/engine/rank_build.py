@@ -159,7 +159,9 @@ class RankZero:
         host, port = place.getsockname()[:2]
         secret = secrets.token_hex(16)
         self._group.send_all(RankConnect(f"{host}:{port}", secret))
-        return open_exchange(plan, place, secret, ledger)
+        exchange = open_exchange(plan, place, secret, ledger, self._group.raise_if_dead)
+        self._group.on_death = exchange.abandon
+        return exchange
 
     def _tell_progress(self, num_done: int, num_total: int) -> None:
         self._group.raise_if_dead()
@@ -283,16 +285,18 @@ def headers_digest(model: OpenModel) -> str:
     return digest.hexdigest()
 
 
-def open_exchange(plan: RunnerPlan, place: Place, secret: str, ledger: Ledger) -> Exchange:
-    """The way to the other ranks, once all are on their way there."""
+def open_exchange(
+    plan: RunnerPlan, place: Place, secret: str, ledger: Ledger, check: Callable[[], None] | None = None
+) -> Exchange:
+    """The way to the other ranks, once all are on their way there; `check` raises where one is gone meanwhile."""
     device = torch.device(plan.target.name)
     assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
     opening = plan.mesh, plan.exchange_needs, place, device, ledger
     if device.type == "cpu":
-        return open_collectives(*opening, timeout_s=PEER_SECONDS, secret=secret)
+        return open_collectives(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
     from holdfast.distributed.symmetric import open_symmetric  # its kernels are for GPUs
 
-    return open_symmetric(*opening, timeout_s=PEER_SECONDS, secret=secret)
+    return open_symmetric(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
 
 
 def allocator_counters(device: torch.device) -> dict[str, int]:

@@ -133,6 +133,8 @@ class RankGroup:
         self._refusal: HoldfastError | None = None
         self._is_serving = False
         self._is_ending = False
+        self.on_death: Callable[[], None] | None = None
+        """Lets go of what waits for other ranks on this one's device; called by a thread of its own."""
         self._home = os.getpid()
         spawned: Future[None] = Future()
         self._thread = threading.Thread(
@@ -351,6 +353,8 @@ class RankGroup:
             link.child.process.kill()
         self._death = cause if culprit is None else f"{cause} ({culprit.end_words()})"
         self._changed.notify_all()
+        if self.on_death is not None and not self._is_ending:
+            threading.Thread(target=self.on_death, name="holdfast-abandon", daemon=True).start()
         until = time.monotonic() + END_SECONDS
         for link in self._links:
             with contextlib.suppress(subprocess.TimeoutExpired):

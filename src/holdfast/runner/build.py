@@ -25,7 +25,7 @@ from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.kernels.latent.latent_geometry import compressed_splits
-from holdfast.kernels.native_library import compile_native
+from holdfast.kernels.native_library import compile_native, native_library
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
 from holdfast.loading.declared import declare_opened
 from holdfast.loading.execution.execute import LoadReport
@@ -558,9 +558,19 @@ def _refuse_ranks(config: EngineConfig, plan: RunnerPlan) -> None:
             "compressed attention and streams (DeepSeek-V4) are planned for ranks and run on one",
             "take one rank",
         )
-    if not mesh.is_exact or plan.target.kind != "cuda":
-        return
-    least_rows = exact_rows(mesh.tensor_size)
+    if mesh.is_exact and plan.target.kind == "cuda":
+        _refuse_unequal(config, plan)
+    if mesh.is_exact and plan.target.kind == "cpu" and native_library() is None:
+        raise ConfigError(
+            "tensor_parallel_sums=exact was asked",
+            "without our kernels in C, products of plain torch add up in an order that follows from the size of a weight",
+            "install a C compiler, or take tensor_parallel_sums=reduce",
+        )
+
+
+def _refuse_unequal(config: EngineConfig, plan: RunnerPlan) -> None:
+    """What ranks that gather would not compute on a GPU as one rank does."""
+    mesh, least_rows = plan.mesh, exact_rows(plan.mesh.tensor_size)
     if not config.batch_invariant:
         has = "on a GPU products of few rows take kernels that cut a sum by the size of a weight, which ranks change"
         raise ConfigError("tensor_parallel_sums=exact was asked", has, "add batch_invariant=True, or leave it out")
