@@ -57,7 +57,7 @@ def test_no_command_is_a_question_for_help(here: Here, arguments: tuple[str, ...
         (("--verbose", "run"), "holdfast has no such option"),
         (("cache", "model"), "holdfast cache takes no further argument"),
         (("run", "-tp", "2"), "no such option"),
-        (("run", "--tensor-parallel-size", "2"), "it is not in this version; one GPU runs a model here"),
+        (("run", "--data-parallel-size", "2"), "it is not in this version; one engine runs a model here"),
         (("chat", "--trust-remote-code"), "it would have no effect here; leave it out"),
     ],
 )

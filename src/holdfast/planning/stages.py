@@ -65,11 +65,11 @@ def _smallest_largest(
                 continue
             best: tuple[int, Cuts] | None = None
             for first in range(last - 1, stage - 1, -1):
+                if first not in reached:
+                    continue
                 own = cost(first, last, stage)
                 if own is None or (best is not None and own >= best[0]):
                     break  # with more layers it is no cheaper
-                if first not in reached:
-                    continue
                 before, cuts = reached[first]
                 largest = own if before is None else max(own, before)
                 if best is None or largest < best[0]:

@@ -1,0 +1,201 @@
+"""All ranks planned by one: what they have in common, what each plans for itself, and refusals with rank, term and both numbers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import Mesh
+from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.memory.planner import Term
+from holdfast.planning.fit import PlanRequest, fit_runner
+from holdfast.planning.plan import plan_runner
+from holdfast.planning.ranks import (
+    Agreement,
+    RankReport,
+    check_ranks,
+    plan_digest,
+    plan_ranks,
+    plan_summary,
+    rank_meshes,
+    refuse_difference,
+    report_rank,
+    worst_request,
+)
+from planning.plan_cases import GIB, H200, HOST, RTX4090, declared
+
+MODEL = "Qwen3-8B"
+
+
+def reports_of(*targets, model: str = "m") -> list[RankReport]:
+    return [report_rank(rank, target, model, f"gpu {rank}") for rank, target in enumerate(targets)]
+
+
+def config_of(size: int = 2, num_stages: int = 1, **options) -> EngineConfig:
+    return EngineConfig(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **options)
+
+
+def smaller(target, num_bytes: int):
+    return target._replace(available_bytes=num_bytes)
+
+
+def test_pages_and_context_are_the_least_of_all() -> None:
+    crowded = smaller(H200, 40 * GIB)
+    plans = plan_ranks(config_of(), declared(MODEL), reports_of(H200, crowded))
+    alone = fit_runner(PlanRequest(config_of(), declared(MODEL), crowded, Mesh(1, 2)))
+    assert plans.worst == 1
+    assert {plan.memory.num_pages for plan in plans.plans} == {alone.memory.num_pages} == {min(plans.least)}
+    assert plans.least[0] > plans.least[1]
+    assert {plan.resolved.limits.max_model_len for plan in plans.plans} == {40960}
+    assert [plan.mesh for plan in plans.plans] == [*rank_meshes(config_of())]
+    assert plans.plans[0].memory.pages_reason == "as many as the rank with the fewest has"
+
+
+def test_a_context_that_one_rank_cannot_have_nobody_has() -> None:
+    tight = smaller(RTX4090, 11 * GIB)
+    plans = plan_ranks(config_of(), declared(MODEL), reports_of(RTX4090, tight))
+    alone = fit_runner(PlanRequest(config_of(), declared(MODEL), tight, Mesh(1, 2)))
+    length = alone.resolved.limits.max_model_len
+    assert length < 40960
+    assert {plan.resolved.limits.max_model_len for plan in plans.plans} == {length}
+    assert plans.agreement.max_model_len == length
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2), (2, 2)])
+def test_each_rank_plans_the_same_for_itself(size: int, num_stages: int) -> None:
+    """From what it is told over a channel, with what loading really holds; then nothing differs."""
+    config, model = config_of(size, num_stages), declared(MODEL)
+    reports = reports_of(*(smaller(H200, (60 + 10 * rank) * GIB) for rank in range(size * num_stages)))
+    told = json.loads(json.dumps([report.as_dict() for report in reports]))
+    assert [RankReport.of(one) for one in told] == reports
+    plans = plan_ranks(config, model, reports)
+    agreement = Agreement.of(json.loads(json.dumps(plans.agreement.as_dict())))
+    assert agreement == plans.agreement
+    staging = Term("staging", 12345, "as the files are", ("load",))
+    for rank, mesh in enumerate(rank_meshes(config, agreement.cuts)):
+        target = agreement.target(rank, reports[rank].target)
+        request = PlanRequest(config, model, target, mesh, staging=staging, agreed=agreement.agreed)
+        own = plan_runner(request)
+        agreement.check(rank, own)
+        assert plan_digest(own) == plan_digest(plans.plans[rank])
+    assert len({plan_digest(plan) for plan in plans.plans}) > 1, "rank 0 holds more"
+
+
+def test_ranks_on_one_device_share_its_memory() -> None:
+    reports = [report_rank(rank, HOST, "m", "cpu") for rank in range(2)]
+    options = {"kv_cache_memory": "1GiB"}
+    plans = plan_ranks(config_of(**options), declared("Qwen3-0.6B"), reports)
+    assert plans.agreement.num_sharing == (2, 2)
+    assert all(plan.target.available_bytes == HOST.available_bytes // 2 for plan in plans.plans)
+    assert "shared by 2 ranks" in plans.plans[0].target.reason
+
+
+def test_stages_hold_all_layers_once() -> None:
+    model = declared(MODEL)
+    plans = plan_ranks(config_of(1, 3), model, reports_of(H200, smaller(H200, 30 * GIB), H200))
+    cuts = plans.agreement.cuts
+    assert cuts is not None
+    assert [first for first, _ in cuts] == [0, *(last for _, last in cuts[:-1])]
+    assert cuts[-1][1] == model.num_layers
+    sizes = [last - first for first, last in cuts]
+    assert sizes[1] < min(sizes[0], sizes[2]), "the stage with less memory has fewer layers"
+    held = sum(plan.declared.weight_bytes("bfloat16", plan.resolved.recipe, plan.mesh) for plan in plans.plans)
+    assert held == model.weight_bytes("bfloat16")
+
+
+REFUSED = [
+    ({"size": 3}, MODEL, "tensor_parallel_size=3 was asked; 32 query heads do not divide into 3 equal parts; try 1, 2, 4, 8, 16"),
+    ({"size": 1, "num_stages": 37}, MODEL, "pipeline_parallel_size=37 was asked; Qwen3-8B has 36 layers"),
+    ({"enable_expert_parallel": True}, MODEL, "enable_expert_parallel=True was asked; Qwen3-8B has no experts"),
+    ({"size": 3, "enable_expert_parallel": True}, "Qwen3-30B-A3B", "32 query heads do not divide into 3"),
+    ({"size": 64}, "Qwen1.5-MoE-A2.7B", "16 query heads do not divide into 64"),
+    ({"size": 16, "enable_expert_parallel": True}, "Qwen1.5-MoE-A2.7B", "60 experts do not divide into 16 equal parts"),
+    ({"size": 2, "num_stages": 2}, "DeepSeek-V4-Flash", "several residual streams"),
+    ({"size": 2, "num_stages": 2}, "gemma-2-9b", "2 stages are planned of models that run"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "name", "words"), REFUSED, ids=[words[:40] for *_, words in REFUSED])
+def test_what_cannot_be_shared_is_refused_in_one_sentence(options, name, words) -> None:
+    config = config_of(**options)
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    for ask in (
+        lambda: check_ranks(config, declared(name)),
+        lambda: plan_ranks(config, declared(name), reports_of(*[H200] * num_ranks)),
+        lambda: worst_request(config, declared(name), H200),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ask()
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_stages_of_an_index_begin_where_a_layer_chooses() -> None:
+    """GLM-5.2: most layers attend to what one before them chose."""
+    model = declared("GLM-5.2")
+    heads = model.declaration.heads(Mesh())
+    assert heads is not None
+    config = config_of(8, 2, max_model_len=4096)
+    plans = plan_ranks(config, model, reports_of(*[H200] * 16))
+    assert plans.agreement.cuts is not None
+    assert not {first for first, _ in plans.agreement.cuts} & heads.shared_layers
+
+
+def test_ranks_that_are_not_like_rank_0_are_named() -> None:
+    model, config = declared(MODEL), config_of()
+    first, second = reports_of(H200, H200)
+    for changed, words in (
+        (second._replace(model="other"), "its model (a digest of its headers) is 'other', and rank 0's is 'm'"),
+        (second._replace(versions=second.versions | {"torch": "1.0"}), "its torch is '1.0', and rank 0's is "),
+        (second._replace(target=HOST), "its device is 'cpu', and rank 0's is 'cuda'"),
+    ):
+        with pytest.raises(ConfigError, match="rank 1 was to run with the others") as caught:
+            plan_ranks(config, model, [first, changed])
+        assert words in str(caught.value)
+    for reports in ([first], [second, first], [first, second, second._replace(rank=2)]):
+        with pytest.raises(ConfigError, match="2 ranks were asked"):
+            plan_ranks(config, model, reports)
+
+
+def test_a_choice_that_one_device_would_make_otherwise() -> None:
+    """Products in fp8 are not on every GPU: what an option leaves open must be the same everywhere."""
+    old = H200._replace(capability=(8, 0))
+    with pytest.raises(ConfigError) as caught:
+        plan_ranks(config_of(quantization="fp8"), declared(MODEL), reports_of(H200, old))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_rank_that_has_too_little_is_named_with_what_would_fit() -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_ranks(config_of(1, 2), declared("Qwen3-32B"), reports_of(H200, RTX4090._replace(available_bytes=2 * GIB)))
+    words = str(caught.value)
+    assert words.startswith("rank 1 of 2 (NVIDIA GeForce RTX 4090, layers ")
+    assert "budget is 2.00 GiB" in words
+
+
+def test_a_plan_that_differs_is_refused_with_both_numbers() -> None:
+    plans = plan_ranks(config_of(), declared(MODEL), reports_of(H200, H200))
+    own = plan_summary(plans.plans[1])
+    refuse_difference(1, own, plans.agreement.summaries[1])
+    for part, name, value, words in (
+        ("terms", "workspace/layers", 7, "workspace/layers is 7 B (7 B) in its own plan, and "),
+        ("numbers", "num_pages", 5, "num_pages is 5 in its own plan, and "),
+        ("settings", "dtype", "float16", "dtype is 'float16' in its own plan, and 'bfloat16' in rank 0's"),
+        ("terms", "somebody", 9, "somebody is 9 B (9 B) in its own plan, and missing in rank 0's"),
+    ):
+        other = own | {part: own[part] | {name: value}}
+        with pytest.raises(ConfigError, match="rank 1 was to be planned as rank 0 planned it") as caught:
+            refuse_difference(1, other, plans.agreement.summaries[1])
+        assert words in str(caught.value)
+
+
+def test_the_worst_rank_is_what_a_plan_is_shown_of() -> None:
+    request, plans = worst_request(config_of(4), declared(MODEL), H200)
+    assert plans is not None
+    assert request.mesh == rank_meshes(config_of(4))[plans.worst]
+    assert fit_runner(request).memory.num_pages == plans.agreement.num_pages
+    config = replace(config_of(2), max_model_len=131072, max_num_seqs=1)
+    request, plans = worst_request(config, declared("Llama-3.1-405B"), H200)
+    assert plans is None, "nothing fits"
+    assert request.mesh.rank == 0
