@@ -17,7 +17,7 @@ import torch
 from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, rounding_bytes, shared_specs
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
-from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.errors import ConfigError
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_triton,
@@ -32,9 +32,11 @@ from holdfast.kernels.exchange.links import (
     fetch_rows,
     offer_end,
     offer_rows,
+    release_links,
 )
-from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD
-from holdfast.kernels.exchange.sum_rows import Ranks, sum_rows_triton
+from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD, release_waits
+from holdfast.kernels.exchange.sum_rows import Ranks, may_take_two_passes, sum_rows_triton, tile_forms
+from holdfast.kernels.triton_compat import supports_pdl
 from holdfast.memory.arena import views_of
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
@@ -42,16 +44,21 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 natives: Any = getattr(torch._C, "_distributed_c10d", None)
 """What torch has of groups below Python; its stubs do not name it."""
 GROUP_KEY = "group"
+WARM_ELEMENTS = 16
+"""As many as Triton tells numbers of elements apart by."""
 
 
 class SymmetricMemory:
     """One allocation of the same size on every rank, and views of everybody's."""
 
-    def __init__(self, num_bytes: int, store: Store, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, specs: dict[str, TensorSpec], store: Store, mesh: Mesh, device: torch.device) -> None:
+        num_bytes = arena_bytes(specs.values())
         symmetric = natives._SymmetricMemory
         self.name, self._group = register_group(store, mesh)
         self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
-        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the next line.
+        # What `abandon` launches is brought to the device now: it could not be while a kernel waits.
+        _release_all(_named_views(self.own, specs)["exchange/signals"].view(torch.int32))
+        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the rendezvous.
         self.own.zero_()
         torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(self.own, self.name)
@@ -102,7 +109,7 @@ class SymmetricExchange:
     def __init__(self, mesh: Mesh, needs: ExchangeNeeds, store: Store, device: torch.device, ledger: Ledger) -> None:
         specs, shared = exchange_specs(needs, mesh, "symmetric"), shared_specs(needs, mesh)
         reason = f"exchange of {mesh.num_ranks} ranks over symmetric memory"
-        self._memory: SymmetricMemory | None = SymmetricMemory(arena_bytes(shared.values()), store, mesh, device)
+        self._memory: SymmetricMemory | None = SymmetricMemory(shared, store, mesh, device)
         own = {owner: spec for owner, spec in specs.items() if owner not in shared}
         tensors, self._arenas = allocate_held(own, device, ledger, reason)
         everybodys = [_named_views(buffer, shared) for buffer in self._memory.everybodys]
@@ -123,6 +130,8 @@ class SymmetricExchange:
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self.ranks = self._make_ranks(stage)
         self._is_at_rest = True
+        self._rescue = torch.cuda.Stream(device)
+        self._warmed_sums: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def _make_ranks(self, stage: list[dict[str, torch.Tensor]]) -> Ranks:
         """Signals of the ranks of this stage, with a table of their addresses behind this rank's own."""
@@ -164,7 +173,19 @@ class SymmetricExchange:
 
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         assert part_TH.shape == out_TH.shape, f"{part_TH.shape=} {out_TH.shape=}"
+        if (part_TH.dtype, out_TH.dtype) not in self._warmed_sums:
+            self._warm_sums(part_TH.dtype, out_TH)
         return sum_rows_triton(self._take(part_TH), out_TH, self.ranks)
+
+    def _warm_sums(self, dtype: torch.dtype, out_TH: torch.Tensor) -> None:
+        """Every form that a sum of these types may take, over a few elements of the room that nobody needs: who warms steps of some
+        numbers of rows need not know at which of them another one begins."""
+        self._warmed_sums.add((dtype, out_TH.dtype))
+        few_N, rooms = out_TH.view(-1)[:WARM_ELEMENTS], self.peer_rooms(1 - self._held.turn, dtype)
+        for tiles in tile_forms(supports_pdl(out_TH)):
+            sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=False)
+            if may_take_two_passes(dtype, out_TH.dtype, self.size):
+                sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=True)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         num_rows, num_columns = out_TY.shape
@@ -250,6 +271,14 @@ class SymmetricExchange:
         self._is_at_rest = True
         self._held.turn = 0
 
+    def abandon(self) -> None:
+        # A stream of its own: the one that steps run in waits for the kernel that waits. It was made when there was time.
+        signals = self.ranks.signals
+        if self._memory is None or signals is None:
+            return
+        with torch.cuda.stream(self._rescue):
+            _release_all(signals)
+
     def close(self) -> None:
         if self._memory is None:
             return
@@ -267,6 +296,11 @@ class SymmetricExchange:
             self._ledger.release(self._owners.pop())
 
 
+def _release_all(signals: torch.Tensor) -> None:
+    release_waits(signals)
+    release_links(signals)
+
+
 def _named_views(buffer: torch.Tensor, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
     return dict(zip(specs, views_of(buffer, tuple(specs.values())), strict=True))
 
@@ -280,6 +314,7 @@ def open_symmetric(
     *,
     timeout_s: float = OPEN_SECONDS,
     secret: str = "",
+    check: Check | None = None,
 ) -> SymmetricExchange:
     """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
     if mesh.tensor_size > MAX_RANKS:
@@ -288,6 +323,6 @@ def open_symmetric(
             f"signals have places for {MAX_RANKS}",
             f"take tensor_parallel_size={MAX_RANKS} at most",
         )
-    store = open_store(place, mesh, timeout_s, secret)
+    store = open_store(place, mesh, timeout_s, secret, check)
     with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
         return SymmetricExchange(mesh, needs, store, device, ledger)

@@ -63,6 +63,13 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
             "each of its processes is one rank",
             "leave out core_process, or the launcher",
         )
+    num_here = environment.get("LOCAL_WORLD_SIZE", str(num_ranks))
+    if num_here != str(num_ranks) and config.device != "cpu":
+        raise ConfigError(
+            f"{num_ranks} ranks on several nodes were asked, {num_here} of them here",
+            "GPUs exchange through memory that they share, which is inside a node; between nodes no plan has what NCCL takes yet",
+            "take GPUs of one node, and several servers behind a router; or device='cpu'",
+        )
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launched(int(rank), num_ranks, environment["MASTER_ADDR"], int(port), has_store)
 

@@ -37,8 +37,16 @@ from holdfast.engine.rank_messages import (
     RankStart,
 )
 from holdfast.engine.rank_process import RankServer
-from holdfast.engine.ranked_runner import RankedRunner
-from holdfast.engine.ranks import COMMAND, LOADING_SECONDS, PEER_SECONDS, RankGroup, StepThread, check_world
+from holdfast.engine.ranked_runner import CLOSE_SECONDS, RankedRunner
+from holdfast.engine.ranks import (
+    COMMAND,
+    LOADING_SECONDS,
+    OPENING_SECONDS,
+    PEER_SECONDS,
+    RankGroup,
+    StepThread,
+    check_world,
+)
 from holdfast.errors import ConfigError
 from holdfast.loading.declared import declare_opened
 from holdfast.loading.model_files import open_model
@@ -96,7 +104,7 @@ def build_ranks(
         built, ranks = group.wait(thread.submit(zero.build))
     except BaseException:
         group.end()  # whatever rank 0 is at ends with its next word to the others
-        thread.close(PEER_SECONDS)
+        thread.close(CLOSE_SECONDS)
         raise
     runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
     return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
@@ -131,7 +139,7 @@ class RankZero:
     def build(self) -> tuple[BuiltRunner, tuple[RankMemory, ...]]:
         """From the reports of all ranks to all of them ready."""
         group, model = self._group, self._model
-        others = (RankReport.of(message.told) for message in group.expect(RankReported, PEER_SECONDS))
+        others = (RankReport.of(message.told) for message in group.expect(RankReported, OPENING_SECONDS))
         agreement = plan_ranks(self._config, declare_opened(model, model.name), (self._own, *others)).agreement
         group.send_all(RankPlanned(agreement.as_dict()))
         telling = self._tell_progress, self._tell_preparing
@@ -151,7 +159,9 @@ class RankZero:
         host, port = place.getsockname()[:2]
         secret = secrets.token_hex(16)
         self._group.send_all(RankConnect(f"{host}:{port}", secret))
-        return open_exchange(plan, place, secret, ledger)
+        exchange = open_exchange(plan, place, secret, ledger, self._group.raise_if_dead)
+        self._group.on_death = exchange.abandon
+        return exchange
 
     def _tell_progress(self, num_done: int, num_total: int) -> None:
         self._group.raise_if_dead()
@@ -275,16 +285,18 @@ def headers_digest(model: OpenModel) -> str:
     return digest.hexdigest()
 
 
-def open_exchange(plan: RunnerPlan, place: Place, secret: str, ledger: Ledger) -> Exchange:
-    """The way to the other ranks, once all are on their way there."""
+def open_exchange(
+    plan: RunnerPlan, place: Place, secret: str, ledger: Ledger, check: Callable[[], None] | None = None
+) -> Exchange:
+    """The way to the other ranks, once all are on their way there; `check` raises where one is gone meanwhile."""
     device = torch.device(plan.target.name)
     assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
     opening = plan.mesh, plan.exchange_needs, place, device, ledger
     if device.type == "cpu":
-        return open_collectives(*opening, timeout_s=PEER_SECONDS, secret=secret)
+        return open_collectives(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
     from holdfast.distributed.symmetric import open_symmetric  # its kernels are for GPUs
 
-    return open_symmetric(*opening, timeout_s=PEER_SECONDS, secret=secret)
+    return open_symmetric(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
 
 
 def allocator_counters(device: torch.device) -> dict[str, int]:

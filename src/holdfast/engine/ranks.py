@@ -14,6 +14,7 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -42,7 +43,9 @@ from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, Message
 COMMAND = (sys.executable, "-P", "-m", "holdfast.engine.rank_process")
 """Four arguments follow: the end of the channel, the process of rank 0, the file of its own pulse, and that of rank 0's."""
 PEER_SECONDS = 30.0
-"""For a rank that says nothing of what is awaited, where nothing has to be read."""
+"""For a rank that somebody else starts, and for all to meet."""
+OPENING_SECONDS = 300.0
+"""For one that was started here, lives, and imports its libraries on a busy machine; its death is seen by other means."""
 LOADING_SECONDS = 3600.0
 BLAME_SECONDS = 0.1
 """After the first sign of trouble: one that dies takes others along, whose words are not the cause."""
@@ -130,6 +133,8 @@ class RankGroup:
         self._refusal: HoldfastError | None = None
         self._is_serving = False
         self._is_ending = False
+        self.on_death: Callable[[], None] | None = None
+        """Lets go of what waits for other ranks on this one's device; called by a thread of its own."""
         self._home = os.getpid()
         spawned: Future[None] = Future()
         self._thread = threading.Thread(
@@ -341,17 +346,20 @@ class RankGroup:
             self._die(f"rank {troubled[0].rank}: {troubled[0].trouble}", troubled[0])
 
     def _die(self, cause: str, culprit: _Link | None = None) -> None:
-        """Kill and reap all; the condition is held."""
+        """Kill all, say so, and reap them; the condition is held. One that does not go, in a driver that hangs, is not waited for."""
         if culprit is not None and culprit.child.process.poll() is None:
             culprit = None  # it has said why, and ends by our hand
         for link in self._links:
             link.child.process.kill()
-        words = "" if culprit is None else f" ({culprit.end_words()})"
-        for link in self._links:
-            link.child.process.wait()
-            link.child.channel.close()
-        self._death = f"{cause}{words}"
+        self._death = cause if culprit is None else f"{cause} ({culprit.end_words()})"
         self._changed.notify_all()
+        if self.on_death is not None and not self._is_ending:
+            threading.Thread(target=self.on_death, name="holdfast-abandon", daemon=True).start()
+        until = time.monotonic() + END_SECONDS
+        for link in self._links:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                link.child.process.wait(max(until - time.monotonic(), 0.0))
+            link.child.channel.close()
 
 
 class StepThread:
