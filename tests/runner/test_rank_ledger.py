@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
-    "kv_cache_memory": 2**30,
+    "kv_cache_memory": 2**33,
 }
 
 

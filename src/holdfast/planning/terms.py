@@ -306,6 +306,8 @@ ROUNDING_BYTES = 26 * 2**20
 """What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
 
 No other term has a share of it: owners are planned at the bytes that they ask for."""
+NODE_GPUS = 8
+"""That are linked so that each reads the memory of all."""
 STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
 
@@ -346,8 +348,10 @@ class Layout(NamedTuple):
 
     @property
     def exchange_kind(self) -> ExchangeKind:
-        """How ranks on one node exchange."""
-        return "symmetric" if self.target.kind == "cuda" else "gloo"
+        """How ranks exchange: through each other's memory on one node, by NCCL where there are more GPUs than one has."""
+        if self.target.kind == "cpu":
+            return "gloo"
+        return "symmetric" if self.mesh.num_ranks <= NODE_GPUS else "nccl"
 
     @property
     def all_layers(self) -> "Layout":
