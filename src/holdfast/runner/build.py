@@ -71,12 +71,8 @@ EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
 """By the most ranks: from so many rows on it multiplies by a share of a weight, cut along N, as by all of it; measured."""
 SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
-<<<<<<< HEAD
 HEADS = ("lm_head.weight", "embed.weight")
-HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
-=======
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", "collectives/nccl", PROCESS_OWNER)
->>>>>>> r-plan
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
 CAPTURING = "Capturing CUDA graphs"
