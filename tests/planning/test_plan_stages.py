@@ -23,7 +23,7 @@ def every_cut(num_layers: int, num_stages: int):
         yield tuple(pairwise((0, *inner, num_layers)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_cuts_are_those_of_brute_force(data) -> None:
     """Layers of any cost, ends with a cost of their own, budgets by stage, layers that no stage may begin with."""
