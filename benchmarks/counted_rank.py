@@ -101,9 +101,18 @@ class CountedRank:
             self._told["counted_steps"] += 1
             self._told |= counts
         else:
-            self._own.append(self._inner._runner.sampler.argmax_S[: len(step.items)].tolist())
+            self._own.append(self._argmax(len(step.items)))
         if self._told["steps"] % 20 == 0 or is_counting:
             self._write()
+
+    def _argmax(self, num_rows: int) -> list[int]:
+        """Of the step that was just begun: it runs in a stream of the runner's own, which this thread's reads do not wait for."""
+        argmax_S = self._inner._runner.sampler.argmax_S
+        if argmax_S.is_cuda:
+            import torch
+
+            torch.cuda.synchronize(argmax_S.device)
+        return argmax_S[:num_rows].tolist()
 
     def look(self) -> dict[str, int]:
         """As the rank itself tells it."""
