@@ -60,8 +60,8 @@ AICONFIGURATOR: Mapping[str, Mapping[int, float]] = {
 }
 """Tokens/s by number of GPUs of `aiconfigurator cli estimate --estimate-mode static_gen --system h200_sxm`, version 0.12.0: vLLM
 0.24.0 (512 tokens in, 64 out; DeepSeek-V3 4096 in, 128 sequences), and for the all-to-all its fastest engine, TensorRT-LLM."""
-MIN_ROWS = 16
-"""Rows that a batch-invariant product of fewer is padded to."""
+MIN_ROWS: Mapping[int, int] = {2: 16, 4: 16, 8: 64}
+"""Rows that an exact step of fewer is padded to, by ranks: from there on cuBLAS gives a share of a weight the bits of the whole."""
 CONTEXT = 4096
 
 
@@ -144,7 +144,7 @@ def qwen_rates(batch: int, size: int) -> Rates:
     if size == 1:
         return Rates(batch / one.fused, batch / one.unfused, batch / one.unfused)
     sums = 2 * layers * sum_seconds(batch * hidden, size)
-    rows = max(batch, MIN_ROWS)
+    rows = max(batch, MIN_ROWS[size])
     gathers = layers * sum(gather_seconds(rows * width, size) for width in (heads, hidden, inner, hidden))
     return Rates(
         batch / shared_seconds(one.fused, one.fused_fixed, sums, size),
@@ -285,10 +285,10 @@ def results() -> list[dict[str, Any]]:
                     "measure": f"Qwen3-32B, batch {batch}, tensor {size}",
                     "unit": "tokens/s",
                     "values": {
-                        "reduce, fused decode": round(rates.fused, 1),
+                        "reduce (fused decode)": round(rates.fused, 1),
                         "reduce": round(rates.reduce, 1),
                         "exact": round(rates.exact, 1),
-                        "aiconfigurator, vLLM": theirs[size],
+                        "aiconfigurator (vLLM)": theirs[size],
                     },
                     "scaling": round(rates.reduce / one.reduce, 3),
                     "scaling_fused": round(rates.fused / one.fused, 3),
@@ -299,7 +299,7 @@ def results() -> list[dict[str, Any]]:
     for num_stages in (1, 2, 4, 8):
         own, other = built(num_stages), all_to_all(8 * num_stages)
         theirs = {
-            f"aiconfigurator, {name}": AICONFIGURATOR[f"DeepSeek-V3, {name}"][8 * num_stages]
+            f"aiconfigurator ({name})": round(AICONFIGURATOR[f"DeepSeek-V3, {name}"][8 * num_stages])
             for name in ("tensor 8", "all-to-all")
             if 8 * num_stages in AICONFIGURATOR[f"DeepSeek-V3, {name}"]
         }
@@ -309,8 +309,8 @@ def results() -> list[dict[str, Any]]:
                 "unit": "tokens/s",
                 "values": {
                     "tensor 8 x stages": round(own.tokens_per_second),
-                    "the same, 128 sequences": round(built(num_stages, 128).tokens_per_second),
-                    "all-to-all, not built": round(other.tokens_per_second),
+                    "128 sequences": round(built(num_stages, 128).tokens_per_second),
+                    "all-to-all (not built)": round(other.tokens_per_second),
                     **theirs,
                 },
                 "num_sequences": {"tensor 8 x stages": own.num_sequences, "all-to-all": other.num_sequences},
@@ -347,7 +347,7 @@ def make_record(found: list[dict[str, Any]], argv: list[str]) -> dict[str, Any]:
             "all-to-all": "aiconfigurator 0.12.0, SGLang 0.5.12 on H200 (8); DeepEP V1's table, H800 (16 to 64)",
             "network": "aiconfigurator 0.12.0, h200_sxm.yaml",
         },
-        "note": f"{NEVER_RAN}. Exact on 8 ranks is declined below 64 rows with cuBLAS: its figure at batch 1 says what it would cost.",
+        "note": f"{NEVER_RAN}. Exact steps of fewer than 16 rows are padded to 16, with 8 ranks to 64: of one sequence more is gathered than it has.",
     }
 
 
@@ -358,7 +358,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = results()
     qwen = [line for line in found if "scaling" in line]
-    columns = ("reduce, fused decode", "reduce", "exact", "aiconfigurator, vLLM")
+    columns = ("reduce (fused decode)", "reduce", "exact", "aiconfigurator (vLLM)")
     print_table(
         f"tokens/s; {NEVER_RAN}",
         ("", *columns, "scaling", "theirs", "exact / batch_invariant"),
@@ -375,10 +375,10 @@ def main() -> None:
     )
     ours = (
         "tensor 8 x stages",
-        "the same, 128 sequences",
-        "aiconfigurator, tensor 8",
-        "all-to-all, not built",
-        "aiconfigurator, all-to-all",
+        "128 sequences",
+        "aiconfigurator (tensor 8)",
+        "all-to-all (not built)",
+        "aiconfigurator (all-to-all)",
     )
     print_table(
         f"tokens/s at {CONTEXT} tokens of context; {NEVER_RAN}",

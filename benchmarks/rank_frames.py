@@ -3,7 +3,7 @@
 Ranks are processes as an engine starts them (engine/ranks.py), with fakes in the place of a model (tests/engine/fake_rank.py's
 channel, none of its work): they take a frame apart and write when they had it into memory that both see. A frame carries the
 results of the step before and the next one. `sent` is what rank 0's thread is held up by: the frame made and written to every
-socket. `there` is from the beginning of that to the last rank having taken it apart. The best tenth of many steps and the median
+socket; `processor` is the time that this thread had one meanwhile. `there` is from the beginning of that to the last rank having taken it apart. The best tenth of many steps and the median
 stand side by side, since others may use the machine. The record is benchmarks/records/<cpu>-<date>-rank-frames.json.
 """
 
@@ -83,14 +83,16 @@ def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> d
     try:
         group.expect(RankReady)
         group.serve()
-        sent, there = [], []
-        items = tuple(StepItem(slot, 100 + slot, 1, True) for slot in range(num_sequences))
-        result = StepResult(tuple(SequenceResult((7 * slot,)) for slot in range(num_sequences)))
+        sent, used, there = [], [], []
         for number in range(1, num_steps + 1):
+            # As a scheduler does it just before: results and the step are new.
+            result = StepResult(tuple(SequenceResult((7 * slot,)) for slot in range(num_sequences)))
+            items = tuple(StepItem(slot, 100 + number, 1, True) for slot in range(num_sequences))
             step = Step(number, (), (), items)
-            began = time.perf_counter()
+            began, began_used = time.perf_counter(), time.thread_time()
             group.send_frame(encode_frame((result,), step, number))
             sent.append(time.perf_counter() - began)
+            used.append(time.thread_time() - began_used)
             found = [times.of(rank) for rank in range(1, num_others + 1)]
             while any(one[0] < number for one in found):
                 time.sleep(0)
@@ -104,7 +106,7 @@ def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> d
         "sequences": num_sequences,
         "frame_bytes": len(encode_frame((result,), step, number)),
     }
-    for name, seconds in (("sent", sent), ("there", there)):
+    for name, seconds in (("sent", sent), ("used", used), ("there", there)):
         figures[f"{name}_us"] = round(statistics.quantiles(seconds, n=10)[0] * 1e6, 1)
         figures[f"{name}_median_us"] = round(statistics.median(seconds) * 1e6, 1)
     return figures
@@ -113,7 +115,7 @@ def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> d
 def as_result(row: dict[str, object]) -> dict[str, object]:
     """A row as records have them."""
     measure = f"{row['sequences']} sequences to {row['other_ranks']} ranks"
-    values = {name: row[name] for name in ("sent_us", "there_us")}
+    values = {name: row[name] for name in ("sent_us", "used_us", "there_us")}
     medians = {name: row[f"{name.removesuffix('_us')}_median_us"] for name in values}
     return {"measure": measure, "unit": "us", "values": values, "medians": medians, "frame_bytes": row["frame_bytes"]}
 
@@ -131,13 +133,13 @@ def benchmark() -> None:
         rows = [measure(others, sequences, num_steps, path) for others in (1, 3) for sequences in (1, 64, 256)]
     gpu_records.print_table(
         "microseconds, best tenth",
-        ("other ranks", "sequences", "bytes", "sent", "sent, median", "there", "there, median"),
+        ("other ranks", "sequences", "bytes", "sent", "sent, median", "processor", "there", "there, median"),
         [
             tuple(
                 row[name]
                 for name in (
                     *("other_ranks", "sequences", "frame_bytes"),
-                    *("sent_us", "sent_median_us", "there_us", "there_median_us"),
+                    *("sent_us", "sent_median_us", "used_us", "there_us", "there_median_us"),
                 )
             )
             for row in rows

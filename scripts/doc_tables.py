@@ -278,6 +278,7 @@ SECTIONS: Mapping[str, Columns] = {
         "unit": _value("unit"),
         "against transformers": _value("ratios", "transformers"),
     },
+    "gpu-exchange": {"": _value("measure"), "found": _listed_values, "unit": _value("unit")},
     "gpu-masks": {
         "us": _value("measure"),
         "mask kernel": _value("values", "mask kernel"),

@@ -1,12 +1,14 @@
 """LLM on several ranks: processes on a CPU with gloo; answers, accounts and ends are those of one process."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -110,7 +112,7 @@ def test_a_server_has_ranks_too(model, alone, tmp_path):
         address = found[0]
         names = httpx.get(f"{address}/v1/models", timeout=60).json()["data"]
         body = {"model": names[0]["id"], "prompt": PROMPTS[0]["prompt_token_ids"], "temperature": 0, "max_tokens": 12}
-        answer = httpx.post(f"{address}/v1/completions", json=body | {"return_token_ids": True}, timeout=60).json()
+        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
         assert answer["usage"]["completion_tokens"] == len(alone[0][0]), answer
         ranks = httpx.get(f"{address}/memory", timeout=60).json()["memory"]["ranks"]
         assert [rank["rank"] for rank in ranks] == [1]
@@ -166,14 +168,25 @@ def test_an_async_llm_has_ranks_too(model, alone):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_an_error_and_memory_comes_back(model):
+def test_an_engine_that_is_dropped_ends_its_ranks(model):
+    llm = LLM(model, tensor_parallel_size=2, **OPTIONS)
+    pids, before = pids_of(llm), threading.active_count()
+    del llm
+    gc.collect()
+    assert all(map(is_gone, pids))
+    assert threading.active_count() < before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_rank_is_an_error_and_memory_comes_back(model, how):
     llm = LLM(model, tensor_parallel_size=2, **OPTIONS)
     stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
     next(stream)
     (pid,) = pids_of(llm)
     began = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="rank 1 was killed"):
+    os.kill(pid, how)
+    with pytest.raises(EngineDeadError, match=r"rank 1 was killed|rank 1 has given no sign of life"):
         list(stream)
     assert time.monotonic() - began < 2.5
     assert is_gone(pid)
@@ -205,7 +218,7 @@ def test_a_script_without_a_main_guard_just_works(model, tmp_path):
     ("options", "words"),
     [
         ({"tensor_parallel_size": 3}, "3"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "stages"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "tiny has 2 layers"),
         ({"tensor_parallel_size": 2, "device": "cuda:9"}, "cuda:9"),
     ],
 )
@@ -224,3 +237,21 @@ def test_a_launcher_with_another_number_is_refused(model, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="WORLD_SIZE=4"):
         LLM(model, tensor_parallel_size=2, **OPTIONS)
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_has_started(model, alone, tmp_path):
+    """The same program in every process: rank 0 answers, the other serves it and ends with it."""
+    script = tmp_path / "launched.py"
+    script.write_text(
+        textwrap.dedent(f"""
+            from holdfast import LLM, SamplingParams
+            llm = LLM({model!r}, tensor_parallel_size=2, **{EXACT!r})
+            params = SamplingParams(temperature=0.0, max_tokens=12)
+            print(llm.generate({PROMPTS[0]!r}, params, progress=False)[0].outputs[0].token_ids, flush=True)
+            llm.shutdown()
+        """)
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    assert ended.stdout.splitlines() == [str(alone[0][0])]

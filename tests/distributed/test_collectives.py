@@ -119,6 +119,16 @@ def test_who_never_comes_is_named() -> None:
         open_collectives(meshes(3)[0], NEEDS, place, CPU, Ledger(), timeout_s=0.2)
 
 
+def test_a_wait_that_is_in_vain_ends_at_once() -> None:
+    def give_up() -> None:
+        raise EngineDeadError("rank 1", "it ended", "look at its words")
+
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match="rank 1; it ended"):
+        open_collectives(meshes(2)[0], NEEDS, listen_for_ranks(), CPU, Ledger(), timeout_s=30, check=give_up)
+    assert time.monotonic() - began < 10
+
+
 def test_a_stranger_is_nobody() -> None:
     place = listen_for_ranks()
     address = place.getsockname()[:2]

@@ -134,6 +134,8 @@ def run_until_error(engine, seconds: float = 20.0) -> list:
     found, until = [], time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(EngineDeadError):
+            if not engine.has_unfinished():
+                engine.add_request(f"{time.monotonic()}", "more", SamplingParams(temperature=0.0, max_tokens=100))
             found += engine.step()
         if found and found[-1].error is not None:
             return found

@@ -37,6 +37,7 @@ from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
     coded_rms_norm,
     deferred_rms_norm,
+    embedding,
     quantize_activations,
     row_scaled_tiles,
     small_batch,
@@ -328,6 +329,22 @@ def experts_of(
     launch = expert_gemv.expert_gemv if order.block_rows == 1 else grouped_gemm.grouped_gemm
     out, bias = torch.empty(2 * num_rows, size_n, dtype=BF16), torch.empty(shape[:2], dtype=BF16)
     launch(torch.empty(num_rows, size_k, dtype=BF16), weight, order, out, gated, rows, bias if has_bias else None, form)
+
+
+def rank_of(num_rows: int) -> None:
+    """What a rank looks up, and how it sorts and sums pairs of which it has some: in plain, e4m3 and int8 rows."""
+    ids = torch.zeros(num_rows, 8, dtype=torch.int32)
+    own = routing.local_ids_triton(ids, 32, 32, torch.empty_like(ids))
+    tensors = [torch.empty(spec.shape, dtype=torch.int32) for spec in order_specs(num_rows, 8, 128, 32)]
+    routing.order_experts_triton(routing.order_experts_reference(own.zero_(), 128, tensors, 32), tensors[2])
+    routed, out = torch.empty(8 * num_rows, 256, dtype=BF16), torch.empty(num_rows, 256, dtype=BF16)
+    expert_sum.sum_experts_triton(routed, torch.empty(num_rows, 8), None, None, out, own)
+    tokens = torch.zeros(num_rows, dtype=torch.int64)
+    embedding.lookup_share_triton(tokens, torch.empty(64, 256, dtype=BF16), 64, out)
+    for name in ("fp8", "int8"):
+        scheme = WEIGHT_SCHEMES[name]
+        codes = torch.empty(64, 256, dtype=getattr(torch, scheme.code_dtype))
+        embedding.lookup_share_triton(tokens, QuantizedWeight(scheme, (64, 256), codes, torch.empty(64)), 64, out)
 
 
 def row_scaled_of(num_rows: int, size_n: int, size_k: int) -> None:
@@ -709,6 +726,8 @@ CASES: dict[str, Callable[[], None]] = {
     "one row by blocks of odd sizes": lambda: block_scaled_of(101, 4112),
     "one row by blocks in float32": lambda: block_scaled_of(2112, 7168, torch.float32),
     "layer norm": lambda: layer_norm_of(BF16),
+    "a rank of 24 rows": lambda: rank_of(24),
+    "a rank of 1000 rows": lambda: rank_of(1000),
     "masks of 152K tokens": lambda: mask_of(8, 151936),
     "masks of 100 tokens": lambda: mask_of(1, 100),
     "kv_b of V2-Lite, 1 row": lambda: projections_of(1, 16, 128, 128),
@@ -792,6 +811,7 @@ def main() -> None:
         compressed_warpgroups,
         deferred_rms_norm,
         deep_gemv,
+        embedding,
         expert_gemv,
         expert_row,
         expert_sum,

@@ -28,6 +28,8 @@ OTHER_CASES = (
     "exchange of 2",
     "exchange of 3",
     "exchange of 4",
+    "a rank of 24 rows",
+    "a rank of 1000 rows",
     "one row",
     "one row of odd sizes",
     "gated rows",

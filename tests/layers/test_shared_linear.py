@@ -98,3 +98,26 @@ def test_codes_are_those_of_whole_rows(scheme):
     expected = linear(x, whole, None, torch.empty(6, 256), room())
     for out in LockStep(2).run(gathered):
         assert same_bits(out, expected)
+
+
+def test_rows_that_were_made_where_peers_read_are_not_copied():
+    """All of them, or the first ones, as where only some are wanted; then those that lie elsewhere again."""
+    require_native()
+    x, weight = random(7, SIZE_K, seed=1), random(SIZE_N, SIZE_K, seed=2)
+    whole = linear(x, weight, None)
+
+    def gathered(mesh, exchange):
+        layer = sharing_of(exchange, True, x.nbytes).linear(weight.chunk(2)[mesh.tensor_rank].contiguous(), None)
+        own = x.chunk(2, dim=1)[mesh.tensor_rank].contiguous()
+        found = []
+        for num_rows in (7, 3, 0, 7):
+            rows = layer.room_for_inputs(torch.empty_like(own))
+            assert rows.data_ptr() != own.data_ptr()
+            rows.copy_(own)
+            found.append(layer(rows[:num_rows], torch.empty(num_rows, SIZE_N)))
+        return *found, layer(own, torch.empty(7, SIZE_N))
+
+    for all_rows, some, none, again, copied in LockStep(2).run(gathered):
+        assert same_bits(some, whole[:3])
+        assert none.shape == (0, SIZE_N)
+        assert all(same_bits(one, whole) for one in (all_rows, again, copied))

@@ -10,7 +10,7 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, UnsupportedModelError
-from holdfast.kernels.gemm.linear import linear
+from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.loading.model_files import open_model
 from holdfast.planning.target import Target
 from holdfast.runner import build as building
@@ -47,7 +47,11 @@ def test_each_rank_holds_what_its_plan_has(tmp_path, name, num_ranks, whole_expe
     path = write_model(tmp_path, name)
     for built in Ranks(path, num_ranks, exact=exact, whole_experts=whole_experts).built:
         plan, held = built.build.plan, held_by_owner(built)
-        terms = [term for term in plan.memory.terms if "serve" in term.phases and term.group != "sampling"]
+        terms = [
+            term
+            for term in plan.memory.terms
+            if "serve" in term.phases and (term.group != "sampling" or term.owner == "sampling/shares")
+        ]
         planned = {term.owner: term.num_bytes for term in terms if not term.owner.startswith("exchange/")}
         assert len(planned) < len(terms), "no line for the exchange"
         padding_bytes, kv_bytes = planned.pop("kv pages/padding", 0), held.pop("kv pages")
@@ -109,10 +113,23 @@ def test_what_cannot_be_equal_to_the_bit_on_a_gpu_is_declined(tmp_path: Path) ->
         plan_on_gpu(path, 8)
     with pytest.raises(ConfigError, match="16 ranks; the product of cuBLAS by a share of a weight was never compared"):
         plan_on_gpu(path, 16, max_num_batched_tokens=64)
+    few_heads = write_model(tmp_path / "few", "llama", num_attention_heads=16, num_key_value_heads=2)
+    assert plan_on_gpu(few_heads, 2).mesh.is_exact
+    with pytest.raises(ConfigError, match="they share 2 key heads"):
+        plan_on_gpu(few_heads, 4)
     with pytest.raises(ConfigError, match="add batch_invariant=True"):
         plan_on_gpu(path, 2, batch_invariant=False)
     with pytest.raises(ConfigError, match="products with weights in fp8"):
         plan_on_gpu(path, 2, quantization="fp8")
+
+
+def test_exact_needs_our_kernels_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
+    require_native()
+    path, ranks = write_model(tmp_path, "llama"), meshes(2, is_exact=True)
+    assert plan_rank(path, {}, ranks[0])[-1].mesh == ranks[0]
+    monkeypatch.setattr(building, "native_library", lambda: None)
+    with pytest.raises(ConfigError, match="install a C compiler"):
+        plan_rank(path, {}, ranks[0])
 
 
 def test_rows_from_which_on_shares_are_equal():
@@ -137,3 +154,16 @@ def test_shares_whose_products_differ_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="16 rows by 12 of the 48 rows of a differently"):
         refuse_unequal_shares(shares, whole, *others)
     refuse_unequal_shares({"b": shares["b"], "d": shares["d"]}, whole, *others)
+
+
+def test_logits_of_a_share_are_compared_as_they_are_computed(monkeypatch):
+    asked = []
+
+    def watched(x_TK, weight_NK, out_TN):
+        asked.append((len(weight_NK), out_TN.dtype))
+        return linear_float32(x_TK, weight_NK, out_TN)
+
+    monkeypatch.setattr(building, "linear_float32", watched)
+    others = "bfloat16", torch.device("cpu"), 16
+    refuse_unequal_shares({"lm_head.weight": (10, 40)}, {"lm_head.weight": (20, 40)}, *others)
+    assert asked == [(20, torch.float32), (10, torch.float32), (10, torch.float32)]

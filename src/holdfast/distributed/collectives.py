@@ -17,7 +17,7 @@ import torch
 from holdfast.distributed.exchange_plan import NCCL_BYTES, ExchangeNeeds, exchange_specs
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
-from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.kernels.exchange.add_parts import gather_parts_reference
 from holdfast.kernels.exchange.sum_rows import add_parts
 from holdfast.memory.ledger import Ledger
@@ -240,6 +240,9 @@ class CollectiveExchange:
     def end_step(self) -> None:
         self._held.turn = 0  # parts are copied inside of each call, so that no peer reads a room
 
+    def abandon(self) -> None:
+        """Nothing: the connection of a peer that is gone ends, and so does every wait for it."""
+
     def close(self) -> None:
         if self._peers is None:
             return
@@ -305,10 +308,11 @@ def open_collectives(
     *,
     timeout_s: float = OPEN_SECONDS,
     secret: str = "",
+    check: Check | None = None,
     call_timeout_s: float = CALL_SECONDS,
 ) -> CollectiveExchange:
     """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
-    store = open_store(place, mesh, timeout_s, secret)
+    store = open_store(place, mesh, timeout_s, secret, check)
     with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
         peers: Peers
         if device.type == "cpu":

@@ -85,6 +85,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def abandon(self) -> None:
+        """From any thread, once a peer is lost: whatever waits for peers on this rank's device goes on, with numbers that mean nothing."""
+        ...
+
     def close(self) -> None:
         """Nothing can be exchanged afterwards; again is nothing."""
         ...

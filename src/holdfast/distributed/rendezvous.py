@@ -5,7 +5,7 @@ Nothing of torch.distributed's that is one for a process is touched, so that sev
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,8 @@ Store = Any
 LOOPBACK = "127.0.0.1"
 OPEN_SECONDS = 30.0
 POLL_SECONDS = 0.02
+Check = Callable[[], None]
+"""Raises where there is no use in waiting any longer."""
 Place = socket.socket | tuple[str, int]
 """Rank 0 has the socket that it listens at, every other rank its address."""
 
@@ -37,7 +39,9 @@ def listen_for_ranks(host: str = LOOPBACK, port: int = 0) -> socket.socket:
         ) from error
 
 
-def open_store(place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS, secret: str = "") -> Store:
+def open_store(
+    place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS, secret: str = "", check: Check | None = None
+) -> Store:
     """Returns once every rank has come; a rank that does not is named. The socket is the store's from then on.
 
     Who does not know the secret can connect, as every user of the machine can, but is nobody here.
@@ -62,7 +66,7 @@ def open_store(place: Place, mesh: Mesh, timeout_s: float = OPEN_SECONDS, secret
             f"nobody answered within {timeout_s:g} s: {told(error)}",
             "look whether rank 0 lives and that its port can be reached",
         ) from error
-    _wait_for_all(store, mesh, timeout_s)
+    _wait_for_all(store, mesh, timeout_s, check)
     return store
 
 
@@ -82,13 +86,15 @@ def _key(rank: int) -> str:
     return f"rank/{rank}"
 
 
-def _wait_for_all(store: Store, mesh: Mesh, timeout_s: float) -> None:
+def _wait_for_all(store: Store, mesh: Mesh, timeout_s: float, check: Check | None) -> None:
     missing, end = set(range(mesh.num_ranks)), time.monotonic() + timeout_s
     with lost_peers(f"{mesh.num_ranks} ranks were to meet"):
         while True:
             missing = {rank for rank in missing if not store.check([_key(rank)])}
             if not missing or time.monotonic() > end:
                 break
+            if check is not None:
+                check()
             time.sleep(POLL_SECONDS)
     if missing:
         raise EngineDeadError(

@@ -17,7 +17,7 @@ import torch
 from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, rounding_bytes, shared_specs
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
-from holdfast.distributed.rendezvous import OPEN_SECONDS, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.errors import ConfigError
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_triton,
@@ -32,9 +32,11 @@ from holdfast.kernels.exchange.links import (
     fetch_rows,
     offer_end,
     offer_rows,
+    release_links,
 )
-from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD
-from holdfast.kernels.exchange.sum_rows import Ranks, sum_rows_triton
+from holdfast.kernels.exchange.signals import EPOCHS_WORD, MAX_BLOCKS, MAX_RANKS, TABLES_WORD, release_waits
+from holdfast.kernels.exchange.sum_rows import Ranks, may_take_two_passes, sum_rows_triton, tile_forms
+from holdfast.kernels.triton_compat import supports_pdl
 from holdfast.memory.arena import views_of
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
@@ -42,16 +44,22 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 natives: Any = getattr(torch._C, "_distributed_c10d", None)
 """What torch has of groups below Python; its stubs do not name it."""
 GROUP_KEY = "group"
+WAITING_SHARE = 4
+WARM_ELEMENTS = 16
+"""As many as Triton tells numbers of elements apart by."""
 
 
 class SymmetricMemory:
     """One allocation of the same size on every rank, and views of everybody's."""
 
-    def __init__(self, num_bytes: int, store: Store, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, specs: dict[str, TensorSpec], store: Store, mesh: Mesh, device: torch.device) -> None:
+        num_bytes = arena_bytes(specs.values())
         symmetric = natives._SymmetricMemory
         self.name, self._group = register_group(store, mesh)
         self.own = symmetric.empty_strided_p2p((num_bytes,), [1], torch.uint8, device, self.name)
-        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the next line.
+        # What `abandon` launches is brought to the device now: it could not be while a kernel waits.
+        _release_all(_named_views(self.own, specs)["exchange/signals"].view(torch.int32))
+        # Signals are 0 before any peer can see them: nobody has this memory before all have come to the rendezvous.
         self.own.zero_()
         torch.cuda.synchronize(device)
         self._handle = symmetric.rendezvous(self.own, self.name)
@@ -83,26 +91,38 @@ def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
     return name, group
 
 
-def agree_blocks(store: Store, mesh: Mesh, device: torch.device) -> int:
-    """How many programs a kernel that waits may have: the same on all ranks, and a share of the GPU where several ranks are on it.
+def agree_blocks(store: Store, mesh: Mesh, device: torch.device, share: int) -> int:
+    """How many programs a kernel that waits may have: the same on all ranks, and few where several ranks are on one GPU.
 
-    With more of them those of some ranks could fill a GPU and wait for a peer whose kernels find no place there.
+    Those of some ranks wait there for a peer whose own kernels must find a place: a product may want whole processors, and several of
+    them side by side (a cluster). So all that can wait at once take one processor in `share`.
     """
     properties = torch.cuda.get_device_properties(device)
     own = {"device": str(properties.uuid), "num_processors": properties.multi_processor_count}
     store.set(f"device/{mesh.rank}", json.dumps(own))
     found = [json.loads(store.get(f"device/{rank}")) for rank in range(mesh.num_ranks)]
     num_on = Counter(entry["device"] for entry in found)
-    return min(MAX_BLOCKS, *(entry["num_processors"] // num_on[entry["device"]] for entry in found))
+    shares = [
+        entry["num_processors"] // (num_on[entry["device"]] * share) for entry in found if num_on[entry["device"]] > 1
+    ]
+    return max(1, min([MAX_BLOCKS, *shares]))
 
 
 class SymmetricExchange:
     """The exchange of one rank; see distributed/exchange.py."""
 
-    def __init__(self, mesh: Mesh, needs: ExchangeNeeds, store: Store, device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        needs: ExchangeNeeds,
+        store: Store,
+        device: torch.device,
+        ledger: Ledger,
+        waiting_share: int = WAITING_SHARE,
+    ) -> None:
         specs, shared = exchange_specs(needs, mesh, "symmetric"), shared_specs(needs, mesh)
         reason = f"exchange of {mesh.num_ranks} ranks over symmetric memory"
-        self._memory: SymmetricMemory | None = SymmetricMemory(arena_bytes(shared.values()), store, mesh, device)
+        self._memory: SymmetricMemory | None = SymmetricMemory(shared, store, mesh, device)
         own = {owner: spec for owner, spec in specs.items() if owner not in shared}
         tensors, self._arenas = allocate_held(own, device, ledger, reason)
         everybodys = [_named_views(buffer, shared) for buffer in self._memory.everybodys]
@@ -121,16 +141,17 @@ class SymmetricExchange:
         self._peer_logits = [views["exchange/logits"] for views in everybodys[last:]]
         self._everybodys = everybodys
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-        self.ranks = self._make_ranks(stage)
+        self.ranks = self._make_ranks(stage, agree_blocks(store, mesh, device, waiting_share))
         self._is_at_rest = True
+        self._rescue = torch.cuda.Stream(device)
+        self._warmed_sums: set[tuple[torch.dtype, torch.dtype]] = set()
 
-    def _make_ranks(self, stage: list[dict[str, torch.Tensor]]) -> Ranks:
+    def _make_ranks(self, stage: list[dict[str, torch.Tensor]], max_blocks: int) -> Ranks:
         """Signals of the ranks of this stage, with a table of their addresses behind this rank's own."""
         signals = stage[self.mesh.tensor_rank]["exchange/signals"].view(torch.int32)
         peers = signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].view(torch.int64)
         addresses = [views["exchange/signals"].data_ptr() for views in stage]
         peers[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
-        max_blocks = agree_blocks(self._store, self.mesh, signals.device)
         return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers, max_blocks)
 
     @property
@@ -140,6 +161,12 @@ class SymmetricExchange:
     @property
     def size(self) -> int:
         return self.mesh.tensor_size
+
+    def epochs(self) -> str:
+        """Where this rank stands and where it sees its peers, for whoever looks into a hang; in a stream of its own."""
+        with torch.cuda.stream(self._rescue):
+            words = self._signals(self.mesh.rank)[: EPOCHS_WORD + 1].to("cpu")
+        return f"own epoch {int(words[EPOCHS_WORD])}, peers at {words[: self.size].tolist()} (its own place is unused)"
 
     @property
     def group_name(self) -> str:
@@ -164,7 +191,19 @@ class SymmetricExchange:
 
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         assert part_TH.shape == out_TH.shape, f"{part_TH.shape=} {out_TH.shape=}"
+        if (part_TH.dtype, out_TH.dtype) not in self._warmed_sums:
+            self._warm_sums(part_TH.dtype, out_TH)
         return sum_rows_triton(self._take(part_TH), out_TH, self.ranks)
+
+    def _warm_sums(self, dtype: torch.dtype, out_TH: torch.Tensor) -> None:
+        """Every form that a sum of these types may take, over a few elements of the room that nobody needs: who warms steps of some
+        numbers of rows need not know at which of them another one begins."""
+        self._warmed_sums.add((dtype, out_TH.dtype))
+        few_N, rooms = out_TH.view(-1)[:WARM_ELEMENTS], self.peer_rooms(1 - self._held.turn, dtype)
+        for tiles in tile_forms(supports_pdl(out_TH)):
+            sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=False)
+            if may_take_two_passes(dtype, out_TH.dtype, self.size):
+                sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=True)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         num_rows, num_columns = out_TY.shape
@@ -250,6 +289,14 @@ class SymmetricExchange:
         self._is_at_rest = True
         self._held.turn = 0
 
+    def abandon(self) -> None:
+        # A stream of its own: the one that steps run in waits for the kernel that waits. It was made when there was time.
+        signals = self.ranks.signals
+        if self._memory is None or signals is None:
+            return
+        with torch.cuda.stream(self._rescue):
+            _release_all(signals)
+
     def close(self) -> None:
         if self._memory is None:
             return
@@ -267,6 +314,11 @@ class SymmetricExchange:
             self._ledger.release(self._owners.pop())
 
 
+def _release_all(signals: torch.Tensor) -> None:
+    release_waits(signals)
+    release_links(signals)
+
+
 def _named_views(buffer: torch.Tensor, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
     return dict(zip(specs, views_of(buffer, tuple(specs.values())), strict=True))
 
@@ -280,14 +332,19 @@ def open_symmetric(
     *,
     timeout_s: float = OPEN_SECONDS,
     secret: str = "",
+    check: Check | None = None,
+    waiting_share: int = WAITING_SHARE,
 ) -> SymmetricExchange:
-    """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
+    """Among all ranks of the mesh, which call this together, each with a GPU of this node.
+
+    Where several are on one GPU, kernels that wait take no more than one in `waiting_share` of its processors.
+    """
     if mesh.tensor_size > MAX_RANKS:
         raise ConfigError(
             f"{mesh.tensor_size} ranks were to share layers over symmetric memory",
             f"signals have places for {MAX_RANKS}",
             f"take tensor_parallel_size={MAX_RANKS} at most",
         )
-    store = open_store(place, mesh, timeout_s, secret)
+    store = open_store(place, mesh, timeout_s, secret, check)
     with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
-        return SymmetricExchange(mesh, needs, store, device, ledger)
+        return SymmetricExchange(mesh, needs, store, device, ledger, waiting_share)

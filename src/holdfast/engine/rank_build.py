@@ -15,6 +15,7 @@ Rank 0 does all of this in its step thread: whoever waits for it learns at once 
 """
 
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,8 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
-from holdfast.distributed.rendezvous import Place, listen_for_ranks
+from holdfast.distributed.rendezvous import LOOPBACK, Place, listen_for_ranks
+from holdfast.engine.launched import find_launcher, meet_ranks, serve_launched
 from holdfast.engine.rank_messages import (
     RankConnect,
     RankLoaded,
@@ -35,8 +37,16 @@ from holdfast.engine.rank_messages import (
     RankStart,
 )
 from holdfast.engine.rank_process import RankServer
-from holdfast.engine.ranked_runner import RankedRunner
-from holdfast.engine.ranks import COMMAND, LOADING_SECONDS, PEER_SECONDS, RankGroup, StepThread, check_world
+from holdfast.engine.ranked_runner import CLOSE_SECONDS, RankedRunner
+from holdfast.engine.ranks import (
+    COMMAND,
+    LOADING_SECONDS,
+    OPENING_SECONDS,
+    PEER_SECONDS,
+    RankGroup,
+    StepThread,
+    check_world,
+)
 from holdfast.errors import ConfigError
 from holdfast.loading.declared import declare_opened
 from holdfast.loading.model_files import open_model
@@ -79,17 +89,22 @@ def build_ranks(
 ) -> BuiltRanks:
     """Start every rank and build rank 0 here; nothing is left behind where one fails. `is_remote`: this process is ours."""
     check_world(config, os.environ)
+    launched = find_launcher(config)
+    if launched is not None and launched.rank > 0:
+        serve_launched(config, launched)
     check_devices(config)
     check_ranks(config, declare_opened(model, model.name))  # before a process is started
     own = report(config, model, 0)
-    group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote)
+    meet = None if launched is None else partial(meet_ranks, launched)
+    group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote, meet=meet)
     thread = StepThread()
     try:
-        zero = RankZero(config, model, group, own, on_progress, on_prepare)
+        host = LOOPBACK if launched is None else launched.host
+        zero = RankZero(config, model, group, own, on_progress, on_prepare, host)
         built, ranks = group.wait(thread.submit(zero.build))
     except BaseException:
         group.end()  # whatever rank 0 is at ends with its next word to the others
-        thread.close(PEER_SECONDS)
+        thread.close(CLOSE_SECONDS)
         raise
     runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
     return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
@@ -110,9 +125,12 @@ class RankZero:
         own: RankReport,
         on_progress: Callable[[int, int], None],
         on_prepare: OnPrepare,
+        host: str = LOOPBACK,
     ) -> None:
+        """`host` is where others reach this rank."""
         self._config = config
         self._own = own
+        self._host = host
         self._model = model
         self._group = group
         self._on_progress = on_progress
@@ -121,7 +139,7 @@ class RankZero:
     def build(self) -> tuple[BuiltRunner, tuple[RankMemory, ...]]:
         """From the reports of all ranks to all of them ready."""
         group, model = self._group, self._model
-        others = (RankReport.of(message.told) for message in group.expect(RankReported, PEER_SECONDS))
+        others = (RankReport.of(message.told) for message in group.expect(RankReported, OPENING_SECONDS))
         agreement = plan_ranks(self._config, declare_opened(model, model.name), (self._own, *others)).agreement
         group.send_all(RankPlanned(agreement.as_dict()))
         telling = self._tell_progress, self._tell_preparing
@@ -137,10 +155,13 @@ class RankZero:
     def _connect(self, plan: RunnerPlan, ledger: Ledger) -> Exchange:
         """All have loaded: tell where to meet."""
         self._group.expect(RankLoaded, LOADING_SECONDS)
-        place = listen_for_ranks()
+        place = listen_for_ranks(self._host)
         host, port = place.getsockname()[:2]
-        self._group.send_all(RankConnect(f"{host}:{port}"))
-        return open_exchange(plan, place, ledger)
+        secret = secrets.token_hex(16)
+        self._group.send_all(RankConnect(f"{host}:{port}", secret))
+        exchange = open_exchange(plan, place, secret, ledger, self._group.raise_if_dead)
+        self._group.on_death = exchange.abandon
+        return exchange
 
     def _tell_progress(self, num_done: int, num_total: int) -> None:
         self._group.raise_if_dead()
@@ -191,8 +212,9 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
 
         def connect(plan: RunnerPlan, ledger: Ledger) -> Exchange:
             server.send(RankLoaded())
-            host, _, port = server.expect(RankConnect).address.rpartition(":")
-            return open_exchange(plan, (host, int(port)), ledger)
+            told = server.expect(RankConnect)
+            host, _, port = told.address.rpartition(":")
+            return open_exchange(plan, (host, int(port)), told.secret, ledger)
 
         built = build_share(config, model, own, agreement, lambda done, total: None, prepare_silently, connect)
     finally:
@@ -263,16 +285,18 @@ def headers_digest(model: OpenModel) -> str:
     return digest.hexdigest()
 
 
-def open_exchange(plan: RunnerPlan, place: Place, ledger: Ledger) -> Exchange:
-    """The way to the other ranks, once all are on their way there."""
+def open_exchange(
+    plan: RunnerPlan, place: Place, secret: str, ledger: Ledger, check: Callable[[], None] | None = None
+) -> Exchange:
+    """The way to the other ranks, once all are on their way there; `check` raises where one is gone meanwhile."""
     device = torch.device(plan.target.name)
     assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
     opening = plan.mesh, plan.exchange_needs, place, device, ledger
     if device.type == "cpu":
-        return open_collectives(*opening, timeout_s=PEER_SECONDS)
+        return open_collectives(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
     from holdfast.distributed.symmetric import open_symmetric  # its kernels are for GPUs
 
-    return open_symmetric(*opening, timeout_s=PEER_SECONDS)
+    return open_symmetric(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
 
 
 def allocator_counters(device: torch.device) -> dict[str, int]:

@@ -16,7 +16,7 @@ ranks. What is cut short, altered, repeated or foreign is refused with a sentenc
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
@@ -67,6 +67,8 @@ class RankConnect:
     """All have loaded: meet there."""
 
     address: str
+    secret: str = ""
+    """By which ranks know each other there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +177,15 @@ def decode_rank_message(frame: bytes) -> tuple[int, RankMessage]:
     return number, message
 
 
-def _told(message: RankMessage) -> dict[str, object]:
+def _told(message: RankMessage) -> Mapping[str, object]:
     match message:
         case RankStart(config, rank, owns_parent):
             settings = {one.name: getattr(config, one.name) for one in fields(config)}
             return {"config": settings, "rank": rank, "owns_parent": owns_parent}
         case RankReported(told) | RankPlanned(told) | RankLook(told):
             return told
-        case RankConnect(address):
-            return {"address": address}
+        case RankConnect(address, secret):
+            return {"address": address, "secret": secret}
         case RankReady(memory):
             return memory._asdict()
         case _:
@@ -198,7 +200,7 @@ def _read(kind: int, told: dict[str, Any]) -> RankMessage:
         settings |= {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
         return RankStart(EngineConfig(**settings), _count(told["rank"]), bool(told["owns_parent"]))
     if kind == _KINDS[RankConnect]:
-        return RankConnect(str(told["address"]))
+        return RankConnect(str(told["address"]), str(told["secret"]))
     if kind == _KINDS[RankReady]:
         memory = RankMemory(**told)
         for number in (memory.rank, memory.planned_bytes, memory.held_bytes, memory.measured_bytes or 0):

@@ -106,7 +106,11 @@ class RankServer:
 
     def send(self, message: RankMessage) -> None:
         """To rank 0."""
-        self._channel.send(lambda: encode_rank_message(message, self._sent.next()))
+        self._channel.send(lambda: self.encoded(message))
+
+    def encoded(self, message: RankMessage) -> bytes:
+        """The next message as a frame, made when its turn has come."""
+        return encode_rank_message(message, self._sent.next())
 
     def expect(self, kind: type[MessageT]) -> MessageT:
         """The next message, which must be of this kind."""

@@ -52,7 +52,7 @@ class RankedRunner:
         self._collected: StepResult | None = None
         """Of the oldest flight, where it was handed out."""
         # Also runs when nobody holds the engine any more, and before the interpreter ends.
-        self._end = weakref.finalize(self, group.end)
+        self._end = weakref.finalize(self, _end, group, thread)
 
     @property
     def inner(self) -> StepRunner:
@@ -103,8 +103,8 @@ class RankedRunner:
             return
         self._runner = None
         self._flights.clear()
+        self._thread.submit(release)  # behind a step that others' end will end
         self._end()
-        self._thread.submit(release)
         self._thread.close(CLOSE_SECONDS)
 
     def _begin(self, runner: StepRunner) -> "Future[StepResult]":
@@ -115,3 +115,8 @@ class RankedRunner:
             self._told.append(self._collected)
             self._collected = None
             self._flights.popleft()
+
+
+def _end(group: RankGroup, thread: StepThread) -> None:
+    group.end()
+    thread.close(0.0)

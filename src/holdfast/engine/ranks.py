@@ -14,11 +14,12 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -42,7 +43,9 @@ from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, Message
 COMMAND = (sys.executable, "-P", "-m", "holdfast.engine.rank_process")
 """Four arguments follow: the end of the channel, the process of rank 0, the file of its own pulse, and that of rank 0's."""
 PEER_SECONDS = 30.0
-"""For a rank that says nothing of what is awaited, where nothing has to be read."""
+"""For a rank that somebody else starts, and for all to meet."""
+OPENING_SECONDS = 300.0
+"""For one that was started here, lives, and imports its libraries on a busy machine; its death is seen by other means."""
 LOADING_SECONDS = 3600.0
 BLAME_SECONDS = 0.1
 """After the first sign of trouble: one that dies takes others along, whose words are not the cause."""
@@ -89,7 +92,9 @@ class _Link:
             self.trouble = str(error)
         elif isinstance(message, Died):
             self.trouble = f"it stopped at {message.cause}"
-        elif not isinstance(message, Heartbeat):
+        elif isinstance(message, Heartbeat):
+            self.child.pulse.beat()  # of a rank that cannot do so itself
+        else:
             self.inbox.append(message)
 
     @property
@@ -116,18 +121,24 @@ class RankGroup:
         command: Sequence[str] = COMMAND,
         *,
         owns_parent: bool = False,
+        meet: Callable[[], Sequence[Any]] | None = None,
     ) -> None:
-        """Start them, and tell each what it is. `owns_parent`: this process is ours alone, a core process."""
+        """Start them, and tell each what it is. `owns_parent`: this process is ours alone, a core process.
+
+        `meet` gives those that a launcher has started (engine/launched.py).
+        """
         self._changed = threading.Condition()
         self._links: list[_Link] = []
         self._death: str | None = None
         self._refusal: HoldfastError | None = None
         self._is_serving = False
         self._is_ending = False
+        self.on_death: Callable[[], None] | None = None
+        """Lets go of what waits for other ranks on this one's device; called by a thread of its own."""
         self._home = os.getpid()
         spawned: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._watch, args=(num_ranks, tuple(command), spawned), name="holdfast-ranks", daemon=True
+            target=self._watch, args=(num_ranks, tuple(command), meet, spawned), name="holdfast-ranks", daemon=True
         )
         self._thread.start()
         spawned.result()
@@ -255,13 +266,22 @@ class RankGroup:
 
     # The watching thread.
 
-    def _watch(self, num_ranks: int, command: tuple[str, ...], spawned: "Future[None]") -> None:
+    def _watch(
+        self,
+        num_ranks: int,
+        command: tuple[str, ...],
+        meet: Callable[[], Sequence[Any]] | None,
+        spawned: "Future[None]",
+    ) -> None:
         number = open_pulse_file()
         pulse = Pulse(number)
         pulse.beat()
         try:
-            for rank in range(1, num_ranks):
-                self._links.append(_Link(rank, Child(command, PEER_SECONDS, (number,))))
+            if meet is None:
+                for rank in range(1, num_ranks):
+                    self._links.append(_Link(rank, Child(command, PEER_SECONDS, (number,))))
+            else:
+                self._links += [_Link(rank, peer) for rank, peer in enumerate(meet(), 1)]
         except BaseException as error:
             for link in self._links:
                 link.child.process.kill()
@@ -326,17 +346,20 @@ class RankGroup:
             self._die(f"rank {troubled[0].rank}: {troubled[0].trouble}", troubled[0])
 
     def _die(self, cause: str, culprit: _Link | None = None) -> None:
-        """Kill and reap all; the condition is held."""
+        """Kill all, say so, and reap them; the condition is held. One that does not go, in a driver that hangs, is not waited for."""
         if culprit is not None and culprit.child.process.poll() is None:
             culprit = None  # it has said why, and ends by our hand
         for link in self._links:
             link.child.process.kill()
-        words = "" if culprit is None else f" ({culprit.end_words()})"
-        for link in self._links:
-            link.child.process.wait()
-            link.child.channel.close()
-        self._death = f"{cause}{words}"
+        self._death = cause if culprit is None else f"{cause} ({culprit.end_words()})"
         self._changed.notify_all()
+        if self.on_death is not None and not self._is_ending:
+            threading.Thread(target=self.on_death, name="holdfast-abandon", daemon=True).start()
+        until = time.monotonic() + END_SECONDS
+        for link in self._links:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                link.child.process.wait(max(until - time.monotonic(), 0.0))
+            link.child.channel.close()
 
 
 class StepThread:
@@ -376,7 +399,7 @@ class StepThread:
             del task, job, future  # what a step held must not wait here for the next one
 
 
-def check_world(config: EngineConfig, environment: "os._Environ[str] | dict[str, str]") -> int:
+def check_world(config: EngineConfig, environment: Mapping[str, str]) -> int:
     """How many ranks there are to be; WORLD_SIZE of a launcher must agree."""
     num_ranks = config.num_ranks
     told = environment.get("WORLD_SIZE")

@@ -98,4 +98,5 @@ class AttentionLayer:
     ) -> torch.Tensor:
         """What lies between the two products: `qkv_TX` to `attended_TX`."""
         self._backend.write(buffers.qkv_TX, batch, self._head_norm, self._rotary, self._layer, buffers.q_THD)
-        return self._backend.attend(buffers.q_THD, self._layer, plan, buffers.scratch, buffers.attended_TX, wanted_only)
+        attended_TX = self.o.room_for_inputs(buffers.attended_TX)
+        return self._backend.attend(buffers.q_THD, self._layer, plan, buffers.scratch, attended_TX, wanted_only)

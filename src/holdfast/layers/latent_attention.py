@@ -136,9 +136,8 @@ class LatentAttentionLayer:
         q_TND = buffers.q_TX.unflatten(1, (self.kv_b_NXL.shape[0], -1))
         self._backend.write(latent_TX, q_TND, batch, self._norm, self._rotary, self._layer)
         self._select(batch, plan, buffers)
-        return self._backend.attend(
-            q_TND, self.kv_b_NXL, self._layer, plan, buffers.scratch, buffers.attended_TX, wanted_only
-        )
+        attended_TX = self.o.room_for_inputs(buffers.attended_TX)
+        return self._backend.attend(q_TND, self.kv_b_NXL, self._layer, plan, buffers.scratch, attended_TX, wanted_only)
 
     def _select(
         self,

@@ -33,6 +33,10 @@ class Linear:
         """Where a norm leaves the codes of rows for this product; None where it takes them as they are."""
         return room_for_codes(quantized, self.weight_NK, num_rows)
 
+    def room_for_inputs(self, like_TK: torch.Tensor) -> torch.Tensor:
+        """Where whoever makes the next rows for this product best leaves them: `like_TK` itself, or where other ranks read."""
+        return like_TK
+
 
 class RMSNorm:
     """x / rms(x) * (weight + offset), with weights of any type."""
@@ -122,6 +126,7 @@ class GatedMLP:
             gated_linear(x_TH, gate_up, self.gate_up.bias_N, self._activation, active_TI, down, quantized, is_coded)
             return self.down(active_TI, out_TH, quantized, is_coded=True)
         wide_TX = self.gate_up(x_TH, buffers.wide_TX, quantized, is_coded)
+        active_TI = self.down.room_for_inputs(active_TI)
         return self.down(gate_mul(wide_TX, self._activation, active_TI, self.limit), out_TH, quantized)
 
 
@@ -138,4 +143,5 @@ class PlainMLP:
     ) -> torch.Tensor:
         """With `is_coded` the codes of x lie in their room."""
         wide_TI = self.first(x_TH, buffers.wide_TX, buffers.quantized, is_coded)
-        return self._down(activate(wide_TI, self._activation, buffers.active_TI), out_TH, buffers.quantized)
+        active_TI = self._down.room_for_inputs(buffers.active_TI)
+        return self._down(activate(wide_TI, self._activation, active_TI), out_TH, buffers.quantized)

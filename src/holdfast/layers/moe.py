@@ -150,7 +150,8 @@ class ExpertLayer:
             shared_TX, logit_T1 = self._share(self.shared, x_TH, buffers)
         ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
         order = order_experts(ids_TS, len(self.router_EH), buffers.order, sharing.num_local)
-        active_PI = sharing.whole_inputs(self._gate_and_up(x_TH, order, buffers, is_coded=False))
+        active_PI = self._gate_and_up(x_TH, order, buffers, False, sharing.room_for_inputs(buffers.active_PI))
+        active_PI = sharing.whole_inputs(active_PI)
         pairs_PX, bias_EX = sharing.room_for_pairs(buffers.routed_PH), self._biases.down_EH
         expert_linear(active_PI, self.down, order, pairs_PX, False, buffers.quantized, bias_EX)
         return sharing.combine(pairs_PX, buffers.routed_PH, ids_TS, buffers.shares_TS, shared_TX, logit_T1, out_TH)
@@ -230,9 +231,15 @@ class ExpertLayer:
         return None if weight.scheme.block_columns else quantized_view(quantized, weight, num_rows)
 
     def _gate_and_up(
-        self, x_TH: torch.Tensor, order: ExpertOrder, buffers: ExpertBuffers, is_coded: bool
+        self,
+        x_TH: torch.Tensor,
+        order: ExpertOrder,
+        buffers: ExpertBuffers,
+        is_coded: bool,
+        active_PI: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        bias_EX, active_PI = self._biases.gate_up_EX, buffers.active_PI
+        """Into `active_PI`, or the buffer for it."""
+        bias_EX, active_PI = self._biases.gate_up_EX, buffers.active_PI if active_PI is None else active_PI
         return expert_linear(
             x_TH, self.gate_up, order, active_PI, True, buffers.quantized, bias_EX, self._form, is_coded
         )  # fmt: skip

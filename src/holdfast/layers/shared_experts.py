@@ -55,6 +55,10 @@ class ExpertSharing:
         assert room_TS is not None, "no place for ids of local experts"
         return local_ids(ids_TS, self._first_expert, self.num_local, room_TS)
 
+    def room_for_inputs(self, active_PI: torch.Tensor) -> torch.Tensor:
+        """Where the first product leaves what the second takes: as it is, or where other ranks read."""
+        return self._gathering.room(active_PI) if self._gathering is not None and self.keeps_columns else active_PI
+
     def whole_inputs(self, active_PI: torch.Tensor) -> torch.Tensor:
         """What the second product takes: all columns, where that is cut along its outputs."""
         return self._gathering(active_PI) if self._gathering is not None and self.keeps_columns else active_PI

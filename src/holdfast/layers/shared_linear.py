@@ -26,16 +26,26 @@ class Gathering:
         assert room_X.dtype == torch.uint8, f"{room_X.dtype}, not bytes"
         self.exchange = exchange
         self._room_X = room_X
+        self._given = 0
+        """Where the room lies that was given away last."""
+
+    def room(self, like_TX: torch.Tensor) -> torch.Tensor:
+        """Where peers read, for who makes the rows of the next call: they need not be copied then."""
+        num_rows, width = like_TX.shape
+        room_TX = self.exchange.room(num_rows, width, like_TX.dtype)
+        self._given = room_TX.data_ptr()
+        return room_TX
 
     def __call__(self, part_TX: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks, [T, n * X], until the next call."""
+        """The parts of all ranks, [T, n * X], until the next call; `part_TX` is the first rows of the last `room`, or lies elsewhere."""
         num_rows, width = part_TX.shape
         whole = num_rows, self.exchange.size * width
         num_bytes = whole[0] * whole[1] * part_TX.element_size()
         assert num_bytes <= self._room_X.numel(), f"{whole} of {part_TX.dtype} into {self._room_X.numel()} bytes"
         gathered_TY = self._room_X[:num_bytes].view(part_TX.dtype).view(whole)
-        room_TX = self.exchange.room(num_rows, width, part_TX.dtype)
-        return self.exchange.gather_columns(room_TX.copy_(part_TX), gathered_TY)
+        if part_TX.data_ptr() != self._given:
+            part_TX = self.room(part_TX).copy_(part_TX)
+        return self.exchange.gather_columns(part_TX, gathered_TY)
 
 
 class SummedLinear(Linear):
@@ -74,6 +84,9 @@ class GatheredLinear(Linear):
         super().__init__(weight_NK, bias_N)
         self._gathering = gathering
         self._keeps_share = keeps_share
+
+    def room_for_inputs(self, like_TK: torch.Tensor) -> torch.Tensor:
+        return self._gathering.room(like_TK)
 
     def __call__(
         self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None, is_coded: bool = False

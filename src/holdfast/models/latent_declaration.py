@@ -19,7 +19,7 @@ class LatentDeclaration(DecoderDeclaration):
         return latent
 
     def indivisible(self, mesh: Mesh) -> str | None:
-        index, first = self.latent.index, 0 if mesh.layers is None else mesh.layers[0]
+        index, first = self.latent.index, None if mesh.layers is None else mesh.layers[0]
         if index is not None and first in index.shared_layers:
             return f"layer {first} attends to tokens that a layer of the stage before it chose, which stages do not exchange"
         return super().indivisible(mesh)

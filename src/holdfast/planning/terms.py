@@ -356,7 +356,7 @@ class Layout(NamedTuple):
     @property
     def all_layers(self) -> "Layout":
         """The same share of the layers of all stages: groups of the cache and who attends follow from these."""
-        return self._replace(mesh=self.mesh.all_layers)
+        return self if self.mesh.layers is None else self._replace(mesh=self.mesh.all_layers)
 
     def heads(self) -> HeadGeometry | None:
         return self.declared.declaration.heads(self.mesh)
@@ -470,7 +470,8 @@ def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
     declared, target, limits = layout.declared, layout.target, resolved.limits
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
     specs = _distinct_specs(layout, resolved)
-    declaration = choose_declaration(_distinct_specs(layout.all_layers, resolved)) if specs else None
+    of_all = specs if layout.all_layers is layout else _distinct_specs(layout.all_layers, resolved)
+    declaration = choose_declaration(of_all) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     step = StepShape(

@@ -23,9 +23,9 @@ from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.gemm.linear import linear
+from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.kernels.latent.latent_geometry import compressed_splits
-from holdfast.kernels.native_library import compile_native
+from holdfast.kernels.native_library import compile_native, native_library
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
 from holdfast.loading.declared import declare_opened
 from holdfast.loading.execution.execute import LoadReport
@@ -71,6 +71,7 @@ EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
 """By the most ranks: from so many rows on it multiplies by a share of a weight, cut along N, as by all of it; measured."""
 SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
+HEADS = ("lm_head.weight", "embed.weight")
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
@@ -557,12 +558,29 @@ def _refuse_ranks(config: EngineConfig, plan: RunnerPlan) -> None:
             "compressed attention and streams (DeepSeek-V4) are planned for ranks and run on one",
             "take one rank",
         )
-    if not mesh.is_exact or plan.target.kind != "cuda":
-        return
-    least_rows = exact_rows(mesh.tensor_size)
+    if mesh.is_exact and plan.target.kind == "cuda":
+        _refuse_unequal(config, plan)
+    if mesh.is_exact and plan.target.kind == "cpu" and native_library() is None:
+        raise ConfigError(
+            "tensor_parallel_sums=exact was asked",
+            "without our kernels in C, products of plain torch add up in an order that follows from the size of a weight",
+            "install a C compiler, or take tensor_parallel_sums=reduce",
+        )
+
+
+def _refuse_unequal(config: EngineConfig, plan: RunnerPlan) -> None:
+    """What ranks that gather would not compute on a GPU as one rank does."""
+    mesh, least_rows = plan.mesh, exact_rows(plan.mesh.tensor_size)
     if not config.batch_invariant:
         has = "on a GPU products of few rows take kernels that cut a sum by the size of a weight, which ranks change"
         raise ConfigError("tensor_parallel_sums=exact was asked", has, "add batch_invariant=True, or leave it out")
+    num_kv_heads = plan.declared.num_kv_heads
+    if mesh.tensor_size > num_kv_heads:
+        raise ConfigError(
+            f"tensor_parallel_sums=exact was asked of {mesh.tensor_size} ranks",
+            f"they share {num_kv_heads} key heads, each with fewer query heads: attention takes other tiles on a GPU",
+            f"take at most {num_kv_heads} ranks, or tensor_parallel_sums=reduce",
+        )
     most_rows = plan.resolved.limits.max_num_batched_tokens
     if least_rows is None or most_rows < least_rows:
         few = f"is equal to that by all of it from {least_rows} rows on, and a step has at most {most_rows}"
@@ -633,25 +651,33 @@ def refuse_unequal_shares(
     Both are shapes by name; random weights stand for all. One number of rows is enough: with more of them neither the share
     (`refuse_variant_products`) nor, on one rank, the whole multiplies a row otherwise.
     """
-    seen: set[tuple[int, int, int]] = set()
+    seen: set[tuple[int, int, int, bool]] = set()
     for name, shape in shares.items():
         if len(shape) != 2 or len(whole.get(name, ())) != 2 or whole[name][0] == shape[0]:
             continue
         (size_n, size_k), (all_n, all_k) = shape, whole[name]
-        if (size_n, all_n, size_k) in seen or size_k != all_k:
+        key = size_n, all_n, size_k, name in HEADS
+        if key in seen or size_k != all_k:
             continue
-        seen.add((size_n, all_n, size_k))
+        seen.add(key)
         made = {"device": device, "dtype": getattr(torch, dtype), "generator": torch.Generator(device).manual_seed(0)}
         weight_NK, x_TK = torch.randn(all_n, size_k, **made), torch.randn(least_rows, size_k, **made)
-        y_TN = linear(x_TK, weight_NK, None)
+        y_TN = _product(name, x_TK, weight_NK)
         for start in (0, all_n - size_n):
             part = slice(start, start + size_n)
-            if not torch.equal(linear(x_TK, weight_NK[part], None), y_TN[:, part]):
+            if not torch.equal(_product(name, x_TK, weight_NK[part]), y_TN[:, part]):
                 raise ConfigError(
                     "tensor_parallel_sums=exact was asked",
                     f"cuBLAS multiplies {least_rows} rows by {size_n} of the {all_n} rows of {name} differently than by all",
                     "take fewer ranks, or tensor_parallel_sums=reduce",
                 )
+
+
+def _product(name: str, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """As a step multiplies by the weight of that name: logits are float32."""
+    if name not in HEADS:
+        return linear(x_TK, weight_NK, None)
+    return linear_float32(x_TK, weight_NK, x_TK.new_empty(len(x_TK), len(weight_NK), dtype=torch.float32))
 
 
 def refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:

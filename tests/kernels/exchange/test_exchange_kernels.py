@@ -14,8 +14,8 @@ from holdfast.kernels.exchange.gather_rows import (
     gather_small_triton,
     share_first_triton,
 )
-from holdfast.kernels.exchange.links import END_WORD, fetch_end, fetch_rows, offer_end, offer_rows
-from holdfast.kernels.exchange.signals import TABLES_WORD
+from holdfast.kernels.exchange.links import END_WORD, fetch_end, fetch_rows, offer_end, offer_rows, release_links
+from holdfast.kernels.exchange.signals import EPOCHS_WORD, FAR_AHEAD, MAX_BLOCKS, MAX_RANKS, TABLES_WORD, release_waits
 from holdfast.kernels.exchange.sum_rows import (
     Ranks,
     Tiles,
@@ -23,6 +23,7 @@ from holdfast.kernels.exchange.sum_rows import (
     sum_rows_reference,
     sum_rows_triton,
     takes_two_passes,
+    tile_forms,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -111,6 +112,8 @@ def test_sizes_choose_the_way() -> None:
     assert choose_tiles(16 * 5120, 64).block == 2048
     assert choose_tiles(5120, 64).block == 1024
     assert choose_tiles(10**7, 33) == Tiles(4096, 16)
+    chosen = {choose_tiles(num_elements, 33) for num_elements in range(1, 200_000, 1000)}
+    assert chosen == set(tile_forms(pdl=False))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -177,3 +180,19 @@ def test_words_of_links_do_not_overlap() -> None:
     # Each word of the target is written by its own source and by nobody else; the source has two links.
     assert len(set(signals[1].tolist())) == 1 + 2 * 17
     assert not signals[0][: TABLES_WORD + 64].any()
+
+
+def test_an_abandoned_rank_waits_for_nobody() -> None:
+    signals = torch.zeros(SIGNAL_BYTES // 4, dtype=torch.int32)
+    epochs = torch.arange(MAX_BLOCKS, dtype=torch.int32) + (2**31 - 40)  # some are about to wrap
+    signals[EPOCHS_WORD : EPOCHS_WORD + MAX_BLOCKS] = epochs
+    ends = [offer_end(signals, torch.zeros_like(signals), 1, 1), fetch_end(signals, torch.zeros_like(signals), 1, 16)]
+    for number, end in enumerate(ends, 5):
+        end.counted.fill_(number)
+    release_waits(signals)
+    release_links(signals)
+    flags = signals[:EPOCHS_WORD].view(MAX_BLOCKS, MAX_RANKS)
+    assert (flags - epochs.unsqueeze(1) == FAR_AHEAD).all()
+    assert torch.equal(signals[EPOCHS_WORD : EPOCHS_WORD + MAX_BLOCKS], epochs)
+    assert not signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].any()
+    assert all((end.awaited - end.counted == FAR_AHEAD).all() for end in ends)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.exchange.signals import MAX_POLLS, MAX_RANKS, TABLES_WORD, TRAP_ASM
+from holdfast.kernels.exchange.signals import FAR_AHEAD, MAX_POLLS, MAX_RANKS, TABLES_WORD, TRAP_ASM
 from holdfast.kernels.triton_compat import jit, jit_counting, kernel_constant, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -75,6 +75,15 @@ def fetch_end(signals: torch.Tensor, from_rank: torch.Tensor, link: int, source:
 def _words(signals: torch.Tensor, first: int, place: int) -> torch.Tensor:
     start = first + place * LINK_BLOCKS
     return signals[start : start + LINK_BLOCKS]
+
+
+def release_links(signals: torch.Tensor) -> None:
+    """The same as signals.release_waits for links: whatever is awaited has come, as far as this rank can see."""
+    for awaited, counted, size in (
+        (ARRIVED_WORD, FETCHED_WORD, FETCHED_WORD - ARRIVED_WORD),
+        (ACKED_WORD, OFFERED_WORD, OFFERED_WORD - ACKED_WORD),
+    ):
+        signals[awaited : awaited + size].copy_(signals[counted : counted + size]).add_(FAR_AHEAD)
 
 
 def offer_rows(x_TH: torch.Tensor, slots_LN: torch.Tensor, end: LinkEnd | None) -> None:

@@ -18,6 +18,8 @@ written is told where all its threads stand at a barrier before the release. Pee
 system scope: peers may be other GPUs.
 """
 
+import torch
+
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
@@ -55,6 +57,17 @@ RELAXED_ASM = kernel_constant(
     "@p st.relaxed.sys.global.b32 [$1], $2; mov.b32 $0, 0; }"
 )
 ACQUIRE_ASM = kernel_constant("ld.acquire.sys.global.b32 $0, [$1];")
+
+
+FAR_AHEAD = 2**30
+"""Of calls: what an abandoned rank believes its peers to be."""
+
+
+def release_waits(signals: torch.Tensor) -> None:
+    """Every block of this rank that waits, or will, finds its peers far ahead; in the current stream, without new memory."""
+    flags = signals[:EPOCHS_WORD].view(MAX_BLOCKS, MAX_RANKS)
+    flags.copy_(signals[EPOCHS_WORD : EPOCHS_WORD + MAX_BLOCKS].unsqueeze(1).expand_as(flags))
+    flags.add_(FAR_AHEAD)
 
 
 @jit

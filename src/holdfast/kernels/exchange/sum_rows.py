@@ -54,23 +54,34 @@ class Tiles(NamedTuple):
     """Programmatic dependent launch: the kernel waits by itself, before it says that it has come."""
 
 
+BLOCKS = (1024, 2048, 4096)
+
+
+def tile_forms(pdl: bool) -> tuple[Tiles, ...]:
+    """All that `choose_tiles` may give: each is compiled by itself."""
+    return tuple(Tiles(block, block // 256, pdl=pdl) for block in BLOCKS)
+
+
 def choose_tiles(num_elements: int, max_blocks: int, pdl: bool = False) -> Tiles:
     """Eight elements a thread, and as many programs as may be: few rows leave most of the device free."""
-    blocks = (block for block in (1024, 2048) if num_elements <= block * max_blocks)
-    block = next(blocks, 4096)
-    return Tiles(block, block // 256, pdl=pdl)
+    forms = tile_forms(pdl)
+    return next((tiles for tiles in forms if num_elements <= tiles.block * max_blocks), forms[-1])
 
 
 def takes_two_passes(dtype: torch.dtype, out: torch.Tensor, size: int) -> bool:
     """Whether parts of this type are added up in shares; sums lie in rooms meanwhile, which must hold them as they are."""
-    holds_sums = dtype in (out.dtype, torch.float32)
-    return size > 2 and out.numel() * dtype.itemsize >= TWO_PASS_BYTES and holds_sums
+    return may_take_two_passes(dtype, out.dtype, size) and out.numel() * dtype.itemsize >= TWO_PASS_BYTES
+
+
+def may_take_two_passes(dtype: torch.dtype, out_dtype: torch.dtype, size: int) -> bool:
+    """Whether any number of rows does."""
+    return size > 2 and dtype in (out_dtype, torch.float32)
 
 
 def add_parts(parts: Sequence[torch.Tensor], out_TH: torch.Tensor, scratch_F: torch.Tensor) -> torch.Tensor:
     """The sum of parts that are all here already; `scratch_F` (float32) is where a CPU's sum grows."""
     if can_run(out_TH):
-        return sum_rows_triton(parts, out_TH, Ranks(0, len(parts), None), two_passes=False)
+        return sum_rows_triton(parts, out_TH, Ranks(0, len(parts), None), tile_forms(pdl=False)[-1], two_passes=False)
     return add_parts_reference(parts, out_TH, scratch_F)
 
 

@@ -177,15 +177,19 @@ class Choices:
     tied: tuple[Choice, ...]
 
 
-def choose_all(parameters: Sequence[Parameter], entries: Mapping[str, TensorEntry]) -> Choices:
-    """A model with tied embeddings may be stored with an embedding, with a head, or with both: then the head is compared."""
+def choose_all(
+    parameters: Sequence[Parameter], entries: Mapping[str, TensorEntry], whole: Iterable[Parameter] = ()
+) -> Choices:
+    """A model with tied embeddings may be stored with an embedding, with a head, or with both: then the head is compared.
+
+    `whole` are the parameters of the whole model, where these are a stage's: another one may have the head.
+    """
     fills = [choose(parameter, entries) for parameter in turn_squares(parameters, entries)]
     tied: list[Choice] = []
-    uses_head = any(part.tensor == HEAD for choice in fills for part in choice.whole_parts)
+    used = [*(part for choice in fills for part in choice.whole_parts), *(part for one in whole for part in one.parts)]
+    uses_head = any(part.tensor == HEAD for part in used)
     for place, choice in enumerate(fills):
-        # The first stage of a model that does not tie them has an embedding and no head; it is no head either, by its kind.
-        is_tied = choice.parameter.name == EMBEDDING and choice.parameter.kind == "head"
-        if is_tied and HEAD in entries and not uses_head:
+        if choice.parameter.name == EMBEDDING and HEAD in entries and not uses_head:
             if all(part.tensor in entries for part in choice.whole_parts):
                 tied.append(choice.renamed(HEAD))
             else:

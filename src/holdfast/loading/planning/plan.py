@@ -163,7 +163,8 @@ def plan_load(
     entries = source.entries
     parameters = tuple(parameters)
     planes = StoredPlanes(parameters, {}) if stored is None else stored.planes(parameters, entries, recipe)
-    choices = choose_all(planes.parameters, entries)
+    whole = None if whole is None else tuple(whole)
+    choices = choose_all(planes.parameters, entries, whole or ())
     ignorable = source.ignorable if stored is None else source.ignorable | stored.ignorable(entries)
     every = (*choices.fills, *choices.tied)
     refuse_missing(every, entries)

@@ -1,0 +1,212 @@
+"""Ranks that a launcher (torchrun) has started, on one node or several: every process runs the same program; no torch until one is met.
+
+    rank 0       listens, and leaves its address and a secret in the launcher's store
+    other ranks  read both there, connect, and serve rank 0 until it ends: for them `LLM(...)` does not return
+
+Whoever connects without the secret is turned away. Ranks give signs of life over the connection. Who ends processes on other nodes
+is the launcher, which ends all where one has failed.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple, NoReturn
+
+from holdfast.config import EngineConfig
+from holdfast.engine.channel import Channel, ChannelClosedError
+from holdfast.engine.messages import Heartbeat
+from holdfast.engine.pulse import Pulse, open_pulse_file
+from holdfast.engine.rank_process import RankServer, open_rank
+from holdfast.engine.ranks import PEER_SECONDS, check_world
+from holdfast.errors import ConfigError, EngineDeadError
+
+HEARTBEAT_SECONDS = 0.25
+SECRET_BYTES = 32
+_HELLO = struct.Struct(f"<{SECRET_BYTES}sI")
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Launched(NamedTuple):
+    """What a launcher has told this process."""
+
+    rank: int
+    num_ranks: int
+    host: str
+    port: int
+    has_store: bool
+    """The launcher keeps the store; else rank 0 does."""
+
+
+def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """Who started this process as one of several ranks; None where nobody did, or one rank is asked."""
+    if config.num_ranks == 1 or not all(name in environment for name in _NEEDED):
+        return None
+    num_ranks = check_world(config, environment)
+    rank, port = environment["RANK"], environment["MASTER_PORT"]
+    if not rank.isdecimal() or int(rank) >= num_ranks or not port.isdecimal():
+        raise ConfigError(
+            f"a launcher has set RANK={rank} and MASTER_PORT={port}",
+            f"ranks are 0 to {num_ranks - 1}, and a port is a number",
+            "start with torchrun, or unset RANK to have ranks started here",
+        )
+    if config.core_process:
+        raise ConfigError(
+            "core_process=True was asked of ranks that a launcher has started",
+            "each of its processes is one rank",
+            "leave out core_process, or the launcher",
+        )
+    num_here = environment.get("LOCAL_WORLD_SIZE", str(num_ranks))
+    if num_here != str(num_ranks) and config.device != "cpu":
+        raise ConfigError(
+            f"{num_ranks} ranks on several nodes were asked, {num_here} of them here",
+            "GPUs exchange through memory that they share, which is inside a node; between nodes no plan has what NCCL takes yet",
+            "take GPUs of one node, and several servers behind a router; or device='cpu'",
+        )
+    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launched(int(rank), num_ranks, environment["MASTER_ADDR"], int(port), has_store)
+
+
+class _Elsewhere:
+    """In the place of a process that is not ours to end: its connection is."""
+
+    pid = 0
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def poll(self) -> int | None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+class _NoLines:
+    """What it wrote is where the launcher puts it."""
+
+    def join(self, timeout: float) -> None: ...
+
+    def words(self) -> str:
+        return ""
+
+
+class Peer:
+    """A rank at the other end of a connection, as RankGroup sees it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.channel = Channel(connection, silence_seconds=PEER_SECONDS)
+        self.process = _Elsewhere(connection)
+        self.last_lines = _NoLines()
+        number = open_pulse_file()
+        self.pulse = Pulse(number)
+        self.pulse.beat()
+        os.close(number)
+
+
+def meet_ranks(launched: Launched) -> list[Peer]:
+    """On rank 0: connections to ranks 1, 2, ..., once all have come."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    found: dict[int, Peer] = {}
+    until = time.monotonic() + PEER_SECONDS
+    with socket.create_server((launched.host, 0)) as listening:
+        port = listening.getsockname()[1]
+        _store(launched).set(_next_key(launched), f"{port}:{secret.hex()}")
+        while len(found) < launched.num_ranks - 1:
+            listening.settimeout(max(until - time.monotonic(), 0.01))
+            try:
+                connection, _ = listening.accept()
+            except TimeoutError:
+                missing = [rank for rank in range(1, launched.num_ranks) if rank not in found]
+                raise EngineDeadError(
+                    f"{launched.num_ranks} ranks were to meet at {launched.host}:{port}",
+                    f"rank {missing[0]} did not come within {PEER_SECONDS:.0f} seconds",
+                    "look at what it said, and start all ranks again",
+                ) from None
+            rank = _rank_of(connection, secret, launched.num_ranks)
+            if rank is None or rank in found:
+                connection.close()  # a stranger, or one that is here already
+            else:
+                found[rank] = Peer(connection)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _rank_of(connection: socket.socket, secret: bytes, num_ranks: int) -> int | None:
+    """Which rank has connected; None for a stranger, who gets two seconds and no word."""
+    connection.settimeout(2.0)
+    data = b""
+    with contextlib.suppress(OSError):
+        while len(data) < _HELLO.size and (more := connection.recv(_HELLO.size - len(data))):
+            data += more
+    if len(data) < _HELLO.size:
+        return None
+    told, rank = _HELLO.unpack(data)
+    return rank if secrets.compare_digest(told, secret) and 0 < rank < num_ranks else None
+
+
+def serve_launched(config: EngineConfig, launched: Launched) -> NoReturn:
+    """On every other rank: serve rank 0 until it ends, then end this program."""
+    port, _, secret = _store(launched).get(_next_key(launched)).decode().partition(":")
+    with socket.create_connection((launched.host, int(port)), PEER_SECONDS) as connection:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(_HELLO.pack(bytes.fromhex(secret), launched.rank))
+        channel = Channel(connection)
+        number = open_pulse_file()
+        server = RankServer(channel, Pulse(number))
+        os.close(number)
+        threading.Thread(target=_beat, args=(server, channel), name="holdfast-pulse", daemon=True).start()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        server.run(open_rank)
+    sys.exit(0)
+
+
+def _beat(server: RankServer, channel: Channel) -> None:
+    """A thread: tells again and again that this process lives, and ends it where rank 0 does not."""
+    with contextlib.suppress(ChannelClosedError):
+        while not channel.is_other_side_gone():
+            channel.try_send(lambda: server.encoded(Heartbeat(0.0)))
+            channel.wait_for_end(HEARTBEAT_SECONDS)
+        time.sleep(0.5)
+        if not channel.is_closed:
+            os._exit(1)
+
+
+_NUM_MET = {"engines": 0}
+
+
+def _next_key(launched: Launched) -> str:
+    """Of one engine after the other: every rank makes them in the same order."""
+    _NUM_MET["engines"] += 1
+    return f"holdfast/{_NUM_MET['engines']}/{launched.num_ranks}"
+
+
+def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it out
+    """The launcher's, where ranks leave each other words."""
+    from holdfast.distributed.rendezvous import c10d  # torch comes with it
+
+    is_master = launched.rank == 0 and not launched.has_store
+    patience = timedelta(seconds=PEER_SECONDS)
+    try:
+        return c10d.TCPStore(
+            launched.host, launched.port, is_master=is_master, wait_for_workers=False, timeout=patience
+        )
+    except RuntimeError as error:
+        raise EngineDeadError(
+            f"rank {launched.rank} looked for the launcher's store at {launched.host}:{launched.port}",
+            f"it could not be reached: {str(error).partition(chr(10))[0][:160]}",
+            "look whether MASTER_ADDR and MASTER_PORT are those of the first node, and that the port is free",
+        ) from error

@@ -1,0 +1,66 @@
+"""The benchmark of engines on ranks as far as it runs without a GPU: what its rows say, and the script once in a small way."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+gpu_ranks = import_module("gpu_ranks")
+
+ALONE = {"tokens": [[1, 2], [3, 4]]}
+STILL = {"allocations": 0, "segments": 0, "reserved_bytes": 0}
+
+
+def rows(**found: dict) -> dict[str, dict]:
+    named = {tuple(name.split("_")): entry for name, entry in found.items()}
+    entries = {(mode, int(size)): gpu_ranks.numbered(entry) for (mode, size), entry in named.items()}
+    return {row["measure"]: row for row in gpu_ranks.rows_of(entries)}
+
+
+@pytest.mark.parametrize(("token", "num_different"), [(4, 0), (5, 1)])
+def test_tokens_are_held_against_those_of_one_rank(token: int, num_different: int) -> None:
+    found = rows(exact_1=ALONE, stages_2={"tokens": [[1, 2], [3, token]]})
+    row = found["2 ranks, stages: tokens against one"]
+    assert row["values"] == {"compared": 4, "different": num_different}
+    assert row["holds"] == (num_different == 0)
+
+
+@pytest.mark.parametrize("key", [None, *STILL])
+def test_one_allocation_on_any_rank_shows(key: str | None) -> None:
+    moved = STILL | ({} if key is None else {key: 1})
+    found = rows(reduce_2={"grown": {"0": STILL, "1": moved | {"steps": 9}}})
+    assert found["2 ranks, reduce: after ready"]["holds"] == (key is None)
+
+
+def test_an_argmax_that_was_never_compared_does_not_hold() -> None:
+    told = {"compared": 0, "different": 0, "misses": []}
+    assert not rows(reduce_2={"own": {"1": told}})["2 ranks, reduce: argmax of each rank"]["holds"]
+    assert rows(reduce_2={"own": {"1": told | {"compared": 3}}})["2 ranks, reduce: argmax of each rank"]["holds"]
+
+
+def test_memory_is_judged_rank_by_rank() -> None:
+    facts = {"reserved_bytes": {"0": 1, "1": 1}, "symmetric_bytes": 1, "context_bytes": 1}
+    entry = {"planned_bytes": {"0": 1000, "1": 1000}, "measured_bytes": {"0": 1009, "1": 1011}, **facts}
+    row = rows(reduce_2=entry)["2 ranks, reduce: memory"]
+    assert row["percent"] == {0: 0.9, 1: 1.1}
+    assert not row["holds"]
+
+
+def test_a_part_that_failed_says_so() -> None:
+    assert rows(exact_4={"error": "it took more than 60 s"})["4 ranks, exact"]["error"] == "it took more than 60 s"
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_ranks.py"), "--tiny", "--device", "cpu"]
+    command += ["--parts", "exact-1,exact-2,reduce-2", "--out", str(tmp_path), "--commit", "none"]
+    subprocess.run(command, check=True, timeout=300)
+    (path,) = tmp_path.iterdir()
+    results = json.loads(path.read_text())["results"]
+    assert not [row for row in results if not row.get("holds", True)]
+    assert len([row for row in results if "holds" in row]) == 3

@@ -1,0 +1,96 @@
+"""Ranks of a launcher: what it says is checked, strangers are turned away, and one that never comes is named."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.engine import launched
+from holdfast.engine.launched import Launched, find_launcher, meet_ranks
+from holdfast.errors import ConfigError, EngineDeadError
+
+TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TWO = EngineConfig(tensor_parallel_size=2, device="cuda")
+
+
+def test_a_launcher_is_found_where_ranks_are_asked():
+    assert find_launcher(TWO, TOLD) == Launched(1, 2, "127.0.0.1", 29500, False)
+    assert find_launcher(EngineConfig(), TOLD) is None
+    assert find_launcher(TWO, {}) is None
+    assert find_launcher(TWO, TOLD | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "words"),
+    [
+        (TWO, {"WORLD_SIZE": "3"}, "WORLD_SIZE=3"),
+        (TWO, {"RANK": "2"}, "RANK=2"),
+        (TWO, {"RANK": "-1"}, "RANK=-1"),
+        (TWO, {"MASTER_PORT": "high"}, "MASTER_PORT=high"),
+        (TWO, {"LOCAL_WORLD_SIZE": "1"}, "several nodes"),
+        (EngineConfig(tensor_parallel_size=2, core_process=True), {}, "core_process=True"),
+    ],
+)
+def test_what_a_launcher_says_is_checked(config, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        find_launcher(config, TOLD | changes)
+
+
+class FakeStore:
+    """Words that ranks leave each other."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, str] = {}
+        self.is_told = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.told[key] = value
+        self.is_told.set()
+
+
+@pytest.fixture
+def store(monkeypatch) -> FakeStore:
+    made = FakeStore()
+    monkeypatch.setattr(launched, "_store", lambda told: made)
+    monkeypatch.setattr(launched, "PEER_SECONDS", 5.0)
+    return made
+
+
+def address(store: FakeStore) -> tuple[int, bytes]:
+    assert store.is_told.wait(10)
+    (told,) = store.told.values()
+    port, _, secret = told.partition(":")
+    return int(port), bytes.fromhex(secret)
+
+
+def connect(port: int, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), 10)
+    connection.sendall(data)
+    return connection
+
+
+def test_strangers_are_turned_away_and_ranks_are_not(store):
+    found: list = []
+    meeting = threading.Thread(target=lambda: found.extend(meet_ranks(Launched(0, 3, "127.0.0.1", 1, True))))
+    meeting.start()
+    port, secret = address(store)
+    connections = []
+    for data in (bytes(36), b"GET / HTTP/1.1\r\nHost: localhost:8000\r\n\r\n", secret + b"\7\0\0\0", secret + bytes(4)):
+        connections.append(connect(port, data))
+        with contextlib.suppress(ConnectionResetError):
+            assert connections[-1].recv(1) == b"", "it was hung up on"
+    connections += [connect(port, secret + bytes([rank, 0, 0, 0])) for rank in (2, 1)]
+    meeting.join(10)
+    assert len(found) == 2
+    for peer in found:
+        peer.channel.close()
+    for connection in connections:
+        connection.close()
+
+
+def test_a_rank_that_never_comes_is_named(store, monkeypatch):
+    monkeypatch.setattr(launched, "PEER_SECONDS", 1.0)
+    with pytest.raises(EngineDeadError, match="rank 1 did not come within 1 seconds"):
+        meet_ranks(Launched(0, 2, "127.0.0.1", 1, True))
