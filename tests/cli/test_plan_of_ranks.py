@@ -42,6 +42,7 @@ def test_one_rank_says_nothing_of_others(here: Here) -> None:
     assert "ranks" not in record(here, "Qwen3-8B --gpu h200")
 
 
+@pytest.mark.slow
 def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
     sliced, whole, exact = (
         {term["owner"]: term["bytes"] for term in record(here, f"Qwen3-30B-A3B --gpu 2xh200 {way}")["terms"]}
