@@ -29,7 +29,8 @@ MODEL = "Qwen3-8B"
 
 
 def reports_of(*targets, model: str = "m") -> list[RankReport]:
-    return [report_rank(rank, target, model, f"gpu {rank}") for rank, target in enumerate(targets)]
+    first = report_rank(0, targets[0], model)
+    return [first._replace(rank=rank, target=target, device=f"gpu {rank}") for rank, target in enumerate(targets)]
 
 
 def config_of(size: int = 2, num_stages: int = 1, **options) -> EngineConfig:
@@ -131,6 +132,7 @@ def test_what_cannot_be_shared_is_refused_in_one_sentence(options, name, words) 
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_stages_of_an_index_begin_where_a_layer_chooses() -> None:
     """GLM-5.2: most layers attend to what one before them chose."""
     model = declared("GLM-5.2")
