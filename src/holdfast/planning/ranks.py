@@ -173,8 +173,9 @@ def worst_request(
     """
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     device = "" if target.kind == "cpu" else f"{target.name} "
-    reports = [report_rank(rank, target, "", f"{device}{rank if device else 'cpu'}") for rank in range(num_ranks)]
     check_ranks(config, declared)
+    first = report_rank(0, target, "")
+    reports = [first._replace(rank=rank, device=f"{device}{rank if device else 'cpu'}") for rank in range(num_ranks)]
     own = shared_target(target, num_ranks if target.kind == "cpu" else 1)
     cuts = cut_stages(config, declared, [own] * num_ranks)
     requests = [PlanRequest(config, declared, own, mesh) for mesh in rank_meshes(config, cuts)]
