@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from dataclasses import replace
 import sys
 
 import pytest
@@ -77,7 +76,7 @@ def test_every_owner_has_a_line_and_the_sum_is_told() -> None:
 
 def test_other_ranks_have_a_line_each() -> None:
     ranks = (RankMemory(1, "cuda:1", 90 * MIB, 80 * MIB, 85 * MIB), RankMemory(2, "cpu", 90 * MIB, 80 * MIB))
-    *_, first, second = memory_texts(replace(REPORT, ranks=ranks))
+    *_, first, second = memory_texts(dataclasses.replace(REPORT, ranks=ranks))
     assert first == "rank 1 (cuda:1): planned 90.00 MiB, holds 80.00 MiB, 85.00 MiB as its device says"
     assert second == "rank 2 (cpu): planned 90.00 MiB, holds 80.00 MiB"
 
