@@ -27,7 +27,7 @@ from holdfast.cli.tables import (
     show_beside,
 )
 from holdfast.errors import PlanRow, PlanTable
-from holdfast.memory.report import MemoryReport, MemoryRow
+from holdfast.memory.report import MemoryReport, MemoryRow, RankMemory
 
 
 def test_cells_are_padded_and_numbers_are_to_the_right() -> None:
@@ -72,6 +72,13 @@ def test_every_owner_has_a_line_and_the_sum_is_told() -> None:
     assert "of 200.00 MiB: memory_limit" in total
     assert "KV cache size: 1,024 tokens" in meaning
     assert "Maximum concurrency for 512 tokens per request: 2.00x" in meaning
+
+
+def test_other_ranks_have_a_line_each() -> None:
+    ranks = (RankMemory(1, "cuda:1", 90 * MIB, 80 * MIB, 85 * MIB), RankMemory(2, "cpu", 90 * MIB, 80 * MIB))
+    *_, first, second = memory_texts(dataclasses.replace(REPORT, ranks=ranks))
+    assert first == "rank 1 (cuda:1): planned 90.00 MiB, holds 80.00 MiB, 85.00 MiB as its device says"
+    assert second == "rank 2 (cpu): planned 90.00 MiB, holds 80.00 MiB"
 
 
 def test_bars_show_the_share_and_how_much_of_it_is_held() -> None:

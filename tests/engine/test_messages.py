@@ -36,7 +36,7 @@ from holdfast.engine.messages import (
 from holdfast.errors import MemoryPlanError, MessageError, QueueFullError
 from holdfast.memory.ledger import Entry
 from holdfast.memory.on_disk import DiskAccount, OnDisk, StoredType
-from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow
+from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow, RankMemory
 from holdfast.observability.preparing import Preparing
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import TokenLogprobs
@@ -95,7 +95,9 @@ MESSAGES = [
     LoadingProgress(2**40, 2**41),
     LoadingProgress(0, 0, Preparing("Compiling", 1, 4, "kept in é")),
     Ready(FACTS, REPORT),
-    Ready(FACTS, MemoryReport((), 0, "none", 1, 1, 1)),
+    Ready(
+        FACTS, MemoryReport((), 0, "none", 1, 1, 1, ranks=(RankMemory(1, "cpu", 3, 2), RankMemory(2, "cpu", 3, 2, 4)))
+    ),
     Ready(FACTS),
     CoreOutputs((), STATS),
     CoreOutputs(
