@@ -4,8 +4,12 @@ It leaves rank-N.json in the folder that $HOLDFAST_COUNTS names. Until there is 
 held against what rank 0 says was chosen; from then on nothing is read, and what the allocator took is counted instead.
 """
 
+import faulthandler
+import gc
 import json
 import os
+import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from holdfast.request.step import Step
 
 FOLDER = "HOLDFAST_COUNTS"
 COUNT_FILE = "count"
+TELL_AT = "HOLDFAST_TELL_AT"
+"""The time (of time.time) at which a process says where it stands, in stack-N.txt of the same folder."""
 NUM_MISSES = 5
 """That are kept in words."""
 
@@ -33,6 +39,27 @@ def device_counts() -> dict[str, int]:
         "segments": found["segment.all.allocated"],
         "reserved_bytes": torch.cuda.memory_reserved(),
     }
+
+
+def tell_later(rank: int) -> None:
+    """All stacks, and where its exchange stands, should this process still be at it by then."""
+    if TELL_AT not in os.environ:
+        return
+    path = Path(os.environ[FOLDER]) / f"stack-{rank}.txt"
+    told, left = path.open("w"), max(0.1, float(os.environ[TELL_AT]) - time.time())
+    faulthandler.dump_traceback_later(left, file=told)
+
+    def tell_epochs() -> None:
+        from holdfast.distributed.symmetric import SymmetricExchange
+
+        exchanges = [thing for thing in gc.get_objects() if type(thing) is SymmetricExchange]
+        path.with_name(f"epochs-{rank}.txt").write_text(
+            "; ".join(exchange.epochs() for exchange in exchanges) or "none"
+        )
+
+    timer = threading.Timer(left, tell_epochs)
+    timer.daemon = True
+    timer.start()
 
 
 class CountedRank:
@@ -74,9 +101,22 @@ class CountedRank:
             self._told["counted_steps"] += 1
             self._told |= counts
         else:
-            self._own.append(self._inner._runner.sampler.argmax_S[: len(step.items)].tolist())
+            self._own.append(self._argmax(len(step.items)))
         if self._told["steps"] % 20 == 0 or is_counting:
             self._write()
+
+    def _argmax(self, num_rows: int) -> list[int]:
+        """Of the step that was just begun: it runs in a stream of the runner's own, which this thread's reads do not wait for."""
+        argmax_S = self._inner._runner.sampler.argmax_S
+        if argmax_S.is_cuda:
+            import torch
+
+            torch.cuda.synchronize(argmax_S.device)
+        return argmax_S[:num_rows].tolist()
+
+    def look(self) -> dict[str, int]:
+        """As the rank itself tells it."""
+        return self._inner.look()
 
     def close(self) -> None:
         """Everything back."""
@@ -91,6 +131,7 @@ class CountedRank:
 
 def open_counted(start: RankStart, server: RankServer) -> Rank:
     """As a rank's process opens it."""
+    tell_later(start.rank)
     return CountedRank(open_rank(start, server), Path(os.environ[FOLDER]))
 
 

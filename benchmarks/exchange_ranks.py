@@ -122,7 +122,8 @@ def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchan
         return mesh, open_collectives(mesh, sizes.needs, place, torch.device("cpu"), Ledger())
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    return mesh, open_symmetric(mesh, sizes.needs, place, device, Ledger())
+    # Nothing but exchanges runs here: no product of a peer has to find a place beside them.
+    return mesh, open_symmetric(mesh, sizes.needs, place, device, Ledger(), waiting_share=1)
 
 
 def leave(findings: Mapping[str, Any], result: Path) -> None:

@@ -18,6 +18,8 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,28 +28,35 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from counted_rank import COUNT_FILE, FOLDER, device_counts
+from counted_rank import COUNT_FILE, FOLDER, TELL_AT, device_counts, tell_later
 from dummy_models import tiny_settings, write_dummy_model
-from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, used_bytes, write_record
+from gpu_records import Budget, keep, make_record, options, used_bytes, write_record
 from mps import OVERLAP, mps
 
 MODEL = "Qwen3-32B"
-PARTS = (("exact", 1), ("exact", 2), ("exact", 4), ("reduce", 2), ("reduce", 4), ("stages", 2), ("reduce", 1))
-PART_SECONDS = 60.0
-MIN_SECONDS = 12.0
+PARTS = (("reduce", 2), ("reduce", 4), ("exact", 1), ("exact", 2), ("exact", 4), ("stages", 2), ("reduce", 1))
+PART_SECONDS = {1: 35.0, 2: 40.0, 4: 45.0}
+BUDGET_SECONDS = 165.0
+MIN_SECONDS = 10.0
+TELL_SECONDS = 4.0
+"""Before the time of a part is over its ranks say where they stand."""
+STEADY_SECONDS = 10.0
+FREE_SECONDS = 8.0
+"""For the device, once a part was killed."""
 MAX_PERCENT = 1.0
+FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 PROGRAM = Path(__file__).parent / "counted_rank.py"
 
 
 class Shape(NamedTuple):
     """How much is run."""
 
-    num_layers: int = 4
+    num_layers: int = 2
     num_prompts: int = 8
     num_tokens: int = 64
     num_steps: int = 1000
-    max_model_len: int = 1024
-    max_num_batched_tokens: int = 1024
+    max_model_len: int = 512
+    max_num_batched_tokens: int = 256
     kv_cache_memory: str = "512MiB"
 
 
@@ -63,44 +72,43 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
     from holdfast.api.llm import LLM
 
     shape, before = TINY if tiny else FULL, used_bytes()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.environ[FOLDER] = name
-        settings = tiny_settings(MODEL) if tiny else {}
-        path = write_dummy_model(folder, MODEL, **settings, **({} if tiny else {"num_hidden_layers": shape.num_layers}))
-        kept, build_ranks, command = [], engine_build.build_ranks, (sys.executable, "-P", str(PROGRAM))
+    folder = Path(os.environ[FOLDER])
+    tell_later(0)
+    settings = tiny_settings(MODEL) if tiny else {}
+    path = write_dummy_model(folder, MODEL, **settings, **({} if tiny else {"num_hidden_layers": shape.num_layers}))
+    kept, build_ranks, command = [], engine_build.build_ranks, (sys.executable, "-P", str(PROGRAM))
 
-        def build_counted(*told: Any, **named: Any) -> Any:  # noqa: ANN401 handed on as it is
-            kept.append(build_ranks(*told, command=command, **named))
-            return kept[0]
+    def build_counted(*told: Any, **named: Any) -> Any:  # noqa: ANN401 handed on as it is
+        kept.append(build_ranks(*told, command=command, **named))
+        return kept[0]
 
-        engine_build.build_ranks = build_counted
-        begin = time.perf_counter()
-        llm = LLM(
-            *(str(path),),
-            load_format="dummy",
-            device=device,
-            tensor_parallel_size=1 if mode == "stages" else num_ranks,
-            pipeline_parallel_size=num_ranks if mode == "stages" else 1,
-            tensor_parallel_sums="reduce" if mode == "reduce" else "auto",
-            batch_invariant=mode != "reduce",
-            max_model_len=shape.max_model_len,
-            max_num_seqs=max(8, shape.num_prompts),
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            kv_cache_memory=shape.kv_cache_memory,
-            on_progress=lambda done, total: None,
-        )
-        found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1)}
+    engine_build.build_ranks = build_counted
+    begin = time.perf_counter()
+    llm = LLM(
+        *(str(path),),
+        load_format="dummy",
+        device=device,
+        tensor_parallel_size=1 if mode == "stages" else num_ranks,
+        pipeline_parallel_size=num_ranks if mode == "stages" else 1,
+        tensor_parallel_sums="reduce" if mode == "reduce" else "auto",
+        batch_invariant=mode != "reduce",
+        max_model_len=shape.max_model_len,
+        max_num_seqs=max(8, shape.num_prompts),
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        kv_cache_memory=shape.kv_cache_memory,
+        on_progress=lambda done, total: None,
+    )
+    found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1)}
+    keep(found, result)
+    with llm:
+        found |= look_at(llm, folder, num_ranks, before, symmetric_bytes(kept[0].built.plan) if kept else 0)
         keep(found, result)
-        with llm:
-            found |= look_at(llm, folder, num_ranks, before, symmetric_bytes(kept[0].built.plan) if kept else 0)
-            keep(found, result)
-            found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode != "reduce")}
-            keep(found, result)
-            found |= speed(llm, shape)
-            keep(found, result)
-            if mode == "reduce":
-                found |= steady(llm, folder, shape, num_ranks)
+        found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode != "reduce")}
+        keep(found, result)
+        found |= speed(llm, shape)
+        keep(found, result)
+        if mode == "reduce":
+            found |= steady(llm, folder, shape, num_ranks)
     return found
 
 
@@ -153,8 +161,8 @@ def steady(llm: Any, folder: Path, shape: Shape, num_ranks: int) -> dict[str, An
     answers(llm, shape, seed=3, num_tokens=2)  # whatever a rank still does once is behind it
     before, at_first = device_counts(), rank_files(folder, num_ranks)
     most = shape.max_model_len // 2
-    left, seed = shape.num_steps, 4
-    while left > 0:
+    left, seed, end = shape.num_steps, 4, time.monotonic() + STEADY_SECONDS
+    while left > 0 and time.monotonic() < end:
         answers(llm, shape, seed, num_tokens=min(most, left))
         left, seed = left - most, seed + 1
     after, at_last = device_counts(), rank_files(folder, num_ranks)
@@ -227,7 +235,9 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
             ]
             values = {"compared": len(both), "different": sum(a != b for a, b in both)}
             holds = not values["different"]
-            rows.append({"measure": f"{label}: tokens against one", "unit": "count", "values": values, "holds": holds})
+            first = next((place for place, (a, b) in enumerate(both) if a != b), None)
+            row = {"measure": f"{label}: tokens against one", "unit": "count", "values": values, "holds": holds}
+            rows.append(row | ({} if first is None else {"first_difference": [first, *both[first]]}))
         if "own" in entry and size > 1:
             values = {
                 f"rank {rank} {key}": told[key]
@@ -289,51 +299,101 @@ def chosen_parts(text: str) -> Sequence[tuple[str, int]]:
 
 
 def main() -> None:
-    """Run what was asked, as far as the time goes."""
+    """Run what was asked, as far as the time goes; the record is written after every part."""
     parser = options("Engines on several ranks, all on one GPU")
     parser.add_argument("--parts", default="", help="such as exact-1,exact-2; else all")
     arguments = parser.parse_args()
     if arguments.child is not None:
         mode, _, size = arguments.child.partition("-")
-        leave(run_part(mode, int(size), arguments.tiny, arguments.device, arguments.result), arguments.result)
+        found = run_part(mode, int(size), arguments.tiny, arguments.device, arguments.result)
+        keep(found | {"is_done": True}, arguments.result)
         return
-    results, facts, is_shared = measure_all(arguments)
-    lines = [
-        (row["measure"], json.dumps(row["values"]), str(row.get("percent", "")), row.get("holds", ""))
-        for row in results
+    budget, found = Budget(min(arguments.budget_seconds, BUDGET_SECONDS)), {}
+    for mode, size in chosen_parts(arguments.parts):
+        if budget.left_seconds < MIN_SECONDS:
+            print(f"{mode}-{size} is left out: no time", flush=True)
+            continue
+        start, before = budget.spent_seconds, used_bytes()
+        found[mode, size] = numbered(run_limited(mode, size, min(PART_SECONDS[size], budget.left_seconds), arguments))
+        print(json.dumps({"part": f"{mode}-{size}", "seconds": round(budget.spent_seconds - start, 1)}), flush=True)
+        show(found, (mode, size))
+        write(found, arguments)
+        wait_until_free(before)
+
+
+def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A part in a process of its own, with an MPS daemon of its own; killed with all its ranks when its time is over."""
+    is_cuda = arguments.device.startswith("cuda")
+    with tempfile.TemporaryDirectory() as name, mps() if is_cuda else contextlib.nullcontext(OVERLAP) as environment:
+        folder = Path(name)
+        result, told = folder / "result.json", folder / "told.txt"
+        shared = ["--device", arguments.device, "--result", str(result), *(["--tiny"] if arguments.tiny else [])]
+        own = {FOLDER: name, TELL_AT: str(time.time() + limit - TELL_SECONDS)}
+        with told.open("w") as out:
+            child = subprocess.Popen(
+                [sys.executable, __file__, "--child", f"{mode}-{size}", *shared],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or OVERLAP), **own},
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=limit)
+        is_late = child.poll() is None
+        if is_late:
+            child.kill()  # its ranks go with it
+        child.wait()
+        kept = result.with_suffix(".kept")
+        found = json.loads(kept.read_text()) if kept.exists() else {}
+        if found.pop("is_done", False):
+            return found
+        words = told.read_text(errors="replace").splitlines()[-25:]
+        stands = [
+            f"{path.stem}: {shortened(path.read_text(errors='replace'))}" for path in sorted(folder.glob("*-*.txt"))
+        ]
+        how = f"it took more than {limit:.0f} s" if is_late else f"it ended with {child.returncode}"
+        return {**found, "error": "\n".join([how, *words, *(stands if is_late else [])])}
+
+
+def shortened(stacks: str) -> str:
+    """Of each thread the innermost frames in a line; of a text without threads all of it."""
+    frames = [
+        [f"{Path(place).stem}:{line}:{name}" for place, line, name in FRAME.findall(thread)]
+        for thread in stacks.split("most recent call first")[1:]
     ]
-    print_table(f"{MODEL}, dummy weights", ("", "", "%", "holds"), lines)
-    for row in results:
-        for key in ("error", "misses"):
-            if row.get(key):
-                print(f"{row['measure']}: {row[key]}", file=sys.stderr)
-    settings = (
-        f"dummy weights, {FULL.num_layers} layers; all ranks on one GPU, {'under MPS' if is_shared else 'taking turns'}"
-    )
-    write_record(make_record("gpu-ranks", results, MODEL, settings, arguments, facts), "ranks", arguments)
+    return "\n  ".join(" < ".join(own[:10]) for own in frames) or stacks[-500:]
 
 
-def measure_all(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
-    """A process for each part, with its limit."""
-    budget, found = Budget(min(arguments.budget_seconds, 195.0)), {}
-    with mps() if arguments.device.startswith("cuda") else contextlib.nullcontext(OVERLAP) as environment:
-        for mode, size in chosen_parts(arguments.parts):
-            if budget.left_seconds < MIN_SECONDS:
-                print(f"{mode}-{size} is left out: no time")
-                continue
-            start = budget.spent_seconds
-            shared = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
-            command = [__file__, "--child", f"{mode}-{size}", *shared]
-            limit = min(PART_SECONDS, budget.left_seconds)
-            found[mode, size] = numbered(run_child(command, limit, environment=environment or OVERLAP))
-            seconds = round(budget.spent_seconds - start, 1)
-            told = {"part": f"{mode}-{size}", "seconds": seconds, "error": found[mode, size].get("error")}
-            print(json.dumps(told), flush=True)
+def wait_until_free(before: int | None) -> None:
+    """Until the device has back what a part held, or for some seconds."""
+    end = time.monotonic() + FREE_SECONDS
+    while before is not None and time.monotonic() < end and (used_bytes() or 0) > before + 2**28:
+        time.sleep(0.3)
+
+
+def show(found: Mapping[tuple[str, int], Mapping[str, Any]], part: tuple[str, int]) -> None:
+    """What one part has shown."""
+    own = {part: found[part]} | {key: entry for key, entry in found.items() if key == ("exact", 1)}
+    label = f"{part[1]} ranks, {part[0]}"
+    for row in rows_of(own):
+        if row["measure"].startswith(label):
+            kept = {
+                key: row[key]
+                for key in ("values", "percent", "holds", "misses", "first_difference")
+                if row.get(key) is not None
+            }
+            print(row["measure"], json.dumps(kept), flush=True)
+            if "error" in row:
+                print(row["error"], file=sys.stderr, flush=True)
+
+
+def write(found: Mapping[tuple[str, int], Mapping[str, Any]], arguments: argparse.Namespace) -> None:
+    """The record of all parts so far."""
     facts = {
         "start_seconds": {f"{mode}-{size}": entry.get("start_seconds") for (mode, size), entry in found.items()},
         "measured": "per rank: torch reserved + symmetric memory + an equal part of what else the device lost",
     }
-    return rows_of(found), facts, environment is not None
+    settings = f"dummy weights, {FULL.num_layers} layers; all ranks on one GPU under MPS"
+    write_record(make_record("gpu-ranks", rows_of(found), MODEL, settings, arguments, facts), "ranks", arguments)
 
 
 def numbered(entry: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ PLACE = "HOLDFAST_RANK_FRAMES"
 MOST_RANKS = 8
 LIMITS_US = {1: 60.0, 3: 150.0}
 """Asked for 64 sequences, by the number of other ranks."""
-SECTION = "rank frames"
+SECTION = "rank-frames"
 
 
 class Times:
@@ -114,9 +114,9 @@ def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> d
 
 def as_result(row: dict[str, object]) -> dict[str, object]:
     """A row as records have them."""
-    measure = f"{row['sequences']} sequences to {row['other_ranks']} ranks"
-    values = {name: row[name] for name in ("sent_us", "used_us", "there_us")}
-    medians = {name: row[f"{name.removesuffix('_us')}_median_us"] for name in values}
+    measure = f"sequences {row['sequences']}, other ranks {row['other_ranks']}"
+    values = {name: row[f"{name}_us"] for name in ("sent", "used", "there")}
+    medians = {name: row[f"{name}_median_us"] for name in values}
     return {"measure": measure, "unit": "us", "values": values, "medians": medians, "frame_bytes": row["frame_bytes"]}
 
 
@@ -145,8 +145,8 @@ def benchmark() -> None:
             for row in rows
         ],
     )
-    settings = f"{num_steps} decode steps, each with the results of the one before; asked: {LIMITS_US}"
-    record = gpu_records.make_record(SECTION, [as_result(row) for row in rows], "none", settings, arguments, {})
+    settings = f"{num_steps} decode steps, each with the results of the one before; load of the machine {os.getloadavg()[0]:.1f}"
+    record = gpu_records.make_record(SECTION, [as_result(row) for row in rows], "no model", settings, arguments, {})
     gpu_records.write_record(record, "rank-frames", arguments)
 
 

@@ -279,6 +279,13 @@ SECTIONS: Mapping[str, Columns] = {
         "against transformers": _value("ratios", "transformers"),
     },
     "gpu-exchange": {"": _value("measure"), "found": _listed_values, "unit": _value("unit")},
+    "rank-frames": {
+        "us": _value("measure"),
+        "bytes": _value("frame_bytes"),
+        "rank 0 is held up": _value("values", "sent"),
+        "median": _value("medians", "sent"),
+        "the last rank has it": _value("values", "there"),
+    },
     "gpu-masks": {
         "us": _value("measure"),
         "mask kernel": _value("values", "mask kernel"),

@@ -1,11 +1,19 @@
-"""LLM over the stages of a pipeline: processes on a CPU with gloo; answers and accounts are those of one process."""
+"""LLM over three stages of a pipeline, processes on a CPU with gloo: answers of one process, and the end where a stage dies."""
+
+import os
+import signal
+import time
 
 import pytest
 
-from api.test_ranks_llm import EXACT, OPTIONS, answers, pids_of
+from api.test_ranks_llm import OPTIONS, PROMPTS, answers, pids_of
 from cli.cli_models import make_model
 from engine.test_core_process import is_gone
-from holdfast import LLM
+from holdfast import LLM, SamplingParams
+from holdfast.errors import EngineDeadError
+
+pytestmark = pytest.mark.slow
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -13,39 +21,52 @@ def model(tmp_path_factory) -> str:
     return str(make_model(tmp_path_factory.mktemp("stages") / "tiny", num_hidden_layers=4))
 
 
-@pytest.fixture(scope="module")
-def alone(model) -> list:
+def test_three_stages_answer_as_one_process(model):
     with LLM(model, **OPTIONS) as llm:
-        return answers(llm)
-
-
-@pytest.mark.slow
-def test_two_stages_answer_as_one_process(model, alone):
-    with LLM(model, pipeline_parallel_size=2, **OPTIONS) as llm:
+        alone = answers(llm)
+    with LLM(model, pipeline_parallel_size=3, **OPTIONS) as llm:
         pids = pids_of(llm)
-        assert llm.engine.core.run_ahead == 1
+        assert llm.engine.core.run_ahead == 2
         assert answers(llm) == alone
         assert answers(llm) == alone, "with prefixes that are cached"
-        (other,) = llm.memory.ranks
-        assert 0 < other.held_bytes <= other.planned_bytes
+        assert [rank.rank for rank in llm.memory.ranks] == [1, 2]
+        assert all(0 < rank.held_bytes <= rank.planned_bytes for rank in llm.memory.ranks)
     assert all(map(is_gone, pids))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tensor_size", "num_stages"), [(1, 3), (2, 2)])
-def test_more_ranks_answer_as_one_process(model, alone, tensor_size, num_stages):
-    sizes = {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages}
-    with LLM(model, **sizes, **(EXACT if tensor_size > 1 else OPTIONS)) as llm:
-        pids = pids_of(llm)
-        assert len(pids) == tensor_size * num_stages - 1
-        assert answers(llm) == alone
-    assert all(map(is_gone, pids))
-
-
-@pytest.mark.slow
 def test_two_stages_with_turboquant_and_proposals(model):
     options = OPTIONS | {"kv_cache_dtype": "turboquant_k8v4", "speculative": "ngram:3"}
     with LLM(model, **options) as llm:
         expected = answers(llm)
     with LLM(model, pipeline_parallel_size=2, **options) as llm:
         assert answers(llm) == expected
+
+
+def test_what_steps_in_flight_bring_to_nobody_is_dropped(model):
+    """A stream is left with a step in every stage; what follows is answered as if nobody had been there."""
+    with LLM(model, **OPTIONS) as llm:
+        alone = answers(llm)
+    with LLM(model, pipeline_parallel_size=3, **OPTIONS) as llm:
+        streams = [llm.stream(prompt, LONG) for prompt in PROMPTS[:3]]
+        for stream in streams:
+            next(stream)
+        for stream in streams:
+            stream.close()
+        assert answers(llm) == alone
+
+
+@pytest.mark.parametrize("rank", [1, 2], ids=["the middle", "the last"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stage_that_dies_ends_all_with_an_error(model, how, rank):
+    llm = LLM(model, pipeline_parallel_size=3, **OPTIONS)
+    stream = llm.stream(PROMPTS[0], LONG)
+    next(stream)
+    pids = pids_of(llm)
+    began = time.monotonic()
+    os.kill(pids[rank - 1], how)
+    with pytest.raises(EngineDeadError, match=rf"rank {rank} was killed|rank {rank} has given no sign of life"):
+        list(stream)
+    assert time.monotonic() - began < 2.5
+    llm.shutdown()
+    assert all(map(is_gone, pids))
+    assert time.monotonic() - began < 5.0

@@ -111,7 +111,7 @@ def start_behind_plan(group) -> None:
 
 def test_a_rank_that_never_comes_is_waited_for_so_long():
     group = open_group("never comes", num_ranks=3)
-    with pytest.raises(EngineDeadError, match="rank 2 has not sent RankReported within 1 seconds"):
+    with pytest.raises(EngineDeadError, match=r"rank [12] has not sent RankReported within 1 seconds"):
         group.expect(RankReported, 1.0)
     assert all(map(is_gone, group.pids))
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,11 @@ MODEL = "Qwen3-8B"
 
 
 def reports_of(*targets, model: str = "m") -> list[RankReport]:
-    return [report_rank(rank, target, model, f"gpu {rank}") for rank, target in enumerate(targets)]
+    first = report_rank(0, targets[0], model)
+    return [first._replace(rank=rank, target=target, device=f"gpu {rank}") for rank, target in enumerate(targets)]
 
 
-def config_of(size: int = 2, num_stages: int = 1, **options) -> EngineConfig:
+def config_of(size: int = 2, num_stages: int = 1, **options: Any) -> EngineConfig:
     return EngineConfig(tensor_parallel_size=size, pipeline_parallel_size=num_stages, **options)
 
 
@@ -84,8 +86,7 @@ def test_each_rank_plans_the_same_for_itself(size: int, num_stages: int) -> None
 
 def test_ranks_on_one_device_share_its_memory() -> None:
     reports = [report_rank(rank, HOST, "m", "cpu") for rank in range(2)]
-    options = {"kv_cache_memory": "1GiB"}
-    plans = plan_ranks(config_of(**options), declared("Qwen3-0.6B"), reports)
+    plans = plan_ranks(config_of(kv_cache_memory="1GiB"), declared("Qwen3-0.6B"), reports)
     assert plans.agreement.num_sharing == (2, 2)
     assert all(plan.target.available_bytes == HOST.available_bytes // 2 for plan in plans.plans)
     assert "shared by 2 ranks" in plans.plans[0].target.reason
@@ -138,6 +139,7 @@ def test_ranks_that_cannot_be_are_refused_before_each_has_a_report(monkeypatch) 
         worst_request(config_of(4096, 4096), declared(MODEL), H200)
 
 
+@pytest.mark.slow
 def test_stages_of_an_index_begin_where_a_layer_chooses() -> None:
     """GLM-5.2: most layers attend to what one before them chose."""
     model = declared("GLM-5.2")
@@ -154,7 +156,7 @@ def test_ranks_that_are_not_like_rank_0_are_named() -> None:
     first, second = reports_of(H200, H200)
     for changed, words in (
         (second._replace(model="other"), "its model (a digest of its headers) is 'other', and rank 0's is 'm'"),
-        (second._replace(versions=second.versions | {"torch": "1.0"}), "its torch is '1.0', and rank 0's is "),
+        (second._replace(versions={**second.versions, "torch": "1.0"}), "its torch is '1.0', and rank 0's is "),
         (second._replace(target=HOST), "its device is 'cpu', and rank 0's is 'cuda'"),
     ):
         with pytest.raises(ConfigError, match="rank 1 was to run with the others") as caught:

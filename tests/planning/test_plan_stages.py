@@ -1,15 +1,20 @@
 """Cuts of pipeline stages: as good as any that can be tried, and never worse than equal ones."""
 
 from itertools import combinations, pairwise
+from math import comb
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import Mesh
+from holdfast.memory.devices import GPUS
+from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.fit import PlanRequest, fit_runner
 from holdfast.planning.ranks import cut_stages, rank_meshes, stage_costs
 from holdfast.planning.stages import best_cuts, equal_cuts
+from holdfast.planning.target import gpu_target
 from planning.plan_cases import A100, H200, RTX4090, declared
 
 
@@ -18,7 +23,7 @@ def every_cut(num_layers: int, num_stages: int):
         yield tuple(pairwise((0, *inner, num_layers)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.data())
 def test_cuts_are_those_of_brute_force(data) -> None:
     """Layers of any cost, ends with a cost of their own, budgets by stage, layers that no stage may begin with."""
@@ -110,3 +115,47 @@ def _inner_near(cuts):
             moved[place] += step
             if all(first < last for first, last in pairwise((0, *moved, cuts[-1][1]))):
                 yield moved
+
+
+def catalogue_cases() -> list[tuple[str, int]]:
+    """Models that run, one of each shape, with 2 to 4 stages."""
+    found: dict[object, str] = {}
+    for name in CATALOGUE:
+        model = declared(name)
+        if model.spec is not None and not model.is_compressed:
+            found.setdefault(model.spec, name)
+    return [(name, num_stages) for name in found.values() for num_stages in (2, 3, 4)]
+
+
+def smallest_target(name: str, num_stages: int):
+    """The smallest GPU of the list on which as many ranks as stages hold a model's weights with a quarter to spare."""
+    weights = declared(name).weight_bytes(declared(name).checkpoint_dtype)
+    gpus = sorted(GPUS.values(), key=lambda gpu: gpu.total_bytes)
+    return next((gpu_target(gpu) for gpu in gpus if gpu.total_bytes * num_stages > 1.25 * weights), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_stages"), catalogue_cases())
+def test_cuts_of_the_catalogue_are_those_of_brute_force(name: str, num_stages: int) -> None:
+    """Every cut into two, and into more where they can be counted; the fewest pages of it and of equal cuts are printed (-s)."""
+    model, target = declared(name), smallest_target(name, num_stages)
+    if target is None:
+        pytest.skip("no GPU of the list holds so much")
+    config = EngineConfig(pipeline_parallel_size=num_stages, max_model_len=4096, max_num_batched_tokens=2048)
+    targets = [target] * num_stages
+    costs, found = stage_costs(config, model, targets), cut_stages(config, model, targets)
+    assert found is not None
+    heads = model.declaration.heads(Mesh())
+    shared = frozenset() if heads is None else heads.shared_layers
+
+    def fewest(cuts) -> int:
+        return min(costs.count_pages(stage, *layers) for stage, layers in enumerate(cuts))
+
+    if comb(model.num_layers - 1, num_stages - 1) <= 40_000:
+        allowed = (cuts for cuts in every_cut(model.num_layers, num_stages) if not {one for one, _ in cuts} & shared)
+        assert fewest(found) == max(map(fewest, allowed))
+    equal = equal_cuts(model.num_layers, num_stages)
+    sizes = "+".join(str(last - first) for first, last in found)
+    if not {one for one, _ in equal} & shared:
+        assert fewest(found) >= fewest(equal)
+        print(f"{name:32} {target.name:28} {sizes:14} {fewest(found):>9,} {fewest(equal):>9,}")

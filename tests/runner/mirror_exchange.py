@@ -62,4 +62,6 @@ class MirrorExchange:
     def end_step(self) -> None:
         self._turn = 0
 
+    def abandon(self) -> None: ...
+
     def close(self) -> None: ...

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.distributed.exchange_plan import exchange_specs
+from holdfast.distributed.exchange_plan import (
+    NCCL_BYTES,
+    ExchangeKind,
+    ExchangeNeeds,
+    exchange_specs,
+    rounding_bytes,
+)
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.loading.execution import execute
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
@@ -34,7 +40,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
-    "kv_cache_memory": 2**30,
+    "kv_cache_memory": 2**33,
 }
 
 
@@ -68,8 +74,8 @@ def held_and_planned(name: str, mesh: Mesh, options: dict[str, Any]) -> tuple[Co
     build._weights = execute._assemble(load.plan, weights.tensors)
     if plan.exchange_needs is not None:
         build._exchange = NoExchange(mesh)  # type: ignore[assignment]
-        for owner, spec in exchange_specs(plan.exchange_needs, mesh, plan.exchange_kind).items():
-            ledger.record(owner, spec.aligned_bytes, "as an exchange takes them")
+        for owner, num_bytes in _exchange_bytes(plan.exchange_needs, mesh, plan.exchange_kind).items():
+            ledger.record(owner, num_bytes, "as an exchange takes them")
     build.assemble()
     held = Counter({KV_OWNER: 0})
     for entry in ledger:
@@ -78,6 +84,14 @@ def held_and_planned(name: str, mesh: Mesh, options: dict[str, Any]) -> tuple[Co
     for term in plan.memory.terms:
         planned[_line(term.owner)] += term.num_bytes if "serve" in term.phases else 0
     return held, planned
+
+
+def _exchange_bytes(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict[str, int]:
+    """As the exchanges of distributed/symmetric.py and distributed/collectives.py enter them."""
+    held = {owner: spec.aligned_bytes for owner, spec in exchange_specs(needs, mesh, kind).items()}
+    if kind == "symmetric":
+        held["exchange/rounding"] = rounding_bytes(needs, mesh)
+    return held | ({"collectives/nccl": NCCL_BYTES} if kind == "nccl" else {})
 
 
 def _line(owner: str) -> str:

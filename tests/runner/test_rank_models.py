@@ -1,6 +1,8 @@
 """Ranks in lock-step threads against one: logits and pages to the bit where they gather (exact), nearly so where they sum (reduce)."""
 
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ import torch
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError
 from holdfast.loading.model_files import find_default_model
+from holdfast.request.sampling_params import SamplingParams
 from kernels.exactness import require_native
 from runner.rank_runs import (
+    VOCAB,
     Built,
     Ranks,
     assert_pages_are_slices,
@@ -19,6 +23,7 @@ from runner.rank_runs import (
     whole_logits,
     write_model,
 )
+from runner.stepping import Stepper, Wish, drive
 
 slow = pytest.mark.slow
 CASES = [
@@ -173,3 +178,49 @@ def test_what_does_not_divide_is_declined_before_a_weight_is_read(tmp_path, mesh
     path = write_model(tmp_path, "llama", num_key_value_heads=4)
     with pytest.raises(ConfigError, match="4 key heads"):
         Ranks(path, mesh.tensor_size, exact=False)
+
+
+def wishes() -> list[Wish]:
+    """Greedy requests, some with alternatives beside every token; ids are any."""
+    dice = Random(5)
+    return [
+        Wish(
+            [dice.randrange(3, VOCAB) for _ in range(dice.randint(1, 30))],
+            SamplingParams(temperature=0.0, logprobs=2 if number % 2 else None),
+            dice.randint(1, 12),
+        )
+        for number in range(7)
+    ]
+
+
+def answers(built: Built, requests: list[Wish], seed: int) -> list[tuple[list[int], list]]:
+    """Tokens of each request, and on the first rank their log-probabilities, by steps of a random schedule."""
+    runner = built.runner
+    stepper = Stepper(runner.limits, runner.groups, runner.num_pages, requests, seed)
+    people = drive(runner, stepper, 0).people
+    return [(person.output, [] if built.mesh.rank else person.logprobs) for person in people]
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["reduce", "exact"])
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "whole_experts"),
+    [
+        ("llama", 2, False),
+        pytest.param("gemma3", 4, False, marks=slow),
+        pytest.param("gpt_oss", 2, True, marks=slow),
+        pytest.param("opt", 3, False, marks=slow),
+    ],
+)
+def test_answers_do_not_depend_on_the_schedule(folder, name, num_ranks, whole_experts, exact):
+    """By any schedule every request has the same tokens on all ranks; in exact mode those of one rank, to the bit.
+
+    Latents are not among them: attention to them depends on company on a CPU, on one rank too.
+    """
+    path, requests, found = write_model(folder / name, name), wishes(), []
+    for seed in range(3):
+        ranks = Ranks(path, num_ranks, exact=exact, whole_experts=whole_experts)
+        first, *others = ranks.run(partial(answers, requests=requests, seed=seed))
+        assert all([tokens for tokens, _ in other] == [tokens for tokens, _ in first] for other in others)
+        found.append(first)
+    found += [answers(one_rank(path), requests, 7)] if exact else []
+    assert all(one == found[0] for one in found[1:])

@@ -34,7 +34,7 @@ from holdfast.kernels.exchange.links import (
     offer_rows,
     release_links,
 )
-from holdfast.kernels.exchange.signals import MAX_BLOCKS, MAX_RANKS, TABLES_WORD, release_waits
+from holdfast.kernels.exchange.signals import EPOCHS_WORD, MAX_BLOCKS, MAX_RANKS, TABLES_WORD, release_waits
 from holdfast.kernels.exchange.sum_rows import Ranks, may_take_two_passes, sum_rows_triton, tile_forms
 from holdfast.kernels.triton_compat import supports_pdl
 from holdfast.memory.arena import views_of
@@ -44,6 +44,7 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 natives: Any = getattr(torch._C, "_distributed_c10d", None)
 """What torch has of groups below Python; its stubs do not name it."""
 GROUP_KEY = "group"
+WAITING_SHARE = 4
 WARM_ELEMENTS = 16
 """As many as Triton tells numbers of elements apart by."""
 
@@ -90,23 +91,35 @@ def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
     return name, group
 
 
-def agree_blocks(store: Store, mesh: Mesh, device: torch.device) -> int:
-    """How many programs a kernel that waits may have: the same on all ranks, and a share of the GPU where several ranks are on it.
+def agree_blocks(store: Store, mesh: Mesh, device: torch.device, share: int) -> int:
+    """How many programs a kernel that waits may have: the same on all ranks, and few where several ranks are on one GPU.
 
-    With more of them those of some ranks could fill a GPU and wait for a peer whose kernels find no place there.
+    Those of some ranks wait there for a peer whose own kernels must find a place: a product may want whole processors, and several of
+    them side by side (a cluster). So all that can wait at once take one processor in `share`.
     """
     properties = torch.cuda.get_device_properties(device)
     own = {"device": str(properties.uuid), "num_processors": properties.multi_processor_count}
     store.set(f"device/{mesh.rank}", json.dumps(own))
     found = [json.loads(store.get(f"device/{rank}")) for rank in range(mesh.num_ranks)]
     num_on = Counter(entry["device"] for entry in found)
-    return min(MAX_BLOCKS, *(entry["num_processors"] // num_on[entry["device"]] for entry in found))
+    shares = [
+        entry["num_processors"] // (num_on[entry["device"]] * share) for entry in found if num_on[entry["device"]] > 1
+    ]
+    return max(1, min([MAX_BLOCKS, *shares]))
 
 
 class SymmetricExchange:
     """The exchange of one rank; see distributed/exchange.py."""
 
-    def __init__(self, mesh: Mesh, needs: ExchangeNeeds, store: Store, device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        needs: ExchangeNeeds,
+        store: Store,
+        device: torch.device,
+        ledger: Ledger,
+        waiting_share: int = WAITING_SHARE,
+    ) -> None:
         specs, shared = exchange_specs(needs, mesh, "symmetric"), shared_specs(needs, mesh)
         reason = f"exchange of {mesh.num_ranks} ranks over symmetric memory"
         self._memory: SymmetricMemory | None = SymmetricMemory(shared, store, mesh, device)
@@ -128,18 +141,17 @@ class SymmetricExchange:
         self._peer_logits = [views["exchange/logits"] for views in everybodys[last:]]
         self._everybodys = everybodys
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
-        self.ranks = self._make_ranks(stage)
+        self.ranks = self._make_ranks(stage, agree_blocks(store, mesh, device, waiting_share))
         self._is_at_rest = True
         self._rescue = torch.cuda.Stream(device)
         self._warmed_sums: set[tuple[torch.dtype, torch.dtype]] = set()
 
-    def _make_ranks(self, stage: list[dict[str, torch.Tensor]]) -> Ranks:
+    def _make_ranks(self, stage: list[dict[str, torch.Tensor]], max_blocks: int) -> Ranks:
         """Signals of the ranks of this stage, with a table of their addresses behind this rank's own."""
         signals = stage[self.mesh.tensor_rank]["exchange/signals"].view(torch.int32)
         peers = signals[TABLES_WORD : TABLES_WORD + 2 * MAX_RANKS].view(torch.int64)
         addresses = [views["exchange/signals"].data_ptr() for views in stage]
         peers[: len(addresses)].copy_(torch.tensor(addresses, dtype=torch.int64))
-        max_blocks = agree_blocks(self._store, self.mesh, signals.device)
         return Ranks(self.mesh.tensor_rank, self.mesh.tensor_size, signals, peers, max_blocks)
 
     @property
@@ -149,6 +161,12 @@ class SymmetricExchange:
     @property
     def size(self) -> int:
         return self.mesh.tensor_size
+
+    def epochs(self) -> str:
+        """Where this rank stands and where it sees its peers, for whoever looks into a hang; in a stream of its own."""
+        with torch.cuda.stream(self._rescue):
+            words = self._signals(self.mesh.rank)[: EPOCHS_WORD + 1].to("cpu")
+        return f"own epoch {int(words[EPOCHS_WORD])}, peers at {words[: self.size].tolist()} (its own place is unused)"
 
     @property
     def group_name(self) -> str:
@@ -315,8 +333,12 @@ def open_symmetric(
     timeout_s: float = OPEN_SECONDS,
     secret: str = "",
     check: Check | None = None,
+    waiting_share: int = WAITING_SHARE,
 ) -> SymmetricExchange:
-    """Among all ranks of the mesh, which call this together, each with a GPU of this node."""
+    """Among all ranks of the mesh, which call this together, each with a GPU of this node.
+
+    Where several are on one GPU, kernels that wait take no more than one in `waiting_share` of its processors.
+    """
     if mesh.tensor_size > MAX_RANKS:
         raise ConfigError(
             f"{mesh.tensor_size} ranks were to share layers over symmetric memory",
@@ -325,4 +347,4 @@ def open_symmetric(
         )
     store = open_store(place, mesh, timeout_s, secret, check)
     with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
-        return SymmetricExchange(mesh, needs, store, device, ledger)
+        return SymmetricExchange(mesh, needs, store, device, ledger, waiting_share)

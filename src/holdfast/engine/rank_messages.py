@@ -26,7 +26,7 @@ from holdfast.engine.messages import Died, Heartbeat, Message, Refused, Shutdown
 from holdfast.errors import HoldfastError, MessageError
 from holdfast.memory.report import RankMemory
 from holdfast.request.sequence import NO_TOKEN, StepResult
-from holdfast.request.step import MAX_TOKEN_ID, Step, decode_step, encode_step
+from holdfast.request.step import MAX_TOKEN_ID, Step, read_step, write_step
 from holdfast.request.wire import Reader, Writer, body_length, open_frame, refuse
 
 MAX_RANK_BODY_BYTES = 2**26
@@ -131,13 +131,17 @@ def encode_frame(results: Sequence[StepResult], step: Step, number: int) -> byte
     numbers: list[int] = []
     for result in results:
         tokens = [one.token_ids for one in result.results]
-        numbers.append(len(tokens))
-        numbers += map(len, tokens)
-        numbers += chain.from_iterable(tokens)
+        flat = list(chain.from_iterable(tokens))
+        # One token each, as in nearly every step: then nobody is told how many each has.
+        is_plain = len(flat) == len(tokens) and all(tokens)
+        numbers.append(2 * len(tokens) + is_plain)
+        if not is_plain:
+            numbers += map(len, tokens)
+        numbers += flat
     writer = Writer()
     writer.int(number)
     writer.ints(numbers)
-    writer.bytes(encode_step(step))
+    write_step(writer, step)
     return writer.frame(_FRAME_KIND)
 
 
@@ -220,24 +224,25 @@ def _count(number: object) -> int:
 
 
 def _read_frame(reader: Reader) -> RankFrame:
-    numbers, step = reader.ints(NO_TOKEN, MAX_TOKEN_ID), decode_step(reader.bytes())
+    numbers, step = reader.ints(NO_TOKEN, MAX_TOKEN_ID), read_step(reader)
     reader.end()
     results, place = [], 0
     while place < len(numbers):
-        num_items = numbers[place]
-        counts = numbers[place + 1 : place + 1 + num_items]
-        if num_items < 0 or len(counts) != num_items or min(counts, default=0) < 0:
-            refuse("its results end before what they announce")
-        place += 1 + num_items
-        if min(counts, default=0) == max(counts, default=0) == 1:  # as in nearly every step
+        num_items, is_plain = divmod(numbers[place], 2)
+        place += 1
+        if is_plain:
             tokens = [(token_id,) for token_id in numbers[place : place + num_items]]
             place += num_items
         else:
+            counts = numbers[place : place + num_items]
+            place += num_items
+            if min(counts, default=0) < 0:
+                refuse("its results have fewer tokens than none")
             tokens = []
             for count in counts:
                 tokens.append(numbers[place : place + count])
                 place += count
-        if place > len(numbers):
+        if place > len(numbers) or num_items < 0:
             refuse("its results end before what they announce")
         results.append(tuple(tokens))
     return RankFrame(tuple(results), step)

@@ -172,11 +172,13 @@ def worst_request(
     Processes on a CPU share its memory.
     """
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-    device = "" if target.kind == "cpu" else f"{target.name} "
     check_ranks(config, declared)
-    first = report_rank(0, target, "")
-    reports = [first._replace(rank=rank, device=f"{device}{rank if device else 'cpu'}") for rank in range(num_ranks)]
-    own = shared_target(target, num_ranks if target.kind == "cpu" else 1)
+    first = report_rank(0, target, declared.name)
+    is_shared = target.kind == "cpu"
+    reports = [
+        first._replace(rank=rank, device="cpu" if is_shared else f"{target.name} {rank}") for rank in range(num_ranks)
+    ]
+    own = shared_target(target, num_ranks if is_shared else 1)
     cuts = cut_stages(config, declared, [own] * num_ranks)
     requests = [PlanRequest(config, declared, own, mesh) for mesh in rank_meshes(config, cuts)]
     first_of_stages = requests[:: config.tensor_parallel_size]

@@ -306,6 +306,8 @@ ROUNDING_BYTES = 26 * 2**20
 """What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
 
 No other term has a share of it: owners are planned at the bytes that they ask for."""
+NODE_GPUS = 8
+"""That are linked so that each reads the memory of all."""
 STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
 
@@ -346,13 +348,15 @@ class Layout(NamedTuple):
 
     @property
     def exchange_kind(self) -> ExchangeKind:
-        """How ranks on one node exchange."""
-        return "symmetric" if self.target.kind == "cuda" else "gloo"
+        """How ranks exchange: through each other's memory on one node, by NCCL where there are more GPUs than one has."""
+        if self.target.kind == "cpu":
+            return "gloo"
+        return "symmetric" if self.mesh.num_ranks <= NODE_GPUS else "nccl"
 
     @property
     def all_layers(self) -> "Layout":
         """The same share of the layers of all stages: groups of the cache and who attends follow from these."""
-        return self._replace(mesh=self.mesh.all_layers)
+        return self if self.mesh.layers is None else self._replace(mesh=self.mesh.all_layers)
 
     def heads(self) -> HeadGeometry | None:
         return self.declared.declaration.heads(self.mesh)
@@ -466,7 +470,8 @@ def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
     declared, target, limits = layout.declared, layout.target, resolved.limits
     bounds = StepBounds(limits.max_num_seqs, limits.max_num_batched_tokens, limits.page_tokens)
     specs = _distinct_specs(layout, resolved)
-    declaration = choose_declaration(_distinct_specs(layout.all_layers, resolved)) if specs else None
+    of_all = specs if layout.all_layers is layout else _distinct_specs(layout.all_layers, resolved)
+    declaration = choose_declaration(of_all) if specs else None
     scratch = () if declaration is None else declaration.scratch(specs, bounds)
     logit_rows = max(limits.sampled_rows, PROMPT_ROWS)
     step = StepShape(

@@ -78,6 +78,12 @@ NO_STEP = Step(0)
 def encode_step(step: Step) -> bytes:
     """A step as one message."""
     writer = Writer()
+    write_step(writer, step)
+    return writer.frame(STEP_KIND)
+
+
+def write_step(writer: Writer, step: Step) -> None:
+    """The same as part of another message."""
     writer.int(step.number)
     writer.ints(step.released)
     writer.int(len(step.admitted))
@@ -98,7 +104,6 @@ def encode_step(step: Step) -> bytes:
     writer.ints(guessed)
     for place in guessed:
         writer.ints(items[place].proposals)
-    return writer.frame(STEP_KIND)
 
 
 def decode_step(frame: bytes) -> Step:
@@ -106,6 +111,13 @@ def decode_step(frame: bytes) -> Step:
     kind, reader = open_frame(frame)
     if kind != STEP_KIND:
         refuse(f"it is of kind {kind}, and a step is of kind {STEP_KIND}")
+    step = read_step(reader)
+    reader.end()
+    return step
+
+
+def read_step(reader: Reader) -> Step:
+    """What `write_step` wrote."""
     number = reader.int(1)
     released = reader.ints(0, MAX_TOKEN_ID)
     admitted = tuple(_read_admitted(reader) for _ in range(reader.int(0, MAX_TOKEN_ID)))
@@ -118,7 +130,6 @@ def decode_step(frame: bytes) -> Step:
         for place in _places(reader, num_items)
     }
     proposals = {place: reader.ints(0, MAX_TOKEN_ID) for place in _places(reader, num_items)}
-    reader.end()
     columns = [numbers[nth * num_items : (nth + 1) * num_items] for nth in range(4)]
     if max(columns[3], default=0) > 1:
         slot = columns[0][next(place for place, times in enumerate(columns[3]) if times > 1)]

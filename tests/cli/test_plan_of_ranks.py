@@ -1,0 +1,82 @@
+"""`holdfast plan` of several ranks: the worst one and what differs on others, in words and in JSON; what ranks cannot share."""
+
+import json
+import shlex
+
+import pytest
+
+from cli.cli_models import Here
+from holdfast.cli.plan_view import RankRow
+from holdfast.cli.tables import rank_lines
+
+
+def record(here: Here, words: str) -> dict:
+    ended = here("plan", *shlex.split(words), "--json")
+    assert (ended.code, ended.err) == (0, ""), ended
+    return json.loads(ended.out)
+
+
+def test_the_worst_rank_and_what_differs_on_others(here: Here) -> None:
+    asked = "Qwen3-8B --gpu 4xh200 --pipeline-parallel-size 2"
+    found = record(here, asked)
+    ranks = found["ranks"]
+    assert [one["rank"] for one in ranks] == [0, 1, 2, 3]
+    assert [one["layers"] for one in ranks] == [[0, 18], [0, 18], [18, 36], [18, 36]]
+    (worst,) = (one for one in ranks if one["is_worst"])
+    assert worst["differs"] == {}
+    assert worst["own_pages"] == min(one["own_pages"] for one in ranks)
+    assert found["kv_tokens"] == 16 * worst["own_pages"]
+    assert ranks[1]["differs"]["exchange/whole_logits"] < 0
+    assert ranks[2]["differs"]["weights/lm_head"] == -ranks[2]["differs"]["weights/embed"] > 0
+    assert {"exchange/rows", "exchange/signals", "pipeline/hidden"} <= {term["owner"] for term in found["terms"]}
+    assert "--pipeline-parallel-size 2" in found["command"]
+    assert "--tensor-parallel-size 2" in found["command"]
+    text = here("plan", *shlex.split(asked)).out
+    assert "Qwen3-8B on each of 4 x NVIDIA H200" in text
+    assert "this is the one" in text
+    assert "0 to 17" in text
+    assert "18 to 35" in text
+
+
+def test_one_rank_says_nothing_of_others(here: Here) -> None:
+    assert "ranks" not in record(here, "Qwen3-8B --gpu h200")
+
+
+@pytest.mark.slow
+def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
+    sliced, whole, exact = (
+        {term["owner"]: term["bytes"] for term in record(here, f"Qwen3-30B-A3B --gpu 2xh200 {way}")["terms"]}
+        for way in ("", "--enable-expert-parallel", "--tensor-parallel-sums exact")
+    )
+    assert whole["weights/experts"] == sliced["weights/experts"] == exact["weights/experts"]
+    assert "workspace/gathered" not in sliced
+    assert exact["workspace/gathered"] > 0
+    assert exact["exchange/rows"] > sliced["exchange/rows"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("Qwen3-8B --gpu h200 --pipeline-parallel-size 40", "Qwen3-8B has 36 layers, and a stage has one at least"),
+        ("Qwen3-8B --gpu h200 -tp 2 --enable-expert-parallel", "Qwen3-8B has no experts that ranks could hold"),
+        ("Qwen3-8B --gpu h200 --pipeline-parallel-size two", "pipeline_parallel_size='two' was asked"),
+        ("Qwen3-8B --gpu h200 --tensor-parallel-sums fast", "tensor_parallel_sums='fast' was asked"),
+        ("Qwen3-8B --gpu 4xh200 --pipeline-parallel-size 3", "both say how many GPUs share the model"),
+        ("Qwen3-8B --gpu 4xh200 -tp 4 --pipeline-parallel-size 2", "both say how many GPUs share the model"),
+        ("DeepSeek-V4-Flash --gpu 4xh200 --pipeline-parallel-size 2", "several residual streams"),
+    ],
+)
+def test_what_ranks_cannot_share_is_told_in_one_line(here: Here, words: str, told: str) -> None:
+    ended = here("plan", *shlex.split(words))
+    assert ended.code == 2
+    assert told in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_neighbours_that_are_alike_stand_on_one_line() -> None:
+    rows = [RankRow(0, None, 100, 7, {}, True), *(RankRow(rank, None, 90, 8, {"x": -10}, False) for rank in (1, 2, 3))]
+    text = [line.text for line in rank_lines(rows)]
+    assert len(text) == 3
+    assert text[2].startswith("1 to 3")
+    assert text[2].endswith("x -10 B")
+    assert rank_lines([]) == []
