@@ -169,6 +169,11 @@ def test_a_stream_that_is_open_when_its_model_is_shut_down_ends(model):
     assert sum(len(delta.token_ids) for delta in stream) < 49
 
 
+def test_experts_by_rank_of_a_model_without_experts_are_refused_on_one_rank_too(model):
+    with pytest.raises(ConfigError, match="has no experts that ranks could hold; leave it out"):
+        build(model, enable_expert_parallel=True)
+
+
 def test_what_a_failed_start_has_taken_is_given_back(model, monkeypatch):
     def refuse(*arguments: object, **options: object) -> None:
         raise RuntimeError("no scheduler today")

@@ -132,6 +132,13 @@ def test_what_cannot_be_shared_is_refused_in_one_sentence(options, name, words) 
         assert "\n" not in str(caught.value)
 
 
+def test_ranks_that_cannot_be_are_refused_before_each_has_a_report(monkeypatch) -> None:
+    """4096 x 4096 reports are minutes of work for one sentence."""
+    monkeypatch.setattr("holdfast.planning.ranks.report_rank", lambda *_: pytest.fail("a report was made"))
+    with pytest.raises(ConfigError, match="32 query heads do not divide into 4096 equal parts"):
+        worst_request(config_of(4096, 4096), declared(MODEL), H200)
+
+
 @pytest.mark.slow
 def test_stages_of_an_index_begin_where_a_layer_chooses() -> None:
     """GLM-5.2: most layers attend to what one before them chose."""

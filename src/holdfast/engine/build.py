@@ -15,11 +15,13 @@ from holdfast.engine.open_text import open_text, open_tokenizer
 from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
+from holdfast.loading.declared import declare_opened
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import MemoryReport, memory_report
 from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.planning.disk_account import disk_account
+from holdfast.planning.ranks import check_ranks
 from holdfast.runner.build import BuiltRunner, build_runner
 from holdfast.text.grammar import Grammars, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
@@ -67,6 +69,8 @@ def build_core(
         vocabulary = _vocabulary(model, lambda: _reopened_tokenizer(config))
     grammars = Grammars(vocabulary)
     if config.num_ranks == 1:
+        if config.enable_expert_parallel:
+            check_ranks(config, declare_opened(model, model.name))
         built = build_runner(config, model, on_progress, on_prepare)
         runner, release, ranks, watch = built.runner, built.release, (), None
     else:
