@@ -86,9 +86,9 @@ def test_answers_of_many_random_schemas_are_valid(llm, params):
 
 @pytest.mark.slow
 def test_answers_of_the_default_model_are_valid():
-    llm = LLM(max_model_len=512, max_num_seqs=AT_ONCE, device="cpu")
+    llm = LLM(max_model_len=768, max_num_seqs=AT_ONCE, device="cpu")
     schemas = [make_schema(number) for number in range(12)]
-    params = [SamplingParams(structured_outputs={"json": one}, max_tokens=120, temperature=0.7) for one in schemas]
+    params = [SamplingParams(structured_outputs={"json": one}, max_tokens=240, temperature=0.7) for one in schemas]
     chats = [[{"role": "user", "content": f"Fill in: {json.dumps(one)}"}] for one in schemas]
     outputs = [output.outputs[0] for output in llm.chat(chats, params, use_tqdm=False)]
     llm.shutdown()

@@ -151,8 +151,10 @@ def test_everything_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_runner(refused)
     assert caught.value.changes
     assert len(asked) == 1
-    # Itself, each number of ranks, and the shortest useful context, which is the one that was asked.
-    assert settled[refused.config, refused.target] == 2 + len(RANKS)
+    # Itself, and the shortest useful context, which is the one that was asked; each number of ranks is a config of its own.
+    assert settled[refused.config, refused.target] == 2
+    for ranks in RANKS:
+        assert settled[replace(refused.config, tensor_parallel_size=ranks), refused.target] == 1
     assert len(settled) > 5, "other requests were tried"
 
 

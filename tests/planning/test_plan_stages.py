@@ -141,7 +141,9 @@ def test_cuts_of_the_catalogue_are_those_of_brute_force(name: str, num_stages: i
     model, target = declared(name), smallest_target(name, num_stages)
     if target is None:
         pytest.skip("no GPU of the list holds so much")
-    config = EngineConfig(pipeline_parallel_size=num_stages, max_model_len=4096, max_num_batched_tokens=2048)
+    config = EngineConfig(
+        pipeline_parallel_size=num_stages, max_model_len=min(4096, model.max_position), max_num_batched_tokens=2048
+    )
     targets = [target] * num_stages
     costs, found = stage_costs(config, model, targets), cut_stages(config, model, targets)
     assert found is not None

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from json import dumps
 from typing import Any, NamedTuple
 
@@ -64,6 +63,8 @@ def report_rank(rank: int, target: Target, model: str, device: str = "") -> Rank
 
 def installed_versions() -> dict[str, str]:
     """Of what results depend on, as the installation says."""
+    from importlib.metadata import PackageNotFoundError, version  # here, since a plan of one rank does without
+
     found = {"python": ".".join(map(str, sys.version_info[:2]))}
     for package in PACKAGES:
         try:
