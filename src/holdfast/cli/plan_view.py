@@ -96,6 +96,8 @@ def start_command(request: PlanRequest, model: str | None, change: Alternative |
     if asked is None or "gpu" in asked:
         return None
     asked = _rank_options(request) | asked
+    if request.mesh.is_exact and request.target.kind == "cuda":
+        asked["batch_invariant"] = True  # without it a GPU refuses to gather
     # A chat is planned for one sequence unless it is told otherwise.
     asked.setdefault("max_num_seqs", settle(request)[1].limits.max_num_seqs)
     device = ["--device", "cpu"] if request.target.kind == "cpu" else []
