@@ -89,6 +89,8 @@ def run_holdfast(
     decoder = opened.decoder
     weights = next(row for row in opened.llm.memory.rows if row.owner == "weights").planned_bytes
     embedding, head = decoder._embed_VE, decoder._head_VE
+    assert embedding is not None, "this script has one stage"
+    assert head is not None, "this script has one stage"
     assert not isinstance(embedding, QuantizedWeight), "this script quantizes nothing"
     assert not isinstance(head, QuantizedWeight), "this script quantizes nothing"
     is_tied = head.data_ptr() == embedding.data_ptr()

@@ -1,4 +1,4 @@
-"""One model on several ranks, and the same tokens from one. Pass how many (default: 3), and a model folder or nothing for the default model.
+"""One model on several ranks, and the same tokens from one. Pass a model folder and how many (2), or nothing: the default model on 3.
 
 Without a GPU ranks are processes on the CPU: slower than one, and right for trying things out.
 """
@@ -12,8 +12,8 @@ PROMPT = "The three primary colours are"
 
 def main() -> None:
     """`exact`: no number depends on how many ranks there are. `reduce`, the default, is faster and rounds sums in another order."""
-    num_ranks = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    model = sys.argv[2] if len(sys.argv) > 2 else None
+    model = sys.argv[1] if len(sys.argv) > 1 else None
+    num_ranks = int(sys.argv[2]) if len(sys.argv) > 2 else 3 if model is None else 2
     params = SamplingParams(temperature=0.0, max_tokens=16)
     for size, sums in ((1, "auto"), (num_ranks, "reduce"), (num_ranks, "exact")):
         llm = LLM(model=model, tensor_parallel_size=size, tensor_parallel_sums=sums, max_model_len=256)

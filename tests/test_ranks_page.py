@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.app import main
+from holdfast.cli.app import run
 
 PAGE = (Path(__file__).parent.parent / "docs" / "ranks.md").read_text(encoding="utf-8")
 SIZES = {
@@ -20,19 +20,14 @@ SIZES = {
 }
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    monkeypatch.setattr("sys.argv", ["holdfast", "plan", "Qwen3-32B", "--gpu", "h200", "--json", *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code in (0, None)
+def plan(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert run(["plan", "Qwen3-32B", "--gpu", "h200", "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("label", SIZES)
-def test_the_table_of_plans_is_what_plan_says(
-    label: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = plan(monkeypatch, capsys, *SIZES[label])
+def test_the_table_of_plans_is_what_plan_says(label: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, *SIZES[label])
 
     def held(*owners: str) -> int:
         return sum(term["bytes"] for term in found["terms"] if term["owner"].partition("/")[0] in owners)

@@ -57,7 +57,10 @@ def test_no_command_is_a_question_for_help(here: Here, arguments: tuple[str, ...
         (("--verbose", "run"), "holdfast has no such option"),
         (("cache", "model"), "holdfast cache takes no further argument"),
         (("run", "-tp", "2"), "no such option"),
-        (("run", "--data-parallel-size", "2"), "it is not in this version; one engine runs a model here"),
+        (
+            ("run", "--data-parallel-size", "2"),
+            "it is not in this version; start a server for each and put a router in front of them",
+        ),
         (("chat", "--trust-remote-code"), "it would have no effect here; leave it out"),
     ],
 )

@@ -14,6 +14,7 @@ WORDS = {
     "chat.py": "prompt tokens cached",
     "logprobs.py": "perplexity of the prompt: ",
     "quantized_weights.py": "MiB of weights -> ",
+    "ranks.py": "2 ranks, exact ",
     "streaming.py": "kv pages ",
     "turboquant_cache.py": "KiB, the newest tokens as they came",
 }
@@ -23,7 +24,15 @@ def test_every_example_is_run() -> None:
     assert [path.name for path in EXAMPLES] == sorted(WORDS)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+SLOW = {"ranks.py"}
+"""Those that start several processes, three times."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path.name in SLOW else ()) for path in EXAMPLES],
+    ids=[path.stem for path in EXAMPLES],
+)
 def test_an_example_runs(
     path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ class Line:
         self._number += 1
         return encode_message(message, self._number)
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         self._script.append(Shutdown())
 
     def send(self, make, *, is_owner: bool = True) -> None:

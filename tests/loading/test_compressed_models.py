@@ -90,7 +90,7 @@ def test_ranks_hold_what_is_declared_of_them(case, tmp_path):
     for rank in range(2):
         shares = shard_parameters(opened.parameters, Mesh(rank, 2), 4, 1, num_groups=2)
         plan, held = load(opened, shares=shares)
-        planned = {weight.name: weight for weight in declared.parameters(2)}
+        planned = {weight.name: weight for weight in declared.parameters(Mesh(rank, 2))}
         assert {weight.name: weight.shape for weight in plan.weights} == {n: one.shape for n, one in planned.items()}
         assert sum(weight_bytes(one, "bfloat16", WeightRecipe()) for one in planned.values()) == plan.final_bytes
         for name in ("layers.1.o_a.weight", "layers.1.sinks"):

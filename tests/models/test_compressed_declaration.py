@@ -161,7 +161,7 @@ def test_tensors_of_a_step() -> None:
     assert attention["grouped"] == (70, 4 * 1024)
     assert attention["pooled"] == (70 * (4 * 512 + 4 * 128 + 64),)
     assert attention["own"] == (3,)
-    assert shapes["head"]["logits"] == (9, 129280)
+    assert shapes["head"]["logits"] == (9, 129280 // 2)
     recipe = FLASH.stored_recipe
     assert recipe is not None
     (codes,) = (

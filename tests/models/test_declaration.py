@@ -75,7 +75,7 @@ def test_a_step_holds_every_chosen_expert_s_rows() -> None:
     rank = ExpertsSpec(6, 2, intermediate_size=12, shared_size=24, has_shared_gate=True)
     assert EXPERTS.request(STEP, 32, Mesh(tensor_size=2)) == experts_request(rank, 32, 10, "float16")
     plain = EXPERTS._replace(shared_size=0, has_shared_gate=False)
-    assert plain.request(STEP, 32, 1) == experts_request(ExpertsSpec(6, 2, 24), 32, 10, "float16")
+    assert plain.request(STEP, 32, ALONE) == experts_request(ExpertsSpec(6, 2, 24), 32, 10, "float16")
 
 
 def test_natively_quantized_experts_beside_plain_routers() -> None:

@@ -331,10 +331,12 @@ def test_kinds_and_splits(family):
             assert (parameter.kind, parameter.split) == ("bias", "rows")
             continue
         if end == "bias" and len(parameter.shape) == 2:  # of each expert a row: its columns are rows of the weight
-            assert (parameter.kind, parameter.split) == ("bias", "columns" if split == "rows" else "none")
+            assert (parameter.kind, parameter.split) == ("bias", "columns" if split == "rows" else "outputs")
             continue
         if end == "bias":
-            assert (parameter.kind, parameter.split) == ("bias", "rows" if split == "rows" else "none")
+            # A bias of outputs belongs to all ranks together.
+            splits = {"rows": "rows", "columns": "outputs", "none": "none"}
+            assert (parameter.kind, parameter.split) == ("bias", splits[split])
             continue
         kind = "linear"
         if module == "lm_head" or (module == "embed" and spec.tied_embeddings):
