@@ -191,6 +191,11 @@ def _listed_values(result: Mapping[str, Any]) -> str:
     return result.get("error") or ", ".join(f"{name} {value:,}" for name, value in result["values"].items())
 
 
+def _ranks_percent(result: Result) -> object:
+    """Taken against planned, of the rank that is farthest off."""
+    return max(result.get("percent", {}).values(), key=abs, default=None)
+
+
 def _proposing(result: Result) -> object:
     """The rate of the method beside `plain`, which is named by itself."""
     return next((value for name, value in result["values"].items() if name != "plain"), None)
@@ -278,6 +283,7 @@ SECTIONS: Mapping[str, Columns] = {
         "unit": _value("unit"),
         "against transformers": _value("ratios", "transformers"),
     },
+    "gpu-ranks": {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent},
     "gpu-exchange": {"": _value("measure"), "found": _listed_values, "unit": _value("unit")},
     "rank-frames": {
         "us": _value("measure"),

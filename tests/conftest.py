@@ -82,7 +82,7 @@ if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
     patient = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("house", patient, derandomize=True, max_examples=40)
+    settings.register_profile("house", patient, derandomize=True, max_examples=25)
     settings.register_profile("search", patient, max_examples=500)
     settings.load_profile("house")
 

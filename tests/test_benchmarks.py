@@ -838,6 +838,7 @@ def test_what_only_one_tree_ran_is_no_row() -> None:
     assert gpu_before_after.rows_of(case, {"old": {"error": "no room"}, "new": {"decode": [one]}}) == []
 
 
+@pytest.mark.slow
 def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
     case, shape = gpu_before_after.ENGINES["30b-a3b-fp8"], gpu_before_after.TINY
     task = gpu_before_after.task_of(case, tmp_path, shape, True, "cpu")
@@ -863,6 +864,7 @@ def test_two_trees_are_needed(argv: list[str]) -> None:
 # --- proposals
 
 
+@pytest.mark.slow
 def test_proposals_are_measured_beside_none(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", max_position_embeddings=1024)
     asked = arguments(tmp_path, model=str(model), speculative="ngram:2", rounds=1)
@@ -893,6 +895,7 @@ def test_the_first_difference_is_told_with_the_gap_of_its_logits() -> None:
 # --- structured outputs
 
 
+@pytest.mark.slow
 def test_masks_are_measured_beside_none(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", max_position_embeddings=1024)
     asked = arguments(tmp_path, model=str(model), batch=2, rounds=1, steps=4, tiny=True)

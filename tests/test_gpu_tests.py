@@ -120,6 +120,7 @@ def test_every_test_is_accounted_for(lane) -> None:
     assert told["seconds_by_function"]["tests/test_shared.py::test_fine"][0] == 6
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_loses_nothing_either(lane) -> None:
     """A fault ends the run in words; a process that ends takes one test with it."""
     ends = "import os, pytest\n@pytest.mark.gpu\ndef test_ends(): os._exit(3)\n"

@@ -336,6 +336,7 @@ def _off_by_one_bit(generate):
 CASES = ("--cases", "plans/OPT-125m, h200, as it is", "--cases", "numbers/llama, none, auto")
 
 
+@pytest.mark.slow
 def test_a_tree_is_equal_to_itself_up_to_where_it_is_a_bit_off(tmp_path: Path, capsys) -> None:
     shutil.copytree(ROOT / "src", tmp_path / "src")
     package = tmp_path / "src" / "holdfast" / "__init__.py"

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 weight_quality = import_module("weight_quality")
 
 
+@pytest.mark.slow
 def test_a_small_run_leaves_a_record_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "model", intermediate_size=128)
     text, out = tmp_path / "text.txt", tmp_path / "records"

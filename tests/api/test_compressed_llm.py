@@ -53,6 +53,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("max_num_batched_tokens", [5, 128])
 def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_tokens: int) -> None:
@@ -62,6 +63,7 @@ def test_alone_and_together_in_chunks_of_any_size(case: Case, max_num_batched_to
     assert answers(alone, PROMPTS[1:3]) == case.answers[1:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["flash"], indirect=True)
 def test_prefixes_are_found_again(case: Case) -> None:
     llm = case.open(max_num_batched_tokens=19, max_num_seqs=3)

@@ -364,6 +364,7 @@ for threads in (2, 1):
 """
 
 
+@pytest.mark.slow
 def test_a_model_opened_in_a_forked_child_answers_or_says_why_not(model: Path) -> None:
     """With the threads of its parent the child would wait for ever; with one thread it needs none."""
     run = subprocess.run(

@@ -113,6 +113,7 @@ def read_until(stream: object, words: bytes) -> bytes:
     return got
 
 
+@pytest.mark.slow
 def test_interrupted_while_weights_are_loaded() -> None:
     process = start("run", "-p", "Hello", env={"HOLDFAST_LOG_LEVEL": "INFO"})
     assert process.stderr is not None

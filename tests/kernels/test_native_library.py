@@ -124,6 +124,7 @@ def real_compiler(tmp_path: Path, objects: Path) -> Path:
     return make_compiler(tmp_path / "bin", COMPILE_ONCE.format(cc=shutil.which("cc"), folder=objects))
 
 
+@pytest.mark.slow
 def test_compiled_once_and_kept_by_processes_that_start_together_too(tmp_path, real_compiler, monkeypatch, caplog):
     environment = {"PATH": path_with(real_compiler), "HOLDFAST_CACHE": str(tmp_path / "cache")}
     (path, first_log), (same_path, second_log) = map(finish, [start(LOAD, **environment), start(LOAD, **environment)])

@@ -250,6 +250,7 @@ def test_generation_defaults(tmp_path, caplog):
     assert "tokenizer.ggml.eos_token_id" in caplog.text
 
 
+@pytest.mark.slow
 def test_mutated_models_open_or_are_refused(tmp_path):
     write_model(tmp_path / "tiny.gguf", "llama")
     opened = open_gguf(tmp_path / "tiny.gguf")

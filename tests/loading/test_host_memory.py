@@ -22,6 +22,7 @@ SOME = (UNQUANTIZED, "fp8")
 """As stored, and codes with scales."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(anonymous_bytes() is None, reason="the system does not tell anonymous memory")
 @pytest.mark.parametrize("names", [SOME, pytest.param(EVERY, marks=pytest.mark.slow)], ids=["some", "every"])
 def test_loading_takes_a_constant_over_the_final_weights_under_every_scheme(tmp_path, names):

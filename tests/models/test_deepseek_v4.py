@@ -73,6 +73,7 @@ def test_preempted_at_every_position():
         answer.check(drive, request)
 
 
+@pytest.mark.slow
 def test_preempted_by_neighbours_where_pages_are_few():
     answers = [alone(BOTH, length, 26) for length in (4, 6, 5)]
     drive = make_compressed_drive(tiny_compressed(BOTH)[1], 4, num_pages=28)
@@ -83,6 +84,7 @@ def test_preempted_by_neighbours_where_pages_are_few():
         answer.check(drive, request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPRESSED_MODELS)
 def test_prefixes_are_hit_at_every_block_boundary(case):
     """Window, entries and index are found; the state of overlapped entries is made again of the last tokens of what is found."""
@@ -101,6 +103,7 @@ def test_prefixes_are_hit_at_every_block_boundary(case):
         assert request.sequence.num_cached_tokens == place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["both entries", pytest.param("chosen entries", marks=pytest.mark.slow)])
 def test_forks_at_every_position_side_by_side(case):
     """Each goes on from the blocks that it has in common with the first, while the first still runs."""

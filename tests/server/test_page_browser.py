@@ -324,6 +324,7 @@ def test_markdown_as_it_streams_and_at_once(opened: tuple[Page, World]) -> None:
     assert seconds < 5
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, served: tuple[World, str], world: World) -> None:
     world.key = "secret"
     page, faults = open_page(browser, served[1])
@@ -401,6 +402,7 @@ def test_the_keyboard_reaches_everything(opened: tuple[Page, World]) -> None:
     assert page.get_attribute("#log", "aria-live") == "polite"
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_and_comes_back(browser: Browser) -> None:
     world = World()
     with serve(make_world_app(world)) as url:

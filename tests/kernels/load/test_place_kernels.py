@@ -281,6 +281,7 @@ def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [("plain", "amax"), pytest.param(("block", "row", "tensor", "power"), marks=pytest.mark.slow)],

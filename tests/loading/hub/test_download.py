@@ -256,6 +256,7 @@ def environment(hub: LocalHub, cache: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_a_command_tells_where_it_goes_and_json_says_nothing_else(hub, cache, sharded):
     hub.repos["org/tiny"] = Repo(sharded)
     env = environment(hub, cache)
