@@ -203,6 +203,7 @@ def test_no_other_part_is_taken(text: str) -> None:
         gpu_tests.as_part(text)
 
 
+@pytest.mark.slow
 def test_a_python_without_cuda_is_refused_in_words() -> None:
     command = ["make", "test-gpu", f"PYTHON={sys.executable}", "JOBS=3", "PART=1/2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -84,6 +84,7 @@ def test_prefixes_are_found_again(case: Case) -> None:
     assert hits[1:] == [(length - 1) // block * block for length in lengths[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["flash"], indirect=True)
 def test_completions_of_one_prompt_fork(case: Case) -> None:
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=4)
@@ -97,6 +98,7 @@ def test_completions_of_one_prompt_fork(case: Case) -> None:
     assert len({tuple(one.token_ids) for one in together[1].outputs}) == 3
 
 
+@pytest.mark.slow
 def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = case.open(max_num_batched_tokens=16, max_num_seqs=2)
     scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule

@@ -31,6 +31,7 @@ def test_a_chat_without_standard_input(tiny: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_answers_and_tables_where_only_ascii_can_be_written(tiny: Path) -> None:
     line = "printf 'h\\xc3\\xa9\\xf0\\x9f\\x98\\x80\\n/undo\\n/system \\xf0\\x9f\\x98\\x80\\n/memory\\n' | {}"
     ended = shell(line, "chat", tiny, "--max-tokens", 6, PYTHONIOENCODING="ascii", LC_ALL="C")

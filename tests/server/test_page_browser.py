@@ -430,6 +430,7 @@ REPORT = MemoryReport(
 )
 
 
+@pytest.mark.slow
 def test_the_page_before_the_whole_server(browser: Browser) -> None:
     """The application as it is served, over an engine whose steps take a moment."""
     with served_engine(memory=REPORT, clock=time.monotonic) as running:
