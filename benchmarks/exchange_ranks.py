@@ -28,7 +28,7 @@ from holdfast.distributed.exchange_plan import ExchangeNeeds
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.distributed.rendezvous import LOOPBACK, listen_for_ranks
 from holdfast.distributed.symmetric import open_symmetric
-from holdfast.kernels.exchange.add_parts import add_parts_reference
+from holdfast.kernels.exchange.sum_rows import sum_rows_reference
 from holdfast.memory.ledger import Ledger
 
 NUM_TOLD_LINES = 25
@@ -173,7 +173,7 @@ class Checks:
         room = self.exchange.room(rows, width, dtype).copy_(parts[self.mesh.rank])
         out = torch.full((rows, width), float("nan"), dtype=out_dtype, device=self.device)
         self.exchange.sum_rows(room, out)
-        self.compare(f"sum {rows} x {width} {dtype}", out, add_parts_reference(parts, torch.empty_like(out)))
+        self.compare(f"sum {rows} x {width} {dtype}", out, sum_rows_reference(parts, torch.empty_like(out)))
 
     def gathers(self, rows: int, width: int, dtype: torch.dtype) -> None:
         parts = self.parts(rows + width, rows, width, dtype)
@@ -277,7 +277,7 @@ class Checks:
                 self.exchange.room(rows, hidden, torch.bfloat16).fill_(float("nan"))
             replay()
             if i % 7 == 0 or i == NUM_REPLAYS - 1:
-                wanted = add_parts_reference([part * (i + 1) for part in parts], torch.empty_like(total))
+                wanted = sum_rows_reference([part * (i + 1) for part in parts], torch.empty_like(total))
                 self.compare(f"replay {i}: sum", total, wanted)
                 self.compare(f"replay {i}: gather", columns, torch.cat([wanted + rank for rank in range(size)], dim=1))
                 self.compare(f"replay {i}: tokens", ids, torch.full_like(ids, i * 10))

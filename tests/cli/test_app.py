@@ -144,6 +144,7 @@ def test_a_closed_pipe_ends_in_silence(here: Here, endless: Path) -> None:
     assert (ended.code, ended.err) == (141, "")
 
 
+@pytest.mark.slow
 def test_the_default_model_answers_in_a_fresh_process() -> None:
     ended = finish(
         start("run", "-p", "What is the capital of France?", env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii"})

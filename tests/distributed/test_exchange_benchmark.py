@@ -26,6 +26,7 @@ def test_rows_have_the_slowest_rank_and_the_words_of_those_that_failed() -> None
     assert variants["values"] == {"a": 4.0, "b": "[3.0, 'no']"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text("import sys, time\nif '1' in sys.argv[2:3]: raise ValueError('no')\ntime.sleep(60)\n")

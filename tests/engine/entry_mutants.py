@@ -1,26 +1,16 @@
 """Planted bugs of rows that stand for several tokens: where sequences begin behind a prefix, what is kept, what is written."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import holdfast.engine.scheduler
-from engine.mutants import Mutant
+from engine.mutants import Mutant, entering
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.prefix import BlockPart, PrefixCache
 from holdfast.engine.scheduler import Scheduler
 from holdfast.request.sequence import Sequence
 
 ENTRY_MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(says: str) -> Callable[[Callable], Callable]:
-    """Enters a planted bug under its name."""
-
-    def enter(plant: Callable) -> Callable:
-        ENTRY_MUTANTS[plant.__name__] = Mutant(plant, says)
-        return plant
-
-    return enter
+mutant = entering(ENTRY_MUTANTS)
 
 
 @mutant("does not begin with what its state is made of")

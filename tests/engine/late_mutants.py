@@ -6,24 +6,15 @@ They are planted like those of mutants.py, and run in worlds with late results.
 from dataclasses import replace
 
 import holdfast.engine.scheduler
-from engine.mutants import Mutant
+from engine.mutants import Mutant, entering
 from holdfast.engine.page_needs import PageNeeds
 from holdfast.engine.queues import SlotPool
 from holdfast.engine.scheduler import Quarantined, Scheduler
 from holdfast.request.sequence import LiveStep, SequenceState
 
 LATE_MUTANTS: dict[str, Mutant] = {}
+mutant = entering(LATE_MUTANTS)
 OTHERS = "reads what is not its own|has another state than its own"
-
-
-def mutant(says: str):
-    """Enters a planted bug under its name."""
-
-    def enter(plant):
-        LATE_MUTANTS[plant.__name__] = Mutant(plant, says)
-        return plant
-
-    return enter
 
 
 def after(patch, name: str, act) -> None:

@@ -27,17 +27,21 @@ class Mutant(NamedTuple):
     """Found in the words of the check that is meant to see it: a regular expression."""
 
 
+def entering(registry: dict[str, Mutant]) -> Callable[[str], Callable[[Callable], Callable]]:
+    """What enters planted bugs by their names, each with what the check says that is meant to see it."""
+
+    def mutant(says: str) -> Callable[[Callable], Callable]:
+        def enter(plant: Callable) -> Callable:
+            registry[plant.__name__] = Mutant(plant, says)
+            return plant
+
+        return enter
+
+    return mutant
+
+
 MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(says: str) -> Callable[[Callable], Callable]:
-    """Enters a planted bug under its name."""
-
-    def enter(plant: Callable) -> Callable:
-        MUTANTS[plant.__name__] = Mutant(plant, says)
-        return plant
-
-    return enter
+mutant = entering(MUTANTS)
 
 
 @mutant("is finished and holds pages")

@@ -3,20 +3,11 @@
 They are planted like those of mutants.py, and run in worlds with stages.
 """
 
-from engine.mutants import Mutant
+from engine.mutants import Mutant, entering
 from holdfast.engine.scheduler import Scheduler
 
 PIPELINE_MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(says: str):
-    """Enters a planted bug under its name."""
-
-    def enter(plant):
-        PIPELINE_MUTANTS[plant.__name__] = Mutant(plant, says)
-        return plant
-
-    return enter
+mutant = entering(PIPELINE_MUTANTS)
 
 
 def with_stages(patch, name: str, num_stages: int) -> None:

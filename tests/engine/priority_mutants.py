@@ -1,22 +1,11 @@
 """Planted bugs of priorities: who is admitted, who gives way, where they wait."""
 
-from collections.abc import Callable
-
-from engine.mutants import Mutant
+from engine.mutants import Mutant, entering
 from holdfast.engine.queues import Lanes, Queues
 from holdfast.engine.scheduler import Scheduler
 
 PRIORITY_MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(says: str) -> Callable[[Callable], Callable]:
-    """Enters a planted bug under its name."""
-
-    def enter(plant: Callable) -> Callable:
-        PRIORITY_MUTANTS[plant.__name__] = Mutant(plant, says)
-        return plant
-
-    return enter
+mutant = entering(PRIORITY_MUTANTS)
 
 
 @mutant("was admitted before|is not the order of arrival")

@@ -226,6 +226,7 @@ def test_a_second_engine_fits_into_what_is_left_or_refuses(build: TinyBuilder, m
         assert build(**OPEN).plan.kv_tokens == second.plan.kv_tokens
 
 
+@pytest.mark.slow
 def test_a_second_engine_sees_that_the_first_really_has_its_bytes(build):
     """In a process of its own, whose allocator has nothing in store. Memory that was only promised would be planned twice."""
     code = f"""

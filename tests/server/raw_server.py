@@ -86,7 +86,7 @@ def make_router(seen: Seen) -> APIRouter:
 
     @router.get("/boom")
     async def boom() -> Response:
-        raise KeyError("/root/secret at 0xdeadbeef00")
+        raise KeyError("/home/somebody/secret at 0xdeadbeef00")
 
     return router
 

@@ -222,9 +222,9 @@ def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.L
     [
         (PromptError("a", "b", "c"), 400, None),
         (QueueFullError("a", "b", "c"), 429, "queue_full"),
-        (EngineDeadError("a", "/root/x", "c"), 503, "engine_dead"),
+        (EngineDeadError("a", "/home/somebody/x", "c"), 503, "engine_dead"),
         (MemoryPlanError("a", "0xdeadbeefdead", "c"), 500, "internal_error"),
-        (OSError("/root/x"), 500, "internal_error"),
+        (OSError("/home/somebody/x"), 500, "internal_error"),
         (RuntimeError(), 500, "internal_error"),
         (ApiError(418, "x", code="y"), 418, "y"),
     ],

@@ -18,7 +18,7 @@ from holdfast.distributed.exchange_plan import NCCL_BYTES, ExchangeNeeds, exchan
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
-from holdfast.kernels.exchange.add_parts import gather_parts_reference
+from holdfast.kernels.exchange.gather_rows import gather_columns_reference
 from holdfast.kernels.exchange.sum_rows import add_parts
 from holdfast.memory.ledger import Ledger
 
@@ -178,7 +178,7 @@ class CollectiveExchange:
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         assert out_TY.shape == (part_TX.shape[0], self.size * part_TX.shape[1]), f"{part_TX.shape=} {out_TY.shape=}"
-        return gather_parts_reference(self._gather("gather_columns", part_TX).unbind(), out_TY)
+        return gather_columns_reference(self._gather("gather_columns", part_TX).unbind(), out_TY)
 
     def whole_logits(self, num_rows: int) -> torch.Tensor:
         return self._held.whole_logits(num_rows)

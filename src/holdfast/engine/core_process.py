@@ -18,9 +18,7 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
-import sysconfig
 import threading
 import time
 import weakref
@@ -29,12 +27,12 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import describe
-from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
+from holdfast.engine.channel import Channel, ChannelClosedError
+from holdfast.engine.child_process import GRACE_SECONDS, Child
 from holdfast.engine.core import EngineCore, Waiting, refuse_full
 from holdfast.engine.engine import Engine
 from holdfast.engine.garbage import IdleCollector, keep_start
@@ -64,7 +62,7 @@ from holdfast.engine.messages import (
     encode_message,
 )
 from holdfast.engine.open_text import open_text
-from holdfast.engine.pulse import CorePulse, Pulse, open_pulse_file
+from holdfast.engine.pulse import CorePulse, Pulse
 from holdfast.engine.vital_signs import SILENCE_SECONDS, is_stopped
 from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
 from holdfast.loading.model_files import open_model
@@ -77,19 +75,14 @@ from holdfast.request.wire import refuse
 HEARTBEAT_SECONDS = 0.25
 LOOK_SECONDS = 0.25
 """How often a child looks whether its parent is there."""
-GRACE_SECONDS = 0.5
-"""For a step that is about to end, once the parent is gone."""
 LOADING_SECONDS = 120.0
 """Of silence while a model is opened, at the least: reading libraries from a slow disk may hold up every thread."""
 PROGRESS_SECONDS = 0.05
 """Between two messages about how far loading is."""
 HELD_SECONDS = 0.003
 """That outputs of short steps are held back at the most, and a step."""
-END_SECONDS = (10.0, 2.0)
-"""For a child that was asked to end, and then for one that was told to."""
 COLLECT_STEPS = 256
 """Between two collections of garbage at the least."""
-NUM_LAST_LINES = 20
 COMMAND = (sys.executable, "-P", "-m", "holdfast.engine.core_process")
 """Three arguments follow: the child's end of the channel, the process that it belongs to, and the file of its pulse."""
 _log = get_logger(__name__)
@@ -111,113 +104,6 @@ def connect_engine(
         model.source.close()
     core = CoreProcess(config, on_progress, on_prepare)
     return Engine(core, tokenizer, chat_template, config.seed, generation=model.generation)
-
-
-class LastLines:
-    """What a child writes to its standard output and error: passed on to ours, the last lines kept."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self._lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
-        self._thread = threading.Thread(
-            target=_pass_on, args=(pipe, self._lines), name="holdfast-core-log", daemon=True
-        )
-        self._thread.start()
-
-    def join(self, timeout: float) -> None:
-        """Wait for the end of what it says."""
-        self._thread.join(timeout)
-
-    def words(self) -> str:
-        """The last line that says something; nothing where there is none."""
-        said = [line for line in self._lines if line]
-        return f": {said[-1][-160:]}" if said else ""
-
-
-def _pass_on(pipe: IO[bytes], lines: deque[str]) -> None:
-    with pipe:
-        for data in pipe:
-            line = data.decode(errors="replace")
-            lines.append(line.strip())
-            # The stream of now: notebooks and tests put others there, and some programs none.
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                sys.stderr.write(line)
-                sys.stderr.flush()
-
-
-class Child:
-    """The process, the channel to it, and its end. Knows nothing of who uses it."""
-
-    def __init__(
-        self, command: SequenceABC[str], silence_seconds: float | None = None, others: SequenceABC[int] = ()
-    ) -> None:
-        """`others` are numbers of open files that it gets too; they are its last arguments."""
-        ours, theirs = channel_pair()
-        number = open_pulse_file()
-        self.pulse = Pulse(number)
-        self.pulse.beat()
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    [*command, *map(str, (theirs.fileno(), os.getpid(), number, *others))],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(), number, *others),
-                    start_new_session=True,  # Ctrl-C on a terminal is for this process alone
-                    env=_environment(),
-                )
-        finally:
-            os.close(number)
-        self.channel = Channel(ours, silence_seconds=silence_seconds)
-        self._patience = min(END_SECONDS[0], silence_seconds or END_SECONDS[0])
-        self._sent = Numbering()
-        assert self.process.stdout is not None, "it was opened with a pipe"
-        self.last_lines = LastLines(self.process.stdout)
-        self._home = os.getpid()
-
-    def send(self, message: Message) -> None:
-        """Queue a message; waits only where the channel is full."""
-        self.channel.send(lambda: encode_message(message, self._sent.next()))
-
-    def kill(self) -> str:
-        """End it at once; how it ended, in words."""
-        was_running = self._wait(GRACE_SECONDS) is None
-        self.process.kill()
-        status = self.process.wait()
-        self.last_lines.join(GRACE_SECONDS)
-        self.channel.close()
-        if was_running:
-            return f"it was killed{self.last_lines.words()}"
-        name = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"it ended with {name}{self.last_lines.words()}"
-
-    def end(self) -> None:
-        """Ask it to end, then tell it to, then end it."""
-        if os.getpid() != self._home:  # a fork of ours has no say
-            return
-        with contextlib.suppress(ChannelClosedError):
-            self.channel.try_send(lambda: encode_message(Shutdown(), self._sent.next()))
-        self.channel.close()
-        if self._wait(self._patience) is None:
-            self.process.terminate()
-            if self._wait(min(END_SECONDS[1], self._patience)) is None:
-                self.process.kill()
-                self.process.wait()
-        self.last_lines.join(GRACE_SECONDS)
-
-    def _wait(self, seconds: float) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(seconds)
-        return None
-
-
-def _environment() -> dict[str, str]:
-    """Ours, and where this package is found, unless that is a place that every Python looks at."""
-    environment, folder = dict(os.environ), str(Path(__file__).resolve().parents[2])
-    if folder not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        others = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{folder}{os.pathsep}{others}" if others else folder
-    return environment
 
 
 class CoreProcess:

@@ -21,6 +21,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from holdfast.engine.admission import describe
 from holdfast.engine.channel import Channel, ChannelClosedError
+from holdfast.engine.child_process import GRACE_SECONDS
 from holdfast.engine.messages import Died, Numbering, Refused, Shutdown
 from holdfast.engine.pulse import Pulse
 from holdfast.engine.rank_messages import (
@@ -40,8 +41,6 @@ from holdfast.observability.log import get_logger, log_to_stderr
 from holdfast.request.step import Step
 from holdfast.request.wire import refuse
 
-GRACE_SECONDS = 0.5
-"""For a step that is about to end, once rank 0 is gone."""
 _PR_SET_PDEATHSIG = 1
 _log = get_logger(__name__)
 MessageT = TypeVar("MessageT")

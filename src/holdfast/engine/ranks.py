@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from holdfast.config import EngineConfig
 from holdfast.engine.channel import ChannelClosedError
-from holdfast.engine.core_process import Child
+from holdfast.engine.child_process import Child
 from holdfast.engine.messages import Died, Heartbeat, Numbering, Refused, Shutdown
 from holdfast.engine.pulse import Pulse, open_pulse_file
 from holdfast.engine.rank_messages import (

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from holdfast.distributed.exchange_plan import SIGNAL_BYTES
-from holdfast.kernels.exchange.add_parts import add_parts_reference, gather_parts_reference
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_reference,
     gather_columns_triton,
@@ -150,10 +149,10 @@ def test_small_parts_and_tokens_go_through_the_room(
 @pytest.mark.parametrize("scratch_size", [7, 64, 1000])
 def test_sums_in_pieces_are_those_of_the_whole(scratch_size: int) -> None:
     parts = list(torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(1)).to(BF16))
-    whole = add_parts_reference(parts, torch.empty(5, 20, dtype=BF16))
-    assert torch.equal(add_parts_reference(parts, torch.empty_like(whole), torch.empty(scratch_size)), whole)
+    whole = sum_rows_reference(parts, torch.empty(5, 20, dtype=BF16))
+    assert torch.equal(sum_rows_reference(parts, torch.empty_like(whole), torch.empty(scratch_size)), whole)
     assert torch.equal(whole, ((parts[0].float() + parts[1].float()) + parts[2].float()).to(BF16))
-    assert torch.equal(gather_parts_reference(parts, torch.empty(5, 60, dtype=BF16)), torch.cat(parts, dim=1))
+    assert torch.equal(gather_columns_reference(parts, torch.empty(5, 60, dtype=BF16)), torch.cat(parts, dim=1))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 2100), (40, 16)])

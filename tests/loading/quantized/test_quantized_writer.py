@@ -296,6 +296,7 @@ def test_weights_of_a_gpu_come_through_one_chunk(tmp_path, model, device):
     source.close()
 
 
+@pytest.mark.slow
 def test_a_crash_in_the_middle_leaves_nothing_that_looks_whole(tmp_path, model):
     tests = Path(__file__).parent.parent.parent
     environment = os.environ | {"PYTHONPATH": str(tests)}

@@ -17,10 +17,15 @@ SMALL_BLOCK = 1024
 
 
 def gather_columns_reference(rooms: Sequence[torch.Tensor], out_TY: torch.Tensor) -> torch.Tensor:
-    """out[:, r * X : r * X + X] = rooms[r]; the last may be narrower."""
-    return (
-        torch.cat(tuple(rooms), dim=1, out=out_TY) if out_TY.is_contiguous() else out_TY.copy_(torch.cat([*rooms], 1))
+    """out[:, r * X : r * X + X] = rooms[r]; the last may be narrower. What CPUs run."""
+    assert sum(room.shape[1] for room in rooms) == out_TY.shape[1], (
+        f"{out_TY.shape=} from {[room.shape for room in rooms]}"
     )
+    start = 0
+    for room_TX in rooms:
+        out_TY[:, start : start + room_TX.shape[1]].copy_(room_TX)
+        start += room_TX.shape[1]
+    return out_TY
 
 
 def gather_columns_triton(

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.exchange.add_parts import add_parts_reference
 from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, keep_epoch, last_epoch, meet_peers
 from holdfast.kernels.triton_compat import (
     can_run,
@@ -82,12 +81,33 @@ def add_parts(parts: Sequence[torch.Tensor], out_TH: torch.Tensor, scratch_F: to
     """The sum of parts that are all here already; `scratch_F` (float32) is where a CPU's sum grows."""
     if can_run(out_TH):
         return sum_rows_triton(parts, out_TH, Ranks(0, len(parts), None), tile_forms(pdl=False)[-1], two_passes=False)
-    return add_parts_reference(parts, out_TH, scratch_F)
+    return sum_rows_reference(parts, out_TH, scratch_F)
 
 
-def sum_rows_reference(rooms: Sequence[torch.Tensor], out_TH: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch, from the rooms of all ranks."""
-    return add_parts_reference(rooms, out_TH)
+def sum_rows_reference(
+    rooms: Sequence[torch.Tensor], out_TH: torch.Tensor, scratch_F: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same in plain torch: rooms[0] + rooms[1] + ... in float32, rounded once to the dtype of `out_TH`. What CPUs run.
+
+    The sum grows in `out_TH` where that is wide, else in `scratch_F` (float32, any length), piece by piece; without one in new memory.
+    """
+    if out_TH.dtype == torch.float32:
+        return _add(rooms, out_TH)
+    if scratch_F is None:
+        return out_TH.copy_(_add(rooms, torch.empty(out_TH.shape, dtype=torch.float32, device=out_TH.device)))
+    flat, out_N = [part.view(-1) for part in rooms], out_TH.view(-1)
+    for start in range(0, out_N.shape[0], scratch_F.shape[0]):
+        piece = slice(start, start + scratch_F.shape[0])
+        wide = scratch_F[: out_N[piece].shape[0]]
+        out_N[piece].copy_(_add([part[piece] for part in flat], wide))
+    return out_TH
+
+
+def _add(parts: Sequence[torch.Tensor], wide: torch.Tensor) -> torch.Tensor:
+    wide.copy_(parts[0])
+    for part in parts[1:]:
+        wide.add_(part)
+    return wide
 
 
 def sum_rows_triton(
