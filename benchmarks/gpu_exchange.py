@@ -154,6 +154,15 @@ def timed_calls(exchange: Exchange, sizes: Sizes, device: str, told: dict[str, A
             f"sum {rows} x {sizes.hidden}",
             lambda rows=rows, out=out: exchange.sum_rows(exchange.room(rows, sizes.hidden, bf16), out),
         )
+    norm_weight, squares = torch.ones(sizes.hidden, dtype=bf16, device=device), torch.empty(16 * 8, device=device)
+    for rows in (1, 16):
+        x, scaled = (torch.zeros(rows, sizes.hidden, dtype=bf16, device=device) for _ in range(2))
+        put(
+            f"sum {rows} x {sizes.hidden} onto a stream, norm deferred",
+            lambda rows=rows, x=x, scaled=scaled: exchange.add_rows(
+                exchange.room(rows, sizes.hidden, bf16), x, norm_weight, scaled, squares, None
+            ),
+        )
     for width in (sizes.hidden // size, 5 * sizes.hidden // size):
         out = torch.empty(16, width * size, dtype=bf16, device=device)
         put(
