@@ -55,7 +55,11 @@ def test_x_and_its_deferred_norm_are_those_of_plain_torch(guarded, device, dtype
 def test_it_is_a_sum_and_then_the_norm_deferred(guarded, device):
     """What two launches would leave: `sum_rows`, and `defer_rms_norm` with the sum."""
     rooms, x, norm_weight = operands(guarded, 3, 5, 96, torch.float32)
-    parts, apart, scaled = [room[: 5 * 96].view(5, 96) for room in rooms], x.clone(), [torch.empty_like(x) for _ in "12"]
+    parts, apart, scaled = (
+        [room[: 5 * 96].view(5, 96) for room in rooms],
+        x.clone(),
+        [torch.empty_like(x) for _ in "12"],
+    )
     squares, amax = torch.empty(2, 2, 5, device=device).unbind(1)
     delta = sum_rows_reference(parts, torch.empty_like(x))
     empty = torch.empty(0, device=device)
