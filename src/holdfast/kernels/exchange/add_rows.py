@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.kernels.exchange.signals import keep_epoch, last_epoch, meet_peers
+from holdfast.kernels.exchange.signals import begin_meeting, end_meeting
 from holdfast.kernels.exchange.sum_rows import Ranks, Tiles, add_rooms, sum_rows_reference, tile_forms
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS
 from holdfast.kernels.triton_compat import (
@@ -135,10 +135,7 @@ def _add_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
-    epoch = 0
-    if p_signals is not None:
-        epoch = last_epoch(p_signals) + 1
-        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     if PDL:
         # Not before the meeting: programs that wait for this kernel could take the places of a peer's on the same GPU, which it waits for.
         tl.extra.cuda.gdc_launch_dependents()
@@ -158,5 +155,4 @@ def _add_kernel(
         tl.store(p_squares + i_tile, tl.sum(b_x * b_x, axis=0))
         if HAS_AMAX:
             tl.store(p_amax + i_tile, tl.max(tl.abs(b_scaled.to(tl.float32)), axis=0))
-    if p_signals is not None:
-        keep_epoch(p_signals, epoch)
+    end_meeting(p_signals, epoch)
