@@ -84,6 +84,26 @@ def test_rows_are_cut_alike_in_any_company_and_leave_no_more_than_there_is_room_
     assert found[1].block <= found[2].block
 
 
+@pytest.mark.parametrize("max_blocks", [3, 64])
+def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(guarded, device, max_blocks):
+    width, rows = 2100, 5
+    rooms, x, norm_weight = operands(guarded, 2, rows, width, torch.float32)
+    parts = torch.stack([room[: rows * width].view(rows, width) for room in rooms])
+
+    def run(some: list[int]) -> list[torch.Tensor]:
+        own, scaled = x[some].clone(), torch.full((len(some), width), NAN, device=device)
+        squares, amax = torch.full((2, len(some) * 4), NAN, device=device)
+        given = [part.reshape(-1) for part in parts[:, some]]
+        ranks = Ranks(0, 2, None, max_blocks=max_blocks)
+        num_blocks = add_rows_triton(given, own, norm_weight, scaled, squares, amax, ranks)
+        found = (one[: len(some) * num_blocks].view(len(some), -1) for one in (squares, amax))
+        return [own, scaled, *found]
+
+    whole = run(list(range(rows)))
+    for some in ([0, 1], [4, 2, 0]):
+        assert all(torch.equal(own, of_all[some]) for own, of_all in zip(run(some), whole, strict=True))
+
+
 def test_no_rows_launch_nothing(guarded, device):
     empty = guarded(0, 64, dtype=torch.float32)
     assert add_rows_triton([empty], empty, empty, empty, empty, None, Ranks(0, 1, None)) == 1
