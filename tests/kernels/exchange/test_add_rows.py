@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from holdfast.kernels.exchange.add_rows import add_rows, add_rows_reference, add_rows_triton, column_tiles, row_form
+from holdfast.kernels.exchange.signals import MAX_BLOCKS
 from holdfast.kernels.exchange.sum_rows import BLOCKS, Ranks, Tiles, sum_rows_reference
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, SmallBatchScratch, defer_rms_norm_reference
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, GEMV_MIN_BLOCK_N, SMALL_BATCH_BLOCK_N
@@ -79,7 +80,8 @@ def test_rows_are_cut_alike_in_any_company_and_leave_no_more_than_there_is_room_
     room = max(FUSED_DECODE_ROWS * -(-size // SMALL_BATCH_BLOCK_N), -(-size // GEMV_MIN_BLOCK_N))
     found = {rows: column_tiles(rows, size, max_blocks) for rows in range(1, FUSED_DECODE_ROWS + 1)}
     assert len({tiles for rows, tiles in found.items() if not row_form(rows)}) == 1
-    assert all(tiles.block in BLOCKS for tiles in found.values())
+    assert all(tiles.block in (*BLOCKS, 8192) for tiles in found.values())
+    assert max_blocks < MAX_BLOCKS or all(rows * -(-size // tiles.block) <= max_blocks for rows, tiles in found.items())
     assert all(rows * -(-size // tiles.block) <= room for rows, tiles in found.items())
     assert found[1].block <= found[2].block
 

@@ -33,8 +33,11 @@ def row_form(num_rows: int) -> bool:
 
 
 def column_tiles(num_rows: int, size: int, max_blocks: int, pdl: bool = False) -> Tiles:
-    """Columns of a tile, whose rows are one: as many programs as may be, for the most rows that a small batch can have."""
-    most_rows, forms = 1 if row_form(num_rows) else FUSED_DECODE_ROWS, tile_forms(pdl)
+    """Columns of a tile, whose rows are one: as many programs as may be, for the most rows that a small batch can have.
+
+    Where ranks share a GPU few may be, and then a tile is wide, so that a program has few of them one after the other.
+    """
+    most_rows, forms = 1 if row_form(num_rows) else FUSED_DECODE_ROWS, (*tile_forms(pdl), Tiles(8192, 16, pdl=pdl))
     return next((tiles for tiles in forms if most_rows * -(-size // tiles.block) <= max_blocks), forms[-1])
 
 
