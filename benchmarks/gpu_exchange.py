@@ -39,6 +39,7 @@ from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.symmetric import SymmetricExchange
 from holdfast.kernels.exchange.gather_rows import meet_triton
 from holdfast.kernels.exchange.signals import ATOMIC, RELAXED
+from holdfast.kernels.exchange.add_rows import add_rows_triton
 from holdfast.kernels.exchange.sum_rows import Tiles, sum_rows_triton
 
 RANKS = (2, 4)
@@ -65,6 +66,8 @@ VARIANTS: dict[str, tuple[Tiles | None, bool]] = {
     "two passes, 2048": (Tiles(2048, 8), True),
 }
 """Relaxed signals are measured, not used: see kernels/exchange/signals.py."""
+STREAM_TILES = tuple(Tiles(*sizes, pdl=True) for sizes in ((1024, 4), (2048, 8), (4096, 16), (8192, 8), (8192, 16)))
+"""Of the sum that is added onto a stream with the next norm deferred (kernels/exchange/add_rows.py)."""
 
 
 # --- in a rank
@@ -117,6 +120,13 @@ def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, An
         name: lambda tiles=tiles, two=two: sum_rows_triton(rooms(), out, ranks, tiles, two_passes=two)
         for name, (tiles, two) in VARIANTS.items()
     }
+    stream, scaled, squares = (
+        torch.zeros(shape, dtype=dtype, device="cuda") for dtype in (out.dtype, out.dtype, torch.float32)
+    )
+    for tiles in STREAM_TILES:
+        calls[f"onto a stream, {tiles.block}, {tiles.num_warps} warps"] = lambda tiles=tiles: add_rows_triton(
+            rooms(), stream, stream[0], scaled, squares, None, ranks, tiles
+        )
     calls["signal kernel, then sum kernel"] = in_two_kernels
     calls["meeting alone"] = lambda: meet_triton(ranks)
     calls["torch one-shot"] = torch_one_shot(exchange, shape)
