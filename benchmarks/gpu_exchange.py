@@ -37,9 +37,9 @@ from mps import OVERLAP, mps
 
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.symmetric import SymmetricExchange
+from holdfast.kernels.exchange.add_rows import add_rows_triton
 from holdfast.kernels.exchange.gather_rows import meet_triton
 from holdfast.kernels.exchange.signals import ATOMIC, RELAXED
-from holdfast.kernels.exchange.add_rows import add_rows_triton
 from holdfast.kernels.exchange.sum_rows import Tiles, sum_rows_triton
 
 RANKS = (2, 4)
@@ -124,9 +124,11 @@ def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, An
         torch.zeros(shape, dtype=dtype, device="cuda") for dtype in (out.dtype, out.dtype, torch.float32)
     )
     for tiles in STREAM_TILES:
-        calls[f"onto a stream, {tiles.block}, {tiles.num_warps} warps"] = lambda tiles=tiles: add_rows_triton(
-            rooms(), stream, stream[0], scaled, squares, None, ranks, tiles
-        )
+        for begins_next in (True, False):
+            name = f"onto a stream, {tiles.block}, {tiles.num_warps} warps{', begins the next' if begins_next else ''}"
+            calls[name] = lambda tiles=tiles, begins_next=begins_next: add_rows_triton(
+                rooms(), stream, stream[0], scaled, squares, None, ranks, tiles, begins_next
+            )
     calls["signal kernel, then sum kernel"] = in_two_kernels
     calls["meeting alone"] = lambda: meet_triton(ranks)
     calls["torch one-shot"] = torch_one_shot(exchange, shape)

@@ -1,13 +1,14 @@
 """Decode steps of tensor parallel ranks with and without the fused decode path, all on one GPU under MPS: python benchmarks/gpu_fused_ranks.py
 
-Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16; a rank is a process. Of each number of rows a step is captured in three
+Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16; a rank is a process. Of each number of rows a step is captured in some
 ways and replayed, one way after the other, so that what is compared ran in the same minute:
 
     fused      products leave parts where peers read; one kernel adds them up and onto the stream, with the next norm deferred
+               (next in turn: the kernel behind that one begins when it has ended, and not when peers are met)
     two steps  the same products, but the sum and the norm are two kernels
     plain      the ordinary way: norm, product, sum
 
-Rows have one token each to attend to. Beside the times: logits of the first two ways against the third, whether the stream has the
+Rows have one token each to attend to. Beside the times: logits of each way against the last, whether the stream has the
 same bits on every rank, and what the allocator did while steps were replayed. All ranks share one GPU: times say what kernels and
 exchanges cost side by side, and nothing about several GPUs.
 
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from gpu_records import Budget, make_record, options, write_record
 from mps import OVERLAP, mps
 
 from holdfast.config import EngineConfig
+from holdfast.distributed import symmetric
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.mesh import ALONE, Mesh, meshes
@@ -139,6 +142,17 @@ def two_steps() -> Any:  # noqa: ANN401 a generator of nothing
         fused_decode.add_part = moe.add_part = kept
 
 
+@contextlib.contextmanager
+def next_in_turn() -> Any:  # noqa: ANN401 a generator of nothing
+    """No kernel begins before a sum onto the stream has ended."""
+    kept = symmetric.add_rows_triton
+    try:
+        symmetric.add_rows_triton = partial(kept, begins_next=False)
+        yield
+    finally:
+        symmetric.add_rows_triton = kept
+
+
 def ways_of(model: LayerStack[Any], is_alone: bool) -> dict[str, Any]:
     """Each as a function of a batch and its plan, that gives logits."""
 
@@ -147,8 +161,14 @@ def ways_of(model: LayerStack[Any], is_alone: bool) -> dict[str, Any]:
             return model.step_logits(batch, plan)
 
     ways: dict[str, Any] = {"plain": lambda batch, plan: model.logits(model.hidden(batch, plan))}
+
+    def in_turn(batch: Any, plan: Any) -> torch.Tensor:  # noqa: ANN401
+        with next_in_turn():
+            return model.step_logits(batch, plan)
+
     if model.fused is not None:
-        ways |= {"fused": model.step_logits} | ({} if is_alone else {"two steps": apart})
+        ways |= {"fused": model.step_logits}
+        ways |= {} if is_alone else {"two steps": apart, "fused, next in turn": in_turn}
     return ways
 
 

@@ -33,7 +33,7 @@ def test_ranks_on_one_gpu(model: str, num_ranks: int, options: list[str]) -> Non
     rows = gpu_fused_ranks.rows_of(num_ranks, 2, found)
     assert len(rows) == len(gpu_fused_ranks.ROWS)
     for row in rows:
-        assert set(row["values"]) == {"plain", "fused", "two steps"}
+        assert {"plain", "fused", "two steps"} < set(row["values"])
         assert row["same_bits"], row
         assert max(row["off"].values()) < NEAR, row
         assert row["allocations"] == 0, row

@@ -82,8 +82,12 @@ def add_rows_triton(
     amax: torch.Tensor | None,
     ranks: Ranks,
     tiles: Tiles | None = None,
+    begins_next: bool = True,
 ) -> int:
-    """The same as one Triton kernel. Each room begins with its rank's part, dense, as many elements as `x_TH` has."""
+    """The same as one Triton kernel. Each room begins with its rank's part, dense, as many elements as `x_TH` has.
+
+    `begins_next`: the next kernel may begin with what waits for nobody, once peers are met.
+    """
     num_rows, size = x_TH.shape
     for tensor in (x_TH, scaled_TH):
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
@@ -110,6 +114,7 @@ def add_rows_triton(
         BLOCK=tiles.block,
         FORM=tiles.form,
         PDL=tiles.pdl,
+        BEGINS_NEXT=begins_next,
         num_warps=tiles.num_warps,
         **pdl_launch(tiles.pdl),
     )
@@ -135,11 +140,12 @@ def _add_kernel(
     BLOCK: constexpr,
     FORM: constexpr,
     PDL: constexpr,
+    BEGINS_NEXT: constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
     epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
-    if PDL:
+    if PDL and BEGINS_NEXT:
         # Not before the meeting: programs that wait for this kernel could take the places of a peer's on the same GPU, which it waits for.
         tl.extra.cuda.gdc_launch_dependents()
     num_blocks = tl.cdiv(size, BLOCK)
