@@ -157,6 +157,20 @@ def test_a_killed_rank_is_noticed_at_once_and_named():
     assert all(map(is_gone, engine.group.pids))
 
 
+def test_whoever_waits_on_a_device_is_let_go_more_than_once():
+    """A kernel that a dead rank had begun may still say that it has come, and undo the first time."""
+    group, times = open_group(num_ranks=2), []
+    group.on_death = lambda: times.append(time.monotonic())
+    try:
+        os.kill(group.pids[0], signal.SIGKILL)
+        until = time.monotonic() + 20
+        while len(times) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(times) >= 2
+    finally:
+        group.end()
+
+
 @pytest.mark.slow
 def test_one_that_computes_with_the_lock_kept_raises_no_alarm():
     group = open_group("locked", num_ranks=2)

@@ -7,8 +7,10 @@ Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing 
 Why one meeting of all ranks a call is enough: kernels/exchange/signals.py. Rows between stages: kernels/exchange/links.py.
 """
 
+import contextlib
 import json
 import secrets
+import threading
 from collections import Counter
 from typing import Any
 
@@ -144,6 +146,7 @@ class SymmetricExchange:
         self.ranks = self._make_ranks(stage, agree_blocks(store, mesh, device, waiting_share))
         self._is_at_rest = True
         self._rescue = torch.cuda.Stream(device)
+        self._closing = threading.Lock()
         self._warmed_sums: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def _make_ranks(self, stage: list[dict[str, torch.Tensor]], max_blocks: int) -> Ranks:
@@ -291,22 +294,27 @@ class SymmetricExchange:
 
     def abandon(self) -> None:
         # A stream of its own: the one that steps run in waits for the kernel that waits. It was made when there was time.
-        signals = self.ranks.signals
-        if self._memory is None or signals is None:
-            return
-        with torch.cuda.stream(self._rescue):
-            _release_all(signals)
+        with self._closing:
+            if self._memory is None or self.ranks.signals is None:
+                return
+            with torch.cuda.stream(self._rescue):
+                _release_all(self.ranks.signals)
 
     def close(self) -> None:
-        if self._memory is None:
-            return
+        with self._closing:
+            if self._memory is not None:
+                with contextlib.suppress(RuntimeError):  # a device that has failed
+                    self._rescue.synchronize()  # it writes into memory that is about to go
+                self._close(self._memory)
+
+    def _close(self, memory: SymmetricMemory) -> None:
         self._typed_rooms.clear()
         self._peer_rooms.clear()
         self._peer_logits.clear()
         self._everybodys.clear()
         self._held.tensors.clear()
         del self.ranks
-        self._memory.close()
+        memory.close()
         self._memory = None
         for arena in self._arenas:
             arena.release()

@@ -134,7 +134,7 @@ class RankGroup:
         self._is_serving = False
         self._is_ending = False
         self.on_death: Callable[[], None] | None = None
-        """Lets go of what waits for other ranks on this one's device; called by a thread of its own."""
+        """Lets go of what waits for other ranks on this one's device; called by a thread of its own, again and again for a while."""
         self._home = os.getpid()
         spawned: Future[None] = Future()
         self._thread = threading.Thread(
@@ -354,12 +354,21 @@ class RankGroup:
         self._death = cause if culprit is None else f"{cause} ({culprit.end_words()})"
         self._changed.notify_all()
         if self.on_death is not None and not self._is_ending:
-            threading.Thread(target=self.on_death, name="holdfast-abandon", daemon=True).start()
+            threading.Thread(target=_let_go, args=(self.on_death,), name="holdfast-abandon", daemon=True).start()
         until = time.monotonic() + END_SECONDS
         for link in self._links:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 link.child.process.wait(max(until - time.monotonic(), 0.0))
             link.child.channel.close()
+
+
+def _let_go(on_death: Callable[[], None]) -> None:
+    """More than once: what the device of a dead rank had begun may still tell that it has come, over what was told instead."""
+    until = time.monotonic() + END_SECONDS
+    with contextlib.suppress(RuntimeError):  # a device that has failed lets go of everything
+        while time.monotonic() < until:
+            on_death()
+            time.sleep(LOOK_SECONDS)
 
 
 class StepThread:
