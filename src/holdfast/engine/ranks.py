@@ -88,7 +88,9 @@ class _Link:
     def _hear(self, message: RankMessage) -> None:
         if isinstance(message, Refused):
             error = message.error
-            self.refusal = type(error)(f"rank {self.rank}: {error.asked}", error.has, error.do)
+            name = f"rank {self.rank}"
+            is_named = error.asked.startswith(f"{name} ")
+            self.refusal = type(error)(error.asked if is_named else f"{name}: {error.asked}", error.has, error.do)
             self.trouble = str(error)
         elif isinstance(message, Died):
             self.trouble = f"it stopped at {message.cause}"
