@@ -65,8 +65,11 @@ class Seen(NamedTuple):
     kind: str
     words: str
     device: str
+    status: int | None
     told: tuple[str, ...]
     """What it wrote to its standard error at last."""
+    held: int | None
+    """Bytes of the device that were in use before."""
 
 
 class Dying:
@@ -93,6 +96,7 @@ class Dying:
                 env=with_tests(dict(os.environ)) | environment,
             )
         self._kept = b""
+        self.lines: list[dict[str, Any]] = []
         self.pids: dict[str, int] = {}
 
     def line(self, what: str, until: float) -> dict[str, Any] | None:
@@ -102,8 +106,9 @@ class Dying:
             head, found, rest = self._kept.partition(b"\n")
             if found:
                 self._kept = rest
-                if head.startswith(b"{") and (told := json.loads(head))["what"] == what:
-                    return told
+                self.lines += [json.loads(head)] if head.startswith(b"{") else []
+                if self.lines and self.lines[-1]["what"] == what:
+                    return self.lines[-1]
                 continue
             ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, until - time.monotonic()))
             data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
@@ -122,7 +127,7 @@ class Dying:
 
     @property
     def told(self) -> tuple[str, ...]:
-        return tuple(self._log.read_text(errors="replace").splitlines()[-12:])
+        return tuple(self._log.read_text(errors="replace").splitlines()[-40:])
 
     def end(self) -> None:
         for pid in {self.process.pid, *self.pids.values()}:
@@ -137,9 +142,10 @@ class Dying:
 def watch(case: Case, dying: Dying) -> Seen:
     """Kill, and see what becomes of all."""
     here = dying.line("here", time.monotonic() + START_SECONDS)
-    assert here is not None, dying.told
+    assert here is not None, f"{dying.process.poll()=} {dying.lines=} {dying.told=}"
     dying.pids = here["pids"]
     began = here["at"]
+    held = gpu_records.used_bytes() if case.station != "capture" else None
     if case.station != "capture":
         time.sleep(0.3)
         began = time.monotonic()
@@ -158,7 +164,9 @@ def watch(case: Case, dying: Dying) -> Seen:
         *(None if error is None else error["at"] - began, None if gone is None else gone - began, ended),
         *("", "") if error is None else (error["kind"], error["words"]),
         "" if device is None else device["words"],
+        dying.process.poll(),
         dying.told,
+        held,
     )
 
 
@@ -172,7 +180,7 @@ def run_case(case: Case, folder: Path, device: str = "cuda") -> Seen:
             seen = watch(case, dying)
         finally:
             dying.end()
-    shown = seen._asdict() | {"told": seen.told[-3:]}
+    shown = seen._asdict() | {"told": seen.told[:3] if seen.status else ()}
     print("\n" + json.dumps({"case": case.name, **shown}), flush=True)
     return seen
 
@@ -182,6 +190,7 @@ def check(case: Case, seen: Seen) -> None:
     assert seen.gone is not None, seen
     assert seen.gone < GONE_SECONDS, seen
     assert seen.ended is not None, seen
+    assert seen.status == (0 if case.victim != "rank 0" or case.is_front else -signal.SIGKILL), seen
     if case.victim == "rank 0" and not case.is_front:
         return  # the program itself
     assert seen.noticed is not None, seen
@@ -222,11 +231,15 @@ def test_a_death_on_a_device_is_noticed_and_leaves_nothing(case: Case, tmp_path:
 def test_the_memory_of_a_dead_engine_is_back(case: Case, tmp_path: Path) -> None:
     before = gpu_records.used_bytes()
     assert before is not None, "nvidia-smi tells nothing"
-    check(case, run_case(case, tmp_path))
+    seen = run_case(case, tmp_path)
+    check(case, seen)
+    num_bytes = before + case.tensor * case.stages * KV_BYTES
+    assert seen.held is not None, seen
+    assert seen.held > num_bytes, f"{seen.held=} is less than the pages of all ranks, {num_bytes}"
     until = time.monotonic() + FREE_SECONDS
     while (after := gpu_records.used_bytes() or 0) > before + KV_BYTES // 4 and time.monotonic() < until:
         time.sleep(0.1)
-    print(f"\nmemory: {before >> 20} MiB before, {after >> 20} MiB after")
+    print(f"\nmemory: {before >> 20} MiB before, {seen.held >> 20} MiB with the engine, {after >> 20} MiB after")
     assert after <= before + KV_BYTES // 4, f"{before=} {after=}"
 
 

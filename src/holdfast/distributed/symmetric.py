@@ -7,7 +7,7 @@ Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing 
 Why one meeting of all ranks a call is enough: kernels/exchange/signals.py. Rows between stages: kernels/exchange/links.py.
 """
 
-import contextlib
+import ctypes
 import json
 import secrets
 import threading
@@ -71,10 +71,22 @@ class SymmetricMemory:
         ]
 
     def close(self) -> None:
-        """The memory goes when the last view does."""
+        """The memory goes when the last view does; on a device that has failed, with this process."""
+        if _has_failed(self.own.device):
+            for held in (*self.everybodys, self._handle):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # torch ends a process that cannot give this back
         self.everybodys.clear()
         natives._unregister_process_group(self.name)
         del self._handle, self.own, self._group
+
+
+def _has_failed(device: torch.device) -> bool:
+    """Waits for all that runs."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
@@ -294,17 +306,18 @@ class SymmetricExchange:
 
     def abandon(self) -> None:
         # A stream of its own: the one that steps run in waits for the kernel that waits. It was made when there was time.
+        # Others are let go too: they are about to be killed, which under MPS breaks the device for all where a kernel never ends.
         with self._closing:
-            if self._memory is None or self.ranks.signals is None:
+            if self._memory is None:
                 return
+            ranks = range(self.mesh.num_ranks)
             with torch.cuda.stream(self._rescue):
-                _release_all(self.ranks.signals)
+                for rank in sorted(ranks, key=self.mesh.rank.__ne__):
+                    _release_all(self._signals(rank))
 
     def close(self) -> None:
         with self._closing:
             if self._memory is not None:
-                with contextlib.suppress(RuntimeError):  # a device that has failed
-                    self._rescue.synchronize()  # it writes into memory that is about to go
                 self._close(self._memory)
 
     def _close(self, memory: SymmetricMemory) -> None:

@@ -49,6 +49,8 @@ OPENING_SECONDS = 300.0
 LOADING_SECONDS = 3600.0
 BLAME_SECONDS = 0.1
 """After the first sign of trouble: one that dies takes others along, whose words are not the cause."""
+LET_GO_SECONDS = 0.1
+"""For kernels that wait for a rank that is gone, before the others are killed."""
 END_SECONDS = 3.0
 """For ranks that were asked to end."""
 MessageT = TypeVar("MessageT")
@@ -221,12 +223,16 @@ class RankGroup:
         if not future.done():
             self.raise_if_dead()
         try:
-            return future.result()
+            result = future.result()
         except Exception as error:
             # A collective fails where a peer is gone: whoever watches knows which one, and why.
             if isinstance(error, EngineDeadError) or not isinstance(error, HoldfastError):
                 self._await_death(error, must_die=False)
             raise
+        # A step that waited for a dead rank and was let go has come to an end too. Who lets it go has the condition until all are gone.
+        with self._changed:
+            self.raise_if_dead()
+        return result
 
     def fail(self, cause: str) -> None:
         """Kill all and raise the cause."""
@@ -248,7 +254,7 @@ class RankGroup:
                 link.child.channel.wait_for_end(max(until - time.monotonic(), 0.0))
         with self._changed:
             if self._death is None:
-                self._die("it was shut down")
+                self._die("it was shut down", lets_go=time.monotonic() >= until)
         self._thread.join(END_SECONDS)
 
     def _send(self, link: _Link, message: RankMessage) -> None:
@@ -347,16 +353,16 @@ class RankGroup:
         else:
             self._die(f"rank {troubled[0].rank}: {troubled[0].trouble}", troubled[0])
 
-    def _die(self, cause: str, culprit: _Link | None = None) -> None:
+    def _die(self, cause: str, culprit: _Link | None = None, *, lets_go: bool = False) -> None:
         """Kill all, say so, and reap them; the condition is held. One that does not go, in a driver that hangs, is not waited for."""
         if culprit is not None and culprit.child.process.poll() is None:
             culprit = None  # it has said why, and ends by our hand
+        if self.on_death is not None and (lets_go or not self._is_ending):
+            _let_go(self.on_death)
         for link in self._links:
             link.child.process.kill()
         self._death = cause if culprit is None else f"{cause} ({culprit.end_words()})"
         self._changed.notify_all()
-        if self.on_death is not None and not self._is_ending:
-            threading.Thread(target=_let_go, args=(self.on_death,), name="holdfast-abandon", daemon=True).start()
         until = time.monotonic() + END_SECONDS
         for link in self._links:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -365,12 +371,23 @@ class RankGroup:
 
 
 def _let_go(on_death: Callable[[], None]) -> None:
-    """More than once: what the device of a dead rank had begun may still tell that it has come, over what was told instead."""
-    until = time.monotonic() + END_SECONDS
-    with contextlib.suppress(RuntimeError):  # a device that has failed lets go of everything
-        while time.monotonic() < until:
-            on_death()
-            time.sleep(LOOK_SECONDS)
+    """Call it in a thread, and give what it lets go of a moment to end.
+
+    More than once: what the device of a dead rank had begun may still tell that it has come, over what was told instead.
+    """
+    is_begun = threading.Event()
+
+    def call() -> None:
+        until = time.monotonic() + END_SECONDS
+        with contextlib.suppress(RuntimeError):  # a device that has failed lets go of everything
+            while time.monotonic() < until:
+                on_death()
+                is_begun.set()
+                time.sleep(LOOK_SECONDS)
+
+    threading.Thread(target=call, name="holdfast-abandon", daemon=True).start()
+    if is_begun.wait(LET_GO_SECONDS):
+        time.sleep(LET_GO_SECONDS / 2)
 
 
 class StepThread:
