@@ -199,7 +199,8 @@ def check(case: Case, seen: Seen) -> None:
     assert case.victim in seen.words or "core process" in seen.words, seen
     assert seen.ended < 2 * GONE_SECONDS, seen
     if not case.is_front:
-        assert seen.device == "works", seen
+        # Under MPS a client that is killed in the middle of a kernel may break the device for the others: nothing is promised of it.
+        assert seen.device == "works" or (case.has_mps and "CUDA" in seen.device), seen
 
 
 TWO = [Case(station=station, how=how) for station, how in product(("idle", "step", "capture"), ("KILL", "STOP"))]
