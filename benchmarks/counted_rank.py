@@ -22,7 +22,8 @@ from holdfast.request.step import Step
 FOLDER = "HOLDFAST_COUNTS"
 COUNT_FILE = "count"
 TELL_AT = "HOLDFAST_TELL_AT"
-"""The time (of time.time) at which a process says where it stands, in stack-N.txt of the same folder."""
+"""The time (of time.time) from which on a process says where it stands, in stack-N.txt of the same folder, once LATE_FILE is there."""
+LATE_FILE = "late"
 NUM_MISSES = 5
 """That are kept in words."""
 
@@ -42,22 +43,23 @@ def device_counts() -> dict[str, int]:
 
 
 def tell_later(rank: int) -> None:
-    """All stacks, and where its exchange stands, should this process still be at it by then."""
+    """All stacks, and where its exchange stands, should whoever started it say that it is late."""
     if TELL_AT not in os.environ:
         return
-    path = Path(os.environ[FOLDER]) / f"stack-{rank}.txt"
-    told, left = path.open("w"), max(0.1, float(os.environ[TELL_AT]) - time.time())
-    faulthandler.dump_traceback_later(left, file=told)
+    folder = Path(os.environ[FOLDER])
 
-    def tell_epochs() -> None:
+    def tell() -> None:
+        while not (folder / LATE_FILE).exists():
+            time.sleep(0.25)
+        with (folder / f"stack-{rank}.txt").open("w") as told:
+            faulthandler.dump_traceback(told)
         from holdfast.distributed.symmetric import SymmetricExchange
 
         exchanges = [thing for thing in gc.get_objects() if type(thing) is SymmetricExchange]
-        path.with_name(f"epochs-{rank}.txt").write_text(
-            "; ".join(exchange.epochs() for exchange in exchanges) or "none"
-        )
+        words = "; ".join(exchange.epochs() for exchange in exchanges) or "none"
+        (folder / f"epochs-{rank}.txt").write_text(words)
 
-    timer = threading.Timer(left, tell_epochs)
+    timer = threading.Timer(max(0.1, float(os.environ[TELL_AT]) - time.time()), tell)
     timer.daemon = True
     timer.start()
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from counted_rank import COUNT_FILE, FOLDER, TELL_AT, device_counts, tell_later
+from counted_rank import COUNT_FILE, FOLDER, LATE_FILE, TELL_AT, device_counts, tell_later
 from dummy_models import tiny_settings, write_dummy_model
 from gpu_records import Budget, keep, make_record, options, used_bytes, write_record
 from mps import OVERLAP, mps
@@ -46,6 +46,8 @@ FREE_SECONDS = 8.0
 MAX_PERCENT = 1.0
 FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 PROGRAM = Path(__file__).parent / "counted_rank.py"
+START_SECONDS = 120.0
+"""Until a part is ready, where its kernels are compiled for the first time; its own seconds count from then on."""
 
 
 class Shape(NamedTuple):
@@ -337,7 +339,7 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
                 env={**os.environ, **(environment or OVERLAP), **own},
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=limit)
+            wait_part(child, folder, limit)
         is_late = child.poll() is None
         if is_late:
             child.kill()  # its ranks go with it
@@ -361,6 +363,20 @@ def shortened(stacks: str) -> str:
         for thread in stacks.split("most recent call first")[1:]
     ]
     return "\n  ".join(" < ".join(own[:10]) for own in frames) or stacks[-500:]
+
+
+def wait_part(child: "subprocess.Popen[bytes]", folder: Path, limit: float) -> None:
+    """Until it has ended; TimeoutExpired where it was not ready in time, or not done so many seconds later."""
+    kept, end = folder / "result.kept", time.monotonic() + START_SECONDS
+    while child.poll() is None and not kept.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    if kept.exists():
+        end = time.monotonic() + limit
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=max(0.0, end - TELL_SECONDS - time.monotonic()))
+        return
+    (folder / LATE_FILE).touch()
+    child.wait(timeout=TELL_SECONDS)
 
 
 def wait_until_free(before: int | None) -> None:

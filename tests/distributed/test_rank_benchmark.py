@@ -1,5 +1,6 @@
 """The benchmark of engines on ranks as far as it runs without a GPU: what its rows say, and the script once in a small way."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -64,3 +65,29 @@ def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
     results = json.loads(path.read_text())["results"]
     assert not [row for row in results if not row.get("holds", True)]
     assert len([row for row in results if "holds" in row]) == 3
+
+
+PROGRAMS = {
+    "slow to start": ("sleep(0.5); ready(); sleep(0.3)", None),
+    "never ready": ("sleep(60)", "late"),
+    "slow when ready": ("ready(); sleep(60)", "late"),
+    "ends before": ("pass", None),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_time_of_a_part_counts_from_ready(name: str, tmp_path: Path, monkeypatch) -> None:
+    """Kernels that are compiled for the first time are no part of it; ranks that are late are told so, and say where they are."""
+    monkeypatch.setattr(gpu_ranks, "START_SECONDS", 1.0)
+    monkeypatch.setattr(gpu_ranks, "TELL_SECONDS", 0.2)
+    program, late = PROGRAMS[name]
+    text = f"from pathlib import Path\nfrom time import sleep\ndef ready(): Path('result.kept').touch()\n{program}"
+    child = subprocess.Popen([sys.executable, "-S", "-c", text], cwd=tmp_path)
+    try:
+        with contextlib.nullcontext() if late is None else pytest.raises(subprocess.TimeoutExpired):
+            gpu_ranks.wait_part(child, tmp_path, 0.6)
+        assert (child.poll() is None) == (late is not None)
+        assert (tmp_path / "late").exists() == (late is not None)
+    finally:
+        child.kill()
+        child.wait()

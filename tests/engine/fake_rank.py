@@ -12,7 +12,14 @@ from pathlib import Path
 
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
-from holdfast.engine.rank_messages import RankConnect, RankLoaded, RankPlanned, RankReported, RankStart
+from holdfast.engine.rank_messages import (
+    RankConnect,
+    RankLoaded,
+    RankPlanned,
+    RankReported,
+    RankStart,
+    encode_rank_message,
+)
 from holdfast.engine.rank_process import RankServer, main
 from holdfast.errors import UnsupportedModelError
 from holdfast.memory.report import RankMemory
@@ -25,6 +32,23 @@ NUM_PAGES = 96
 VOCAB_SIZE = 264
 BOTH_PLACES = "HOLDFAST_FAKE_RANKS"
 """Names a folder: a rank writes rank-N there."""
+
+
+def nonsense() -> dict[str, tuple[bytes, ...]]:
+    """What no rank says where RankLoaded is due."""
+    loaded, oversized = encode_rank_message(RankLoaded(), 2), bytearray(encode_rank_message(RankLoaded(), 2))
+    oversized[8:12] = (2**30 + 1).to_bytes(4, "little")
+    return {
+        "a stranger's": (b"GET / HTTP/1.1\r\nHost: me\r\n\r\n",),
+        "cut short": (loaded[: len(loaded) // 2],),
+        "oversized": (bytes(oversized),),
+        "repeated": (loaded, loaded),
+        "not due": (encode_rank_message(RankConnect("somewhere"), 2),),
+        "altered": (loaded[:-1] + bytes([loaded[-1] ^ 0x41]),),
+    }
+
+
+NONSENSE = nonsense()
 
 
 def arrive(rank: int, station: str) -> None:
@@ -93,6 +117,12 @@ def open_rank(start: RankStart, server: RankServer) -> SlotsRank:
         time.sleep(600)
     server.send(RankReported({"rank": start.rank}))
     server.expect(RankPlanned)
+    if name in NONSENSE and is_second:
+        for data in NONSENSE[name]:
+            server._channel.send(lambda own=data: own)
+        if name != "cut short":
+            time.sleep(600)
+        os._exit(0)
     if name == "refuses" and is_second:
         raise UnsupportedModelError("a fake was asked", "it has no weights", "take another")
     if name == "fails" and is_second:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -155,6 +156,34 @@ def test_a_killed_rank_is_noticed_at_once_and_named():
     finally:
         engine.close()
     assert all(map(is_gone, engine.group.pids))
+
+
+def test_whoever_waits_on_a_device_is_let_go_more_than_once():
+    """A kernel that a dead rank had begun may still say that it has come, and undo the first time."""
+    group, times = open_group(num_ranks=2), []
+    group.on_death = lambda: times.append(time.monotonic())
+    try:
+        os.kill(group.pids[0], signal.SIGKILL)
+        until = time.monotonic() + 20
+        while len(times) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(times) >= 2
+    finally:
+        group.end()
+
+
+def test_a_step_that_ended_because_it_was_let_go_is_no_result():
+    """Its sums lack what the dead rank had; the same for whoever asks later."""
+    group, step = open_group(num_ranks=2), Future()
+    group.on_death = lambda: step.done() or step.set_result("what lay in the rooms")
+    try:
+        os.kill(group.pids[0], signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="rank 1 was killed"):
+                group.wait(step)
+        assert step.done()
+    finally:
+        group.end()
 
 
 @pytest.mark.slow

@@ -89,6 +89,18 @@ def test_serving_can_be_measured_again_and_again() -> None:
         profile.end("lunch")
 
 
+def test_others_that_give_memory_back_meanwhile_leave_nothing_to_tell() -> None:
+    """A rank would tell a number below zero, which no rank may."""
+    device, profile = profiled()
+    device.take(20 * MIB)
+    device.others -= 30 * MIB
+    profile.end("load")
+    assert profile.taken_bytes is None
+    device.take(30 * MIB)
+    profile.end("capture")
+    assert profile.taken_bytes == 20 * MIB
+
+
 def test_a_device_that_cannot_be_asked() -> None:
     profile = PhaseProfile("meta")
     assert profile.end("load") is None

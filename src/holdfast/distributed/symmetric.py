@@ -7,8 +7,10 @@ Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing 
 Why one meeting of all ranks a call is enough: kernels/exchange/signals.py. Rows between stages: kernels/exchange/links.py.
 """
 
+import ctypes
 import json
 import secrets
+import threading
 from collections import Counter
 from typing import Any
 
@@ -70,10 +72,22 @@ class SymmetricMemory:
         ]
 
     def close(self) -> None:
-        """The memory goes when the last view does."""
+        """The memory goes when the last view does; on a device that has failed, with this process."""
+        if _has_failed(self.own.device):
+            for held in (*self.everybodys, self._handle):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # torch ends a process that cannot give this back
         self.everybodys.clear()
         natives._unregister_process_group(self.name)
         del self._handle, self.own, self._group
+
+
+def _has_failed(device: torch.device) -> bool:
+    """Waits for all that runs."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:
@@ -145,6 +159,7 @@ class SymmetricExchange:
         self.ranks = self._make_ranks(stage, agree_blocks(store, mesh, device, waiting_share))
         self._is_at_rest = True
         self._rescue = torch.cuda.Stream(device)
+        self._closing = threading.Lock()
         self._warmed_sums: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def _make_ranks(self, stage: list[dict[str, torch.Tensor]], max_blocks: int) -> Ranks:
@@ -305,22 +320,28 @@ class SymmetricExchange:
 
     def abandon(self) -> None:
         # A stream of its own: the one that steps run in waits for the kernel that waits. It was made when there was time.
-        signals = self.ranks.signals
-        if self._memory is None or signals is None:
-            return
-        with torch.cuda.stream(self._rescue):
-            _release_all(signals)
+        # Others are let go too: they are about to be killed, which under MPS breaks the device for all where a kernel never ends.
+        with self._closing:
+            if self._memory is None:
+                return
+            ranks = range(self.mesh.num_ranks)
+            with torch.cuda.stream(self._rescue):
+                for rank in sorted(ranks, key=self.mesh.rank.__ne__):
+                    _release_all(self._signals(rank))
 
     def close(self) -> None:
-        if self._memory is None:
-            return
+        with self._closing:
+            if self._memory is not None:
+                self._close(self._memory)
+
+    def _close(self, memory: SymmetricMemory) -> None:
         self._typed_rooms.clear()
         self._peer_rooms.clear()
         self._peer_logits.clear()
         self._everybodys.clear()
         self._held.tensors.clear()
         del self.ranks
-        self._memory.close()
+        memory.close()
         self._memory = None
         for arena in self._arenas:
             arena.release()

@@ -49,6 +49,8 @@ OPENING_SECONDS = 300.0
 LOADING_SECONDS = 3600.0
 BLAME_SECONDS = 0.1
 """After the first sign of trouble: one that dies takes others along, whose words are not the cause."""
+LET_GO_SECONDS = 0.1
+"""For kernels that wait for a rank that is gone, before the others are killed."""
 END_SECONDS = 3.0
 """For ranks that were asked to end."""
 MessageT = TypeVar("MessageT")
@@ -88,7 +90,9 @@ class _Link:
     def _hear(self, message: RankMessage) -> None:
         if isinstance(message, Refused):
             error = message.error
-            self.refusal = type(error)(f"rank {self.rank}: {error.asked}", error.has, error.do)
+            name = f"rank {self.rank}"
+            is_named = error.asked.startswith(f"{name} ")
+            self.refusal = type(error)(error.asked if is_named else f"{name}: {error.asked}", error.has, error.do)
             self.trouble = str(error)
         elif isinstance(message, Died):
             self.trouble = f"it stopped at {message.cause}"
@@ -134,7 +138,7 @@ class RankGroup:
         self._is_serving = False
         self._is_ending = False
         self.on_death: Callable[[], None] | None = None
-        """Lets go of what waits for other ranks on this one's device; called by a thread of its own."""
+        """Lets go of what waits for other ranks on this one's device; called by a thread of its own, again and again for a while."""
         self._home = os.getpid()
         spawned: Future[None] = Future()
         self._thread = threading.Thread(
@@ -219,12 +223,16 @@ class RankGroup:
         if not future.done():
             self.raise_if_dead()
         try:
-            return future.result()
+            result = future.result()
         except Exception as error:
             # A collective fails where a peer is gone: whoever watches knows which one, and why.
             if isinstance(error, EngineDeadError) or not isinstance(error, HoldfastError):
                 self._await_death(error, must_die=False)
             raise
+        # A step that waited for a dead rank and was let go has come to an end too. Who lets it go has the condition until all are gone.
+        with self._changed:
+            self.raise_if_dead()
+        return result
 
     def fail(self, cause: str) -> None:
         """Kill all and raise the cause."""
@@ -246,7 +254,7 @@ class RankGroup:
                 link.child.channel.wait_for_end(max(until - time.monotonic(), 0.0))
         with self._changed:
             if self._death is None:
-                self._die("it was shut down")
+                self._die("it was shut down", lets_go=time.monotonic() >= until)
         self._thread.join(END_SECONDS)
 
     def _send(self, link: _Link, message: RankMessage) -> None:
@@ -345,21 +353,41 @@ class RankGroup:
         else:
             self._die(f"rank {troubled[0].rank}: {troubled[0].trouble}", troubled[0])
 
-    def _die(self, cause: str, culprit: _Link | None = None) -> None:
+    def _die(self, cause: str, culprit: _Link | None = None, *, lets_go: bool = False) -> None:
         """Kill all, say so, and reap them; the condition is held. One that does not go, in a driver that hangs, is not waited for."""
         if culprit is not None and culprit.child.process.poll() is None:
             culprit = None  # it has said why, and ends by our hand
+        if self.on_death is not None and (lets_go or not self._is_ending):
+            _let_go(self.on_death)
         for link in self._links:
             link.child.process.kill()
         self._death = cause if culprit is None else f"{cause} ({culprit.end_words()})"
         self._changed.notify_all()
-        if self.on_death is not None and not self._is_ending:
-            threading.Thread(target=self.on_death, name="holdfast-abandon", daemon=True).start()
         until = time.monotonic() + END_SECONDS
         for link in self._links:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 link.child.process.wait(max(until - time.monotonic(), 0.0))
             link.child.channel.close()
+
+
+def _let_go(on_death: Callable[[], None]) -> None:
+    """Call it in a thread, and give what it lets go of a moment to end.
+
+    More than once: what the device of a dead rank had begun may still tell that it has come, over what was told instead.
+    """
+    is_begun = threading.Event()
+
+    def call() -> None:
+        until = time.monotonic() + END_SECONDS
+        with contextlib.suppress(RuntimeError):  # a device that has failed lets go of everything
+            while time.monotonic() < until:
+                on_death()
+                is_begun.set()
+                time.sleep(LOOK_SECONDS)
+
+    threading.Thread(target=call, name="holdfast-abandon", daemon=True).start()
+    if is_begun.wait(LET_GO_SECONDS):
+        time.sleep(LET_GO_SECONDS / 2)
 
 
 class StepThread:

@@ -138,8 +138,9 @@ class PhaseProfile:
 
     @property
     def taken_bytes(self) -> int | None:
-        """What the last phase that ended left taken; None where nothing was measured."""
-        return list(self.phases.values())[-1].taken_bytes if self.phases else None
+        """What the last phase that ended left taken; None where nothing was measured, or others gave back more than was taken."""
+        taken_bytes = list(self.phases.values())[-1].taken_bytes if self.phases else None
+        return None if taken_bytes is None or taken_bytes < 0 else taken_bytes
 
     def compare(self, plan: MemoryPlan, before_bytes: int = 0) -> tuple[PhaseComparison, ...]:
         """Every measured phase against the plan.

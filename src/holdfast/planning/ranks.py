@@ -296,7 +296,7 @@ def plan_summary(plan: RunnerPlan) -> dict[str, Any]:
     }
     numbers = {"num_pages": plan.memory.num_pages, "page_bytes": plan.memory.page_bytes}
     return {
-        "settings": choices | settled,
+        "settings": settled | choices | settled,  # a type comes before what follows from it
         "numbers": numbers | {"max_model_len": limits.max_model_len},
         "terms": terms,
     }

@@ -1,0 +1,170 @@
+"""What is wrong with ranks is one sentence, and no process is left: sizes, devices, ports, unlike ranks, and nonsense over a channel."""
+
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.cli_models import make_model
+from engine.dying_engine import children_of
+from engine.fake_rank import NONSENSE
+from engine.rank_groups import open_group, with_tests
+from engine.test_core_process import is_gone
+from engine.unlike_rank import UNLIKE
+from holdfast import LLM
+from holdfast.config import EngineConfig
+from holdfast.engine import build as engine_build
+from holdfast.engine import launched, rank_build
+from holdfast.engine.launched import Launched, meet_ranks
+from holdfast.engine.rank_build import OVERLAPPING, check_devices
+from holdfast.engine.rank_messages import RankLoaded, RankPlanned, RankReported
+from holdfast.engine.ranks import RankGroup
+from holdfast.errors import ConfigError, EngineDeadError, HoldfastError
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "memory_limit": "1GiB", "max_model_len": 64}
+
+
+@pytest.fixture(autouse=True)
+def children_find_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", with_tests(dict(os.environ))["PYTHONPATH"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "words"),
+    [
+        ({"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 90}, 4, "90 columns of the MLP"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}, 4, "6 query heads"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
+            3,
+            "2 key heads neither divide into 3",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide(tmp_path: Path, monkeypatch, settings, size, words) -> None:
+    monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size={size} was asked; {words}") as caught:
+        LLM(str(make_model(tmp_path / "m", **settings)), tensor_parallel_size=size, **OPTIONS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_devices", "mask", "size", "words"),
+    [
+        ("cuda", 2, None, 4, "4 ranks from cuda:0 on were asked; torch sees 2 CUDA devices here, and each rank takes one; ask for 2"),
+        ("cuda:1", 2, None, 2, "2 ranks from cuda:1 on were asked; torch sees 2 CUDA devices here, and each rank takes one; ask for 1"),
+        ("cuda", 1, "3", 2, "torch sees 1 CUDA devices here (CUDA_VISIBLE_DEVICES=3), and each rank takes one"),
+        ("auto", 1, "0", 8, "8 ranks from cuda:0 on were asked; torch sees 1 CUDA devices here (CUDA_VISIBLE_DEVICES=0)"),
+        ("cuda", 0, "", 2, "device='cuda' was asked; torch sees 0 CUDA devices here"),
+    ],
+)  # fmt: skip
+def test_more_ranks_than_devices_and_masked_ones(monkeypatch, device, num_devices, mask, size, words) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.delenv(OVERLAPPING, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    with pytest.raises(ConfigError) as caught:
+        check_devices(EngineConfig(device=device, tensor_parallel_size=size))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("model", "rank 1 was to run with the others; its model (a digest of its headers) is 'of other files', and rank 0's is"),
+        ("version", "rank 1 was to run with the others; its torch is '1.0', and rank 0's is"),
+        ("dtype", "rank 1 was to be planned as rank 0 planned it; dtype is 'bfloat16' in its own plan, and 'float32' in rank 0's"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_is_not_like_the_first(tmp_path: Path, monkeypatch, kind, words) -> None:
+    """Real processes, from the model's headers on."""
+    monkeypatch.setenv(UNLIKE, kind)
+    build_ranks, command = engine_build.build_ranks, (sys.executable, "-P", "-m", "engine.unlike_rank")
+    monkeypatch.setattr(
+        engine_build, "build_ranks", lambda *told, **named: build_ranks(*told, command=command, **named)
+    )
+    read: list[int] = []
+    with pytest.raises(ConfigError) as caught:
+        LLM(
+            str(make_model(tmp_path / "m")),
+            tensor_parallel_size=2,
+            on_progress=lambda done, total: read.append(done),
+            **OPTIONS,
+        )
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+    assert kind == "dtype" or not read, "a weight was read"
+    assert not [pid for pid in children_of(os.getpid()) if not is_gone(pid)]
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_what_no_rank_says_ends_all_of_them_with_a_sentence(name: str) -> None:
+    """The other way round than test_rank_processes.py: rank 0 hears it."""
+    group = open_group(name, num_ranks=3)
+    try:
+        group.expect(RankReported)
+        group.send_all(RankPlanned({}))
+        with pytest.raises(EngineDeadError) as caught:
+            _expect_twice(group)  # of two that are the same, the first is sound
+        assert "rank 2" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    finally:
+        group.end()
+    assert all(map(is_gone, group.pids))
+
+
+def _expect_twice(group: RankGroup) -> None:
+    for _ in range(2):
+        group.expect(RankLoaded)
+
+
+def test_a_port_of_the_launcher_that_is_in_use(monkeypatch) -> None:
+    monkeypatch.setattr(launched, "PEER_SECONDS", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        with pytest.raises(HoldfastError) as caught:
+            meet_ranks(Launched(0, 2, "127.0.0.1", port, False))
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_rank_that_comes_twice_is_there_once(monkeypatch) -> None:
+    """The second is hung up on, and the first stays."""
+    store: dict[str, str] = {}
+    is_told = threading.Event()
+
+    class Store:
+        def set(self, key: str, value: str) -> None:
+            store[key] = value
+            is_told.set()
+
+    monkeypatch.setattr(launched, "_store", lambda told: Store())
+    found: list = []
+    meeting = threading.Thread(target=lambda: found.extend(meet_ranks(Launched(0, 3, "127.0.0.1", 1, True))))
+    meeting.start()
+    assert is_told.wait(10)
+    port, _, secret = next(iter(store.values())).partition(":")
+    connections = []
+    for rank in (1, 1, 2):
+        connections.append(socket.create_connection(("127.0.0.1", int(port)), 10))
+        connections[-1].sendall(bytes.fromhex(secret) + bytes([rank, 0, 0, 0]))
+        if len(connections) == 2:
+            assert connections[-1].recv(1) == b"", "it was hung up on"
+    meeting.join(10)
+    assert len(found) == 2
+    connections[0].sendall(b"x")
+    assert found[0].channel.wait(5.0)
+    for peer in found:
+        peer.channel.close()
+    for connection in connections:
+        connection.close()
