@@ -16,7 +16,7 @@ TWO = EngineConfig(tensor_parallel_size=2, device="cuda")
 
 
 def test_a_launcher_is_found_where_ranks_are_asked():
-    assert find_launcher(TWO, TOLD) == Launched(1, 2, "127.0.0.1", 29500, False)
+    assert find_launcher(TWO, TOLD) == Launched(1, 2, "127.0.0.1", 29500, False, 1, 2)
     assert find_launcher(EngineConfig(), TOLD) is None
     assert find_launcher(TWO, {}) is None
     assert find_launcher(TWO, TOLD | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store  # type: ignore[union-attr]

@@ -10,10 +10,10 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import (
-    NCCL_BYTES,
     ExchangeKind,
     ExchangeNeeds,
     exchange_specs,
+    nccl_bytes,
     rounding_bytes,
 )
 from holdfast.distributed.mesh import Mesh, meshes
@@ -91,7 +91,7 @@ def _exchange_bytes(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dic
     held = {owner: spec.aligned_bytes for owner, spec in exchange_specs(needs, mesh, kind).items()}
     if kind == "symmetric":
         held["exchange/rounding"] = rounding_bytes(needs, mesh)
-    return held | ({"collectives/nccl": NCCL_BYTES} if kind == "nccl" else {})
+    return held | ({"collectives/nccl": nccl_bytes(mesh)} if kind == "nccl" else {})
 
 
 def _line(owner: str) -> str:

@@ -7,7 +7,7 @@ exchange/signals   who has written and who has read
 exchange/rounding  of symmetric memory: what the driver adds to the whole of it
 pipeline/hidden    rows on their way between stages
 sampling/shares    beside an exchange, of who chooses: the argmax of every share and its logit
-collectives/nccl   what NCCL takes for its communicator; measured; 0 on one node
+collectives/nccl   what NCCL takes for its communicators; measured, call by call; 0 on one node
 """
 
 from typing import Literal, NamedTuple
@@ -19,8 +19,12 @@ from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
 ExchangeKind = Literal["symmetric", "gloo", "nccl"]
 """Symmetric memory among GPUs of a node, gloo among CPUs, NCCL between nodes."""
 SIGNAL_BYTES = 2**14
-NCCL_BYTES = 560 * 2**20
-"""Measured on an H200 for one rank (NCCL 2.28.9): 558 MiB when it is made, 2 more when a graph captures it."""
+NCCL_CONNECT_BYTES = 186 * 2**20
+NCCL_GATHER_BYTES = 186 * 2**20
+NCCL_SEND_BYTES = 62 * 2**20
+NCCL_CAPTURE_BYTES = 4 * 2**20
+"""What NCCL 2.28.9 took on an H200, of each of 2 and of 4 ranks: when it connected, at the first all-gather, at the first broadcast,
+send and receive, and when a graph captured all-gathers. Most of it is code, so that it does not depend on how many ranks there are."""
 
 
 SYMMETRIC_UNIT_BYTES = 2 * 2**20
@@ -91,6 +95,16 @@ def choice_specs(needs: ExchangeNeeds, mesh: Mesh) -> tuple[TensorSpec, TensorSp
     return own, TensorSpec("all", (mesh.tensor_size * rows * CHOICE_FIELDS,), "float32")
 
 
+NCCL_REASON = "NCCL's communicators; measured on an H200"
+
+
+def nccl_bytes(mesh: Mesh) -> int:
+    """What NCCL takes on a rank once it has made every call: with stages there are sends and receives alone, and nothing is captured."""
+    if mesh.num_stages > 1:
+        return NCCL_CONNECT_BYTES + NCCL_SEND_BYTES
+    return NCCL_CONNECT_BYTES + NCCL_GATHER_BYTES + NCCL_SEND_BYTES + NCCL_CAPTURE_BYTES
+
+
 def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tuple[Term, ...]:
     """Lines of the plan."""
     reasons = {
@@ -112,5 +126,5 @@ def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tupl
         num_bytes = sum(spec.num_bytes for spec in choice_specs(needs, mesh))
         terms.append(Term("sampling/shares", num_bytes, "the argmax of every share of the vocabulary", PAGE_PHASES))
     if kind == "nccl" and not mesh.is_alone:
-        terms.append(Term("collectives/nccl", NCCL_BYTES, "NCCL's communicator; measured on one H200"))
+        terms.append(Term("collectives/nccl", nccl_bytes(mesh), NCCL_REASON, PAGE_PHASES))
     return tuple(terms)

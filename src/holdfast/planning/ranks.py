@@ -25,6 +25,7 @@ from holdfast.planning.plan import plan_runner
 from holdfast.planning.resolve import resolve
 from holdfast.planning.stages import Cuts, StageCosts, best_cuts
 from holdfast.planning.target import Target
+from holdfast.planning.terms import NODE_GPUS
 
 PACKAGES = ("holdfast", "torch", "triton")
 OWN_CHOICES = ("memory", "device", "max_model_len")
@@ -42,6 +43,8 @@ class RankReport(NamedTuple):
     versions: Mapping[str, str]
     model: str
     """A digest of what the model's headers say."""
+    node: str = ""
+    """Which node it is on: ranks with another one are reached over a network."""
 
     def as_dict(self) -> dict[str, Any]:
         """As values of JSON."""
@@ -53,12 +56,12 @@ class RankReport(NamedTuple):
         target = dict(told["target"])
         capability = target.pop("capability")
         own = Target(**target, capability=None if capability is None else (capability[0], capability[1]))
-        return cls(told["rank"], own, told["device"], told["versions"], told["model"])
+        return cls(told["rank"], own, told["device"], told["versions"], told["model"], told["node"])
 
 
-def report_rank(rank: int, target: Target, model: str, device: str = "") -> RankReport:
+def report_rank(rank: int, target: Target, model: str, device: str = "", node: str = "") -> RankReport:
     """The report of this process; `device` is left out where ranks of one name are on one device."""
-    return RankReport(rank, target, device or target.name, installed_versions(), model)
+    return RankReport(rank, target, device or target.name, installed_versions(), model, node)
 
 
 def installed_versions() -> dict[str, str]:
@@ -98,6 +101,8 @@ class Agreement(NamedTuple):
     """Of each rank: how many ranks share its device."""
     summaries: tuple[Mapping[str, Any], ...]
     """Of each rank: what its plan must be."""
+    num_nodes: int = 1
+    """That ranks are on, which decides how they exchange."""
 
     @property
     def agreed(self) -> Agreed:
@@ -126,6 +131,7 @@ class Agreement(NamedTuple):
             None if cuts is None else tuple((first, last) for first, last in cuts),
             tuple(told["num_sharing"]),
             tuple(told["summaries"]),
+            told["num_nodes"],
         )
 
 
@@ -147,6 +153,7 @@ def plan_ranks(config: EngineConfig, declared: DeclaredModel, reports: Sequence[
     """Every rank's plan, with the pages and the context of the one that has least; whatever does not fit or match raises."""
     _refuse_unlike_reports(config, reports)
     check_ranks(config, declared)
+    config = replace(config, nnodes=count_nodes(config, reports))
     counts = Counter(report.device for report in reports)
     num_sharing = tuple(counts[report.device] for report in reports)
     targets = [shared_target(report.target, count) for report, count in zip(reports, num_sharing, strict=True)]
@@ -162,7 +169,32 @@ def plan_ranks(config: EngineConfig, declared: DeclaredModel, reports: Sequence[
     plans = _each(requests)
     summaries = tuple(plan_summary(plan) for plan in plans)
     _refuse_unlike_plans(summaries)
-    return RankPlans(plans, Agreement(min(longest), min(least), cuts, num_sharing, summaries), least)
+    agreement = Agreement(min(longest), min(least), cuts, num_sharing, summaries, config.nnodes or 1)
+    return RankPlans(plans, agreement, least)
+
+
+def count_nodes(config: EngineConfig, reports: Sequence[RankReport]) -> int:
+    """Nodes that ranks are on, as they report; raises where others were asked for."""
+    num_nodes = len({report.node for report in reports})
+    if config.nnodes not in (None, num_nodes):
+        raise ConfigError(
+            f"nnodes={config.nnodes} was asked",
+            f"the {len(reports)} ranks are on {num_nodes}: a launcher decides where they are, and without one they are all here",
+            f"start {config.nnodes} nodes with torchrun, or leave nnodes out",
+        )
+    return num_nodes
+
+
+def planned_nodes(config: EngineConfig) -> int:
+    """Nodes in a plan of GPUs that are not here: as many as are asked for, else as have NODE_GPUS each."""
+    num_ranks = config.num_ranks
+    if config.nnodes is not None and config.nnodes > num_ranks:
+        raise ConfigError(
+            f"nnodes={config.nnodes} was asked",
+            f"there {'is one rank' if num_ranks == 1 else f'are {num_ranks} ranks'}, and every node has one at least",
+            f"take {num_ranks} or fewer",
+        )
+    return config.nnodes or -(-num_ranks // NODE_GPUS)
 
 
 def worst_request(
@@ -175,9 +207,14 @@ def worst_request(
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     check_ranks(config, declared)
     first = report_rank(0, target, declared.name)
-    is_shared = target.kind == "cpu"
+    is_shared, num_nodes = target.kind == "cpu", planned_nodes(config)
     reports = [
-        first._replace(rank=rank, device="cpu" if is_shared else f"{target.name} {rank}") for rank in range(num_ranks)
+        first._replace(
+            rank=rank,
+            device="cpu" if is_shared else f"{target.name} {rank}",
+            node=str(rank * num_nodes // num_ranks),
+        )
+        for rank in range(num_ranks)
     ]
     own = shared_target(target, num_ranks if is_shared else 1)
     cuts = cut_stages(config, declared, [own] * num_ranks)
@@ -233,7 +270,7 @@ def stage_costs(config: EngineConfig, declared: DeclaredModel, targets: Sequence
         for start in range(0, len(targets), size)
     ]
     resolved, own = [one for one, _ in smallest], [target for _, target in smallest]
-    return StageCosts(declared, rank_meshes(config)[0], own, resolved, config.enforce_eager)
+    return StageCosts(declared, rank_meshes(config)[0], own, resolved, config.enforce_eager, config.nnodes)
 
 
 def shared_target(target: Target, num_sharing: int) -> Target:
@@ -285,6 +322,7 @@ def plan_summary(plan: RunnerPlan) -> dict[str, Any]:
     choices = {one.name: one.value for one in resolved.choices if one.name not in OWN_CHOICES}
     settled = {
         "dtype": resolved.dtype,
+        "exchange": plan.exchange_kind,
         "kv_cache_dtype": resolved.kv_format.name,
         "attention": "none" if plan.declaration is None else plan.declaration.name,
         "max_num_seqs": limits.max_num_seqs,

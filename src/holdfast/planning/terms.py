@@ -345,13 +345,16 @@ class Layout(NamedTuple):
     """What loading holds beside the weights; None takes the most that it may."""
     agreed_pages: int | None = None
     """As many as every rank has; None: as many as fit."""
+    num_nodes: int | None = None
+    """That its ranks are on; None: as many as have NODE_GPUS each."""
 
     @property
     def exchange_kind(self) -> ExchangeKind:
-        """How ranks exchange: through each other's memory on one node, by NCCL where there are more GPUs than one has."""
+        """How ranks exchange: through each other's memory on one node, by NCCL between several."""
         if self.target.kind == "cpu":
             return "gloo"
-        return "symmetric" if self.mesh.num_ranks <= NODE_GPUS else "nccl"
+        num_nodes = self.num_nodes or -(-self.mesh.num_ranks // NODE_GPUS)
+        return "symmetric" if num_nodes == 1 else "nccl"
 
     @property
     def all_layers(self) -> "Layout":
