@@ -77,14 +77,18 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
 
 
 def _local(environment: Mapping[str, str], rank: int, num_ranks: int) -> tuple[int, int]:
-    """Which of its node this rank is, and of how many; a launcher that does not say so has started all on one."""
-    told = environment.get("LOCAL_RANK", str(rank)), environment.get("LOCAL_WORLD_SIZE", str(num_ranks))
-    if all(number.isdecimal() for number in told) and int(told[0]) < int(told[1]) <= num_ranks:
-        return int(told[0]), int(told[1])
+    """Which of its node this rank is, and of how many; a launcher that says neither has started all on one."""
+    own, size = environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")
+    if own is None and size in (None, str(num_ranks)):
+        return rank, num_ranks
+    if own is not None and own.isdecimal():
+        known = int(own) + 1 if size is None else int(size) if size.isdecimal() else 0
+        if int(own) < known <= num_ranks:
+            return int(own), known
     raise ConfigError(
-        f"a launcher has set LOCAL_RANK={told[0]} and LOCAL_WORLD_SIZE={told[1]}",
+        f"a launcher has set LOCAL_RANK={own} and LOCAL_WORLD_SIZE={size}",
         f"a node has 1 to {num_ranks} of the {num_ranks} ranks, and they are numbered from 0",
-        "start every node with torchrun, or set both",
+        "start every node with torchrun, which sets both",
     )
 
 
@@ -152,7 +156,8 @@ def meet_ranks(launched: Launched) -> list[Peer]:
     until = time.monotonic() + PEER_SECONDS
     with socket.create_server((launched.host, 0)) as listening:
         port = listening.getsockname()[1]
-        _store(launched).set(_next_key(launched), f"{port}:{secret.hex()}")
+        store = _store(launched)  # where it is this rank's own it serves the others until they have come
+        store.set(_next_key(launched), f"{port}:{secret.hex()}")
         while len(found) < launched.num_ranks - 1:
             listening.settimeout(max(until - time.monotonic(), 0.01))
             try:
