@@ -26,6 +26,7 @@ from mps import OVERLAP, pretended_node
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import ExchangeNeeds
+from holdfast.distributed.linked import open_linked
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.distributed.rendezvous import LOOPBACK, listen_for_ranks
 from holdfast.distributed.symmetric import open_symmetric
@@ -117,6 +118,7 @@ def rank_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tell-after", type=float, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=1, help="of the ranks")
     parser.add_argument("--nccl", action="store_true", help="each rank on a GPU as on a node of its own")
+    parser.add_argument("--plain", action="store_true", help="NCCL also among ranks of one node")
     parser.add_argument(
         "--kill", action="store_true", help="the last rank ends in the middle of a graph; checks nothing"
     )
@@ -134,6 +136,8 @@ def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchan
     torch.cuda.set_device(device)
     if arguments.nccl:
         os.environ.update(pretended_node(mesh.rank))
+        if mesh.tensor_size > 1 and mesh.num_stages > 1 and not arguments.plain:
+            return mesh, open_linked(mesh, sizes.needs, place, device, Ledger(), waiting_share=1)
         return mesh, open_collectives(mesh, sizes.needs, place, device, Ledger())
     # Nothing but exchanges runs here: no product of a peer has to find a place beside them.
     return mesh, open_symmetric(mesh, sizes.needs, place, device, Ledger(), waiting_share=1)
@@ -241,6 +245,10 @@ class Checks:
             if not mesh.is_first_stage:
                 self.exchange.receive_rows(x)
                 self.compare(f"step {step}: rows", x, parts[mesh.tensor_rank] + mesh.stage)
+            if mesh.tensor_size > 1:
+                room = self.exchange.room(*x.shape, torch.bfloat16).copy_(parts[mesh.tensor_rank])
+                total = self.exchange.sum_rows(room, torch.empty_like(x))
+                self.compare(f"step {step}: sum", total, sum_rows_reference(parts, torch.empty_like(x)))
             if not mesh.is_last_stage:
                 self.exchange.send_rows(parts[mesh.tensor_rank] + mesh.stage + 1)
             under_way.append(step)
@@ -347,7 +355,7 @@ def main() -> None:
     if arguments.rank is None:
         command = [__file__, "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
         command += ["--stages", str(arguments.stages)]
-        command += [f"--{name}" for name in ("nccl", "kill") if getattr(arguments, name)]
+        command += [f"--{name}" for name in ("nccl", "plain", "kill") if getattr(arguments, name)]
         found = run_ranks(command, arguments.size or 2, arguments.timeout, OVERLAP)
         print(json.dumps(found, indent=1))
         sys.exit(any(entry.get("error") or entry.get("wrong") for entry in found))

@@ -8,7 +8,7 @@ Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16, sums in graphs. E
     stages  batch_invariant: tokens of 2 stages equal those of one rank
     nodes   each rank started as a launcher does, as on a node of its own, so that they exchange by NCCL: tokens as in exact, allocators
             as in reduce; then one is killed in the middle of an answer
-    links   the same of stages
+    links   the same of two stages, each on a node of its own: ranks of one exchange over its memory
 
 What a rank takes of a GPU that it shares: what torch's allocator has reserved in it, its symmetric memory, and an equal part of what the
 device has lost besides (contexts, code, graphs), so that all ranks together are what the device says. All ranks are on one GPU: tokens a
@@ -42,9 +42,8 @@ from mps import OVERLAP, mps, pretended_node
 
 MODEL = "Qwen3-32B"
 PARTS = (("reduce", 2), ("reduce", 4), ("exact", 1), ("exact", 2), ("exact", 4), ("stages", 2), ("reduce", 1))
-PARTS += (("nodes", 2), ("nodes", 4), ("links", 2))
+PARTS += (("nodes", 2), ("nodes", 4), ("links", 2), ("links", 4))
 ON_NODES = ("nodes", "links")
-STAGED = ("stages", "links")
 PART_SECONDS = {1: 35.0, 2: 40.0, 4: 45.0}
 BUDGET_SECONDS = 285.0
 MIN_SECONDS = 10.0
@@ -105,8 +104,8 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
         *(str(path),),
         load_format="dummy",
         device=device,
-        tensor_parallel_size=1 if mode in STAGED else num_ranks,
-        pipeline_parallel_size=num_ranks if mode in STAGED else 1,
+        tensor_parallel_size=tensor_size(mode, num_ranks),
+        pipeline_parallel_size=num_ranks // tensor_size(mode, num_ranks),
         tensor_parallel_sums="reduce" if mode == "reduce" else "auto",
         batch_invariant=mode != "reduce",
         max_model_len=shape.max_model_len,
@@ -133,6 +132,11 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
             keep(found, result)
         begin = time.perf_counter()
     return found | {"close_seconds": round(time.perf_counter() - begin, 2)}
+
+
+def tensor_size(mode: str, num_ranks: int) -> int:
+    """Ranks that share layers."""
+    return {"stages": 1, "links": num_ranks // 2}.get(mode, num_ranks)
 
 
 def lose_one(llm: Any, folder: Path, shape: Shape, rank: int) -> dict[str, Any]:  # noqa: ANN401
@@ -376,7 +380,7 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
         shared = ["--device", arguments.device, "--result", str(result), *(["--tiny"] if arguments.tiny else [])]
         own = {FOLDER: name, TELL_AT: str(time.time() + limit - TELL_SECONDS)}
         command = [sys.executable, __file__, "--child", f"{mode}-{size}", *shared]
-        nodes = node_environments(size) if mode in ON_NODES else [{}]
+        nodes = node_environments(size, 2 if mode == "links" else size) if mode in ON_NODES else [{}]
         children = []
         for place, node in enumerate(nodes):
             with told.with_name(f"{place}-told.txt" if place else told.name).open("w") as out:
@@ -399,13 +403,16 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
         return {**found, "error": "\n".join([how, *words, *(stands if is_late else [])])}
 
 
-def node_environments(size: int) -> list[dict[str, str]]:
-    """As a launcher leaves them to its processes, one of them on each node."""
+def node_environments(size: int, num_nodes: int) -> list[dict[str, str]]:
+    """As a launcher leaves them to its processes; NCCL takes each for one on a host of its own, since no two on one may share a GPU."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    num_local = size // num_nodes
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(num_local)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [shared | {"RANK": str(rank), "GROUP_RANK": str(rank)} | pretended_node(rank) for rank in range(size)]
+    places = [(str(rank), *map(str, divmod(rank, num_local))) for rank in range(size)]
+    told = [{"RANK": rank, "GROUP_RANK": node, "LOCAL_RANK": local} for rank, node, local in places]
+    return [shared | own | pretended_node(int(own["RANK"])) for own in told]
 
 
 def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -22,9 +22,14 @@ def test_every_call_over_nccl_answers_to_the_bit_and_graphs_replay(size: int) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2), (3, 3)])
-def test_rows_go_from_node_to_node(size: int, stages: int) -> None:
-    found = exchange_ranks.run_ranks([*COMMAND, "--stages", str(stages)], size, 180.0)
+@pytest.mark.parametrize(
+    ("size", "stages", "way"),
+    [(2, 2, []), (3, 3, []), (4, 2, ["--plain"]), (4, 2, [])],
+    ids=["2", "3", "2x2", "linked"],
+)
+def test_rows_go_from_node_to_node(size: int, stages: int, way: list[str]) -> None:
+    command = [*COMMAND, "--stages", str(stages), *way]
+    found = exchange_ranks.run_ranks(command, size, 180.0, exchange_ranks.OVERLAP)
     assert not [entry["error"] for entry in found if "error" in entry]
     assert [entry["wrong"] for entry in found] == [[]] * size
     assert found[0]["num_checked"] >= 8 * stages

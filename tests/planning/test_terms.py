@@ -14,6 +14,7 @@ from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, St
 from holdfast.config import EngineConfig, Limits
 from holdfast.distributed.mesh import meshes
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
+from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
 from holdfast.models.declared_model import declare_decoder
@@ -247,6 +248,12 @@ def test_owners_on_a_gpu() -> None:
     assert found["rope/table"].num_bytes == 2 * 2 * 40960 * 128
 
 
+def test_products_that_nobody_else_changes_have_no_workspace_of_cublas() -> None:
+    usual, invariant = by_owner(needs("Qwen3-8B", H200)), by_owner(needs("Qwen3-8B", H200, batch_invariant=True))
+    assert usual.keys() - invariant.keys() == {"libraries"}
+    assert usual["cuda context"].num_bytes - invariant["cuda context"].num_bytes == SPLIT_K_BYTES
+
+
 def test_owners_on_a_cpu() -> None:
     found = by_owner(needs("Qwen3-0.6B", HOST))
     assert {term.group for term in found.values()} == {"weights", "workspace", "inputs", "sampling", "rope"}
@@ -296,7 +303,7 @@ def test_ranks_exchange_rows_and_logits() -> None:
     assert "exchange/whole_logits" not in last
     assert "collectives/nccl" not in first, "one node does without"
     apart = by_owner(needs(mesh=meshes(8, [(0, 18), (18, 36)])[0]))
-    assert {"collectives/nccl", "exchange/gathered"} <= apart.keys(), "two nodes do not"
+    assert {"collectives/nccl", "exchange/rounding"} <= apart.keys(), "two nodes do not"
     exact = by_owner(needs(mesh=meshes(2, is_exact=True)[0]))
     assert exact["exchange/rows"].num_bytes == 2 * rows * max(hidden, 12288 // 2) * 2, (
         "inner widths of ranks are gathered"

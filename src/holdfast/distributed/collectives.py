@@ -10,6 +10,8 @@ at once; calls among some of its ranks are sends and receives in one group there
 stream, never by the host: they work in memory that was taken before, so that a graph of one stage's steps may capture them.
 """
 
+import threading
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +33,7 @@ from holdfast.kernels.exchange.gather_rows import gather_columns_reference
 from holdfast.kernels.exchange.sum_rows import add_parts
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.sizes import format_bytes
+from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.observability.log import get_logger
 
 log = get_logger(__name__)
@@ -128,6 +131,8 @@ class NcclPeers:
         if mesh.num_stages > 1 and (mesh.rank == 0 or mesh.is_last_stage):
             place = 0 if mesh.rank == 0 else 1 + mesh.tensor_rank
             self._head = make_nccl(store, "nccl-head", place, 1 + mesh.tensor_size, timeout_s, device)
+        self._ending = threading.Lock()
+        self._open_groups = [self._head, self._all]
 
     def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
         if self._mesh.num_stages == 1:
@@ -168,8 +173,10 @@ class NcclPeers:
 
     def abandon(self) -> None:
         """End every call at once. NCCL then waits for graphs that have captured it, and so does whoever called this."""
-        for group in (self._head, self._all):
-            group.abort()
+        with self._ending:
+            for group in dict.fromkeys(self._open_groups):
+                group.abort()
+            self._open_groups.clear()
 
     def close(self) -> None:
         self.abandon()
@@ -181,12 +188,22 @@ class NcclPeers:
 class CollectiveExchange:
     """The exchange of one rank; see distributed/exchange.py. A peer that dies makes every call an EngineDeadError."""
 
-    def __init__(self, mesh: Mesh, needs: ExchangeNeeds, peers: Peers, device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        needs: ExchangeNeeds,
+        peers: Peers,
+        device: torch.device,
+        ledger: Ledger,
+        specs: Mapping[str, TensorSpec] | None = None,
+    ) -> None:
+        """`specs` are what it holds, where that is not all of what the plan has."""
         kind = "gloo" if device.type == "cpu" else "nccl"
-        specs = exchange_specs(needs, mesh, kind)
+        specs = exchange_specs(needs, mesh, kind) if specs is None else specs
         tensors, self._arenas = allocate_held(specs, device, ledger, f"exchange of {mesh.num_ranks} ranks by {kind}")
         self._held = HeldMemory(tensors, needs, mesh)
-        self._wide_F = tensors["exchange/signals"].view(torch.float32)
+        self._wide_F = tensors["exchange/signals"].view(torch.float32) if "exchange/signals" in tensors else None
+        self._device = device
         self.mesh = mesh
         self._peers: Peers | None = peers
         self._ledger = ledger
@@ -215,6 +232,7 @@ class CollectiveExchange:
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         assert out_TH.is_contiguous(), f"{out_TH.stride()=}: a sum is dense"
         parts_STH = self._gather("sum_rows", part_TH)
+        assert self._wide_F is not None, "the exchange is closed"
         return add_parts(parts_STH.unbind(), out_TH, self._wide_F)
 
     def _gather(self, verb: str, part: torch.Tensor) -> torch.Tensor:
@@ -303,7 +321,7 @@ class CollectiveExchange:
         self._peers = None
         self._held.tensors.clear()
         self._under_way.clear()
-        del self._wide_F
+        self._wide_F = None
         for arena in self._arenas:
             arena.release()
         if self._nccl_owner is not None:
@@ -315,12 +333,12 @@ class CollectiveExchange:
         NCCL connects an algorithm when it is first chosen, by the size: smallest and largest, in the memory that is there for them.
         """
         is_nccl = self._nccl_owner is not None
-        if self.size > 1:
+        if "exchange/rows" in self._held.tensors:
             room_bytes = self._held.tensors["exchange/rows"][0].nbytes
             for num_elements in {1, room_bytes // 4} if is_nccl else {1}:
                 self._warm_rows(num_elements)
-        for num_rows in {1, self._held.needs.num_logit_rows} if is_nccl else {1}:
-            if self.mesh.is_last_stage or self.mesh.rank == 0:
+        if "exchange/logits" in self._held.tensors:
+            for num_rows in {1, self._held.needs.num_logit_rows} if is_nccl else {1}:
                 self._warm_head(num_rows)
         if self.mesh.num_stages > 1:
             hidden_bytes = self._held.tensors["pipeline/hidden"][0].nbytes
@@ -329,16 +347,15 @@ class CollectiveExchange:
         self.end_step()
 
     def _warm_rows(self, num_elements: int) -> None:
-        device = self._held.tensors["exchange/rows"].device
         room, other = (self._held.room_at(turn, 1, num_elements, torch.float32) for turn in (0, 1))
         self._held.turn = 0
         self.sum_rows(room.fill_(1.0), other)
         room = self.room(1, 1, torch.float32).fill_(1.0)
-        self.gather_columns(room, torch.empty(1, self.size, device=device))
-        self.share_tokens(torch.zeros(1, dtype=torch.int64, device=device))
+        self.gather_columns(room, torch.empty(1, self.size, device=self._device))
+        self.share_tokens(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     def _warm_head(self, num_rows: int) -> None:
-        device = self._held.tensors["exchange/signals"].device
+        device = self._device
         is_last, width = self.mesh.is_last_stage, self._held.share_width(self.rank)
         part_RV = self._held.share_room(num_rows, width) if is_last else None
         self.gather_logits(part_RV, self.whole_logits(num_rows) if self.mesh.rank == 0 else None)
@@ -367,26 +384,37 @@ def open_collectives(
 ) -> CollectiveExchange:
     """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
     store = open_store(place, mesh, timeout_s, secret, check)
-    is_gpu, used = device.type == "cuda", [_used_bytes(device)]
     with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
-        opening = store, mesh, call_timeout_s
-        peers: Peers = NcclPeers(*opening, device) if is_gpu else GlooPeers(*opening)
-    used.append(_used_bytes(device))
+        peers, connected_bytes = open_peers(store, mesh, call_timeout_s, device)
     exchange = CollectiveExchange(mesh, needs, peers, device, ledger)
-    used.append(_used_bytes(device))
+    warm_up(exchange, device, connected_bytes)
+    return exchange
+
+
+def open_peers(store: Store, mesh: Mesh, timeout_s: float, device: torch.device) -> tuple[Peers, int]:
+    """All ranks connected, and what that took of a GPU."""
+    if device.type == "cpu":
+        return GlooPeers(store, mesh, timeout_s), 0
+    before = _used_bytes(device)
+    peers = NcclPeers(store, mesh, timeout_s, device)
+    return peers, _used_bytes(device) - before
+
+
+def warm_up(exchange: CollectiveExchange, device: torch.device, connected_bytes: int) -> None:
+    """Make every call once, and tell what NCCL took of a GPU; one that fails is closed."""
     try:
+        before = _used_bytes(device)
         exchange.warm()
-        used.append(_used_bytes(device))
+        called_bytes = _used_bytes(device) - before
     except BaseException:
         exchange.close()
         raise
-    if is_gpu:
+    if device.type == "cuda":
         log.info(
             "NCCL took %s when it connected and %s at its first calls; %s are planned",
-            *(format_bytes(max(0, used[at + 1] - used[at])) for at in (0, 2)),
-            format_bytes(nccl_bytes(mesh)),
+            *(format_bytes(max(0, num_bytes)) for num_bytes in (connected_bytes, called_bytes)),
+            format_bytes(nccl_bytes(exchange.mesh)),
         )
-    return exchange
 
 
 def _used_bytes(device: torch.device) -> int:

@@ -10,14 +10,17 @@ sampling/shares    beside an exchange, of who chooses: the argmax of every share
 collectives/nccl   what NCCL takes for its communicators; measured, call by call; 0 on one node
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
 
-ExchangeKind = Literal["symmetric", "gloo", "nccl"]
-"""Symmetric memory among GPUs of a node, gloo among CPUs, NCCL between nodes."""
+ExchangeKind = Literal["symmetric", "gloo", "nccl", "linked"]
+"""Symmetric memory among GPUs of a node, gloo among CPUs, NCCL between nodes; linked: symmetric memory in each stage, NCCL between them."""
+NODE_GPUS = 8
+"""That are linked so that each reads the memory of all."""
 SIGNAL_BYTES = 2**14
 NCCL_CONNECT_BYTES = 186 * 2**20
 NCCL_GATHER_BYTES = 186 * 2**20
@@ -33,6 +36,22 @@ TORCH_SIGNAL_BYTES = 2048
 """Which torch keeps beside every symmetric allocation, for collectives of its own."""
 LOCAL_OWNERS = ("exchange/whole_logits",)
 """What peers do not read."""
+
+
+def find_exchange(device_kind: str, nodes: Sequence[object], tensor_size: int) -> ExchangeKind:
+    """How ranks exchange; `nodes` is that of each of them, in order."""
+    if device_kind == "cpu":
+        return "gloo"
+    if len(set(nodes)) == 1:
+        return "symmetric"
+    stages = [set(nodes[start : start + tensor_size]) for start in range(0, len(nodes), tensor_size)]
+    return "linked" if tensor_size > 1 and all(len(stage) == 1 for stage in stages) else "nccl"
+
+
+def planned_nodes(num_ranks: int, num_nodes: int | None) -> list[int]:
+    """The node of each rank, spread evenly over so many; None: over as many as have NODE_GPUS each."""
+    num_nodes = num_nodes or -(-num_ranks // NODE_GPUS)
+    return [rank * num_nodes // num_ranks for rank in range(num_ranks)]
 
 
 class ExchangeNeeds(NamedTuple):
@@ -57,13 +76,14 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
     if mesh.tensor_size > 1:
         room = aligned(needs.room_bytes)
         found["exchange/rows"] = TensorSpec("rows", (2, room), "uint8")
-        if kind != "symmetric":
+        if kind in ("gloo", "nccl"):
             found["exchange/gathered"] = TensorSpec("gathered", (mesh.tensor_size, room), "uint8")
+    has_logits = not mesh.is_alone and needs.num_logit_rows > 0
     # On rank 0 they go through here as well; symmetric memory is as large on every rank.
-    if (mesh.is_last_stage or mesh.rank == 0 or kind == "symmetric") and not mesh.is_alone:
+    if (mesh.is_last_stage or mesh.rank == 0 or kind == "symmetric") and has_logits:
         share = needs.num_logit_rows * needs.vocab_share(mesh)
         found["exchange/logits"] = TensorSpec("logits", (share,), "float32")
-    if mesh.rank == 0 and not mesh.is_alone:
+    if mesh.rank == 0 and has_logits:
         found["exchange/whole_logits"] = TensorSpec("whole_logits", (needs.num_logit_rows, needs.vocab_size), "float32")
     if not mesh.is_alone:
         found["exchange/signals"] = TensorSpec("signals", (SIGNAL_BYTES,), "uint8")
@@ -76,6 +96,11 @@ def shared_specs(needs: ExchangeNeeds, mesh: Mesh) -> dict[str, TensorSpec]:
     """Those that lie in symmetric memory, one behind the other: the same on every rank."""
     specs = exchange_specs(needs, mesh, "symmetric")
     return {owner: spec for owner, spec in specs.items() if owner not in LOCAL_OWNERS}
+
+
+def in_stage(needs: ExchangeNeeds, mesh: Mesh) -> tuple[ExchangeNeeds, Mesh]:
+    """Of a linked exchange what the ranks of one stage exchange among themselves: no logits, and no rows between stages."""
+    return needs._replace(num_logit_rows=0), mesh.all_layers
 
 
 def rounding_bytes(needs: ExchangeNeeds, mesh: Mesh) -> int:
@@ -119,12 +144,13 @@ def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tupl
         Term(owner, spec.aligned_bytes, reasons[owner], PAGE_PHASES)
         for owner, spec in exchange_specs(needs, mesh, kind).items()
     ]
-    if kind == "symmetric" and not mesh.is_alone:
+    if kind in ("symmetric", "linked") and not mesh.is_alone:
         reason = "memory that peers map comes in pieces of 2 MiB"
-        terms.append(Term("exchange/rounding", rounding_bytes(needs, mesh), reason, PAGE_PHASES))
+        shared = (needs, mesh) if kind == "symmetric" else in_stage(needs, mesh)
+        terms.append(Term("exchange/rounding", rounding_bytes(*shared), reason, PAGE_PHASES))
     if not mesh.is_alone:
         num_bytes = sum(spec.num_bytes for spec in choice_specs(needs, mesh))
         terms.append(Term("sampling/shares", num_bytes, "the argmax of every share of the vocabulary", PAGE_PHASES))
-    if kind == "nccl" and not mesh.is_alone:
+    if kind in ("nccl", "linked") and not mesh.is_alone:
         terms.append(Term("collectives/nccl", nccl_bytes(mesh), NCCL_REASON, PAGE_PHASES))
     return tuple(terms)

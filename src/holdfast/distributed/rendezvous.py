@@ -76,7 +76,10 @@ def make_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -
     """A group of its own over gloo, connected; over the network by which this rank reaches the store, or on loopback."""
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    own = own_address(store.underlying_store.host, store.underlying_store.port)
+    server = store
+    while isinstance(server, c10d.PrefixStore):
+        server = server.underlying_store
+    own = own_address(server.host, server.port)
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
     return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
 

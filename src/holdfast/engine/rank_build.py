@@ -26,6 +26,7 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.linked import open_linked
 from holdfast.distributed.rendezvous import LOOPBACK, Place, listen_for_ranks
 from holdfast.engine.launched import Launched, find_launcher, meet_ranks, node_name, serve_launched
 from holdfast.engine.rank_messages import (
@@ -59,8 +60,8 @@ from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.ranks import (
     Agreement,
     RankReport,
+    check_nodes,
     check_ranks,
-    count_nodes,
     plan_ranks,
     rank_meshes,
     report_rank,
@@ -106,7 +107,7 @@ def build_ranks(
     check_ranks(config, declare_opened(model, model.name))  # before a process is started
     own = report(config, model, 0, launched)
     if launched is None:
-        count_nodes(config, (own,) * config.num_ranks)
+        check_nodes(config, (own,) * config.num_ranks)
     meet = None if launched is None else partial(meet_ranks, launched)
     group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote, meet=meet)
     thread = StepThread()
@@ -253,7 +254,7 @@ def build_share(
 ) -> BuiltRunner:
     """A rank's runner, once all have agreed."""
     rank = own.rank
-    own_config = replace(config, device=own.target.name, nnodes=agreement.num_nodes)
+    own_config = replace(config, device=own.target.name)
     return build_runner(
         *(own_config, model, on_progress, on_prepare),
         mesh=rank_meshes(config, agreement.cuts)[rank],
@@ -335,8 +336,10 @@ def open_exchange(
     device = torch.device(plan.target.name)
     assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
     opening = plan.mesh, plan.exchange_needs, place, device, ledger
-    if plan.exchange_kind != "symmetric":
+    if plan.exchange_kind in ("gloo", "nccl"):
         return open_collectives(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
+    if plan.exchange_kind == "linked":
+        return open_linked(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
     from holdfast.distributed.symmetric import open_symmetric  # its kernels are for GPUs
 
     return open_symmetric(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
