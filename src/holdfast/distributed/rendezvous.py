@@ -6,7 +6,7 @@ Nothing of torch.distributed's that is one for a process is touched, so that sev
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -114,18 +114,22 @@ def make_nccl(
     """A group of its own over NCCL: one communicator, connected, for collectives and for sends and receives."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    before = {key: os.environ.get(key) for key in QUIET}
-    os.environ.update(QUIET)
-    try:
+    with _while_told(QUIET, os.environ):
         group = c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), rank, size, options)
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
     group.eager_connect_single_device(device)
     return group
+
+
+@contextmanager
+def _while_told(told: Mapping[str, str], environment: MutableMapping[str, str]) -> Iterator[None]:
+    before = {key: value for key, value in environment.items() if key in told}
+    environment.update(told)
+    try:
+        yield
+    finally:
+        for key in told:
+            environment.pop(key, None)
+        environment.update(before)
 
 
 def _key(rank: int) -> str:

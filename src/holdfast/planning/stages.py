@@ -103,7 +103,8 @@ class StageCosts:
     ) -> None:
         """`mesh` stands for the ranks of a stage; of targets and what is resolved for them there is one a stage, the smallest."""
         self._declared, self._mesh, self._targets, self._resolved = declared, mesh, targets, resolved
-        self._enforce_eager, self._is_invariant, self._exchange = enforce_eager, is_invariant, exchange
+        self._enforce_eager, self._is_invariant = enforce_eager, is_invariant
+        self._exchange: ExchangeKind = exchange
         self._sums, self._ends = _weigh_layers(declared, mesh, resolved[0])
         self._kinds = _layer_kinds(declared, mesh, resolved[0])
         self._known: dict[object, tuple[int, int]] = {}
