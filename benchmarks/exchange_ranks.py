@@ -250,7 +250,7 @@ class Checks:
                 total = self.exchange.sum_rows(room, torch.empty_like(x))
                 self.compare(f"step {step}: sum", total, sum_rows_reference(parts, torch.empty_like(x)))
             if not mesh.is_last_stage:
-                self.exchange.send_rows(parts[mesh.tensor_rank] + mesh.stage + 1)
+                self.exchange.send_rows(parts[mesh.tensor_rank] + (mesh.stage + 1))
             under_way.append(step)
             if mesh.is_last_stage or len(under_way) == mesh.num_stages:
                 self._answer(under_way.pop(0))

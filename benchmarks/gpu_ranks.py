@@ -129,7 +129,9 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
             keep(found, result)
         if mode in ON_NODES:
             found["killed"] = lose_one(llm, folder, shape, num_ranks - 1)
-            keep(found, result)
+            keep(
+                found | {"is_done": True}, result
+            )  # under MPS whoever is killed takes the contexts of all others along
         begin = time.perf_counter()
     return found | {"close_seconds": round(time.perf_counter() - begin, 2)}
 
@@ -395,7 +397,7 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
         found = json.loads(kept.read_text()) if kept.exists() else {}
         if found.pop("is_done", False):
             return found
-        words = told.read_text(errors="replace").splitlines()[-25:]
+        words = [line for line in told.read_text(errors="replace").splitlines() if not line.startswith("frame #")][-25:]
         stands = [
             f"{path.stem}: {shortened(path.read_text(errors='replace'))}" for path in sorted(folder.glob("*-*.txt"))
         ]
