@@ -69,7 +69,7 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
         raise ConfigError(
             "core_process=True was asked of ranks that a launcher has started",
             "each of its processes is one rank",
-            "leave out core_process, or the launcher",
+            "add --no-core-process to holdfast serve, leave out core_process elsewhere; or do without the launcher",
         )
     local_rank, num_local = _local(environment, int(rank), num_ranks)
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
