@@ -69,6 +69,11 @@ class Channel:
         with self._sending:
             self._write(make(), is_owner)
 
+    def send_frame(self, frame: bytes) -> None:
+        """The same for a frame that is made already, by a thread that does not read."""
+        with self._sending:
+            self._write(frame, is_owner=False)
+
     def try_send(self, make: Callable[[], bytes]) -> bool:
         """The same for a small frame of another thread, if nobody else sends and there is room."""
         if not self._sending.acquire(blocking=False):
@@ -127,7 +132,18 @@ class Channel:
         return True
 
     def _write(self, frame: bytes, is_owner: bool) -> None:
-        left, most = memoryview(frame), self._silence_seconds
+        """At once, as nearly always; else in pieces as there is room."""
+        try:
+            num_sent = self._socket.send(frame)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError as error:
+            raise ChannelClosedError("the other side has closed the channel") from error
+        if num_sent < len(frame):
+            self._write_on(memoryview(frame)[num_sent:], is_owner)
+
+    def _write_on(self, left: memoryview, is_owner: bool) -> None:
+        most = self._silence_seconds
         look_seconds = None if most is None else min(LOOK_SECONDS, most)
         silent_seconds = 0.0
         while left:
