@@ -94,7 +94,7 @@ def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> d
             # As a scheduler does it just before: results and the step are new.
             result = StepResult(tuple(SequenceResult((7 * slot,)) for slot in range(num_sequences)))
             step = Step(number, (), (), tuple(_decoding(slot, 100 + number + slot) for slot in range(num_sequences)))
-            began, began_used = time.perf_counter(), time.thread_time()
+            began_used, began = time.thread_time(), time.perf_counter()
             frame = encode_frame((result,), step, number)
             group.send_frame(frame)
             sent.append(time.perf_counter() - began)

@@ -26,6 +26,8 @@ from holdfast.request.wire import Reader, Writer, open_frame, refuse
 STEP_KIND = 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_GROUPS = 64
+_HOLE = -1
+"""In place of a page (HOLE of cache/groups.py): counted from there no page is below 0."""
 _WORD = 2**63
 
 
@@ -55,8 +57,8 @@ class StepItem(NamedTuple):
     samples: bool
     """The step reaches its last token, known or coming, so that the next one is chosen."""
     pages: tuple[tuple[int, ...], ...] = ()
-    """By cache group, what is new at the end of each page table; () where no group has anything new. HOLE (-1) stands for
-    a place behind a window."""
+    """By cache group, what is new at the end of each page table; () where no group has anything new. HOLE stands for a place
+    behind a window."""
     proposals: tuple[int, ...] = ()
     """What is guessed to follow the last token: the last of the new tokens."""
 
@@ -96,7 +98,8 @@ def write_step(writer: Writer, step: Step) -> None:
     # One token each, and the next one chosen, as in nearly every step: then counts and samples are not told.
     is_decode = counts.count(1) == num_items and samples.count(True) == num_items
     # Few sequences bring pages or proposals in a step, so these are listed by the place of their item.
-    grown, guessed = list(compress(items, all_pages)), list(compress(items, all_proposals))
+    grown = list(compress(items, all_pages)) if all_pages.count(()) < num_items else []
+    guessed = list(compress(items, all_proposals)) if all_proposals.count(()) < num_items else []
     head = len(step.admitted), 2 * num_items + is_decode, len(grown), len(guessed), len(step.released)
     numbers = [*head, *step.released, *slots, *starts]
     if not is_decode:
@@ -109,9 +112,8 @@ def write_step(writer: Writer, step: Step) -> None:
         numbers += compress(range(num_items), all_pages)
         numbers += [len(item.pages) for item in grown]
         numbers += [len(pages) for item in grown for pages in item.pages]
+        numbers += [page - _HOLE for item in grown for pages in item.pages for page in pages]
     writer.ints(numbers)
-    if grown:
-        writer.ints([page for item in grown for pages in item.pages for page in pages])
     for admitted in step.admitted:
         _write_admitted(writer, admitted)
 
@@ -137,7 +139,7 @@ def read_step(reader: Reader) -> Step:
     counts = repeat(1, num_items) if is_decode else numbers.take(num_items)
     samples = repeat(True, num_items) if is_decode else _as_bools(slots, numbers.take(num_items))
     proposals = _read_proposals(numbers, num_guessed, num_items) if num_guessed else repeat((), num_items)
-    pages = _read_pages(numbers, num_grown, num_items, reader) if num_grown else repeat((), num_items)
+    pages = _read_pages(numbers, num_grown, num_items) if num_grown else repeat((), num_items)
     items = tuple(map(_new_item, zip(slots, starts, counts, samples, pages, proposals, strict=True)))
     numbers.end()
     admitted = tuple(_read_admitted(reader) for _ in range(num_admitted))
@@ -152,18 +154,15 @@ def _read_proposals(numbers: "_Numbers", num_guessed: int, num_items: int) -> li
     return proposals
 
 
-def _read_pages(
-    numbers: "_Numbers", num_grown: int, num_items: int, reader: Reader
-) -> list[tuple[tuple[int, ...], ...]]:
+def _read_pages(numbers: "_Numbers", num_grown: int, num_items: int) -> list[tuple[tuple[int, ...], ...]]:
     """Of each item, by cache group."""
     pages: list[tuple[tuple[int, ...], ...]] = [()] * num_items
     places, counts = numbers.places(num_grown, num_items), numbers.take(num_grown)
     if not 1 <= min(counts) <= max(counts) <= MAX_GROUPS:
         refuse(f"its pages are of {min(counts)} to {max(counts)} cache groups where 1 to {MAX_GROUPS} are possible")
-    lengths, flat = _Numbers(numbers.take(sum(counts))), _Numbers(reader.ints(-1, MAX_TOKEN_ID))
+    lengths = _Numbers(numbers.take(sum(counts)))
     for place, count in zip(places, counts, strict=True):
-        pages[place] = tuple(map(flat.take, lengths.take(count)))
-    flat.end()
+        pages[place] = tuple(tuple([page + _HOLE for page in numbers.take(length)]) for length in lengths.take(count))
     return pages
 
 

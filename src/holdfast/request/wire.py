@@ -41,7 +41,8 @@ class Writer:
 
     def ints(self, numbers: Iterable[builtins.int]) -> None:
         """A list of integers below 2**63 either way."""
-        numbers = tuple(numbers)
+        if not isinstance(numbers, (list, tuple)):
+            numbers = list(numbers)
         count = len(numbers)
         try:
             packed = struct.pack(f"<q{count}i", 2 * count, *numbers)
