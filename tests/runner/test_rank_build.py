@@ -12,9 +12,10 @@ from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.loading.model_files import open_model
+from holdfast.planning.exactness import EXACT_ROWS, exact_rows
 from holdfast.planning.target import Target
 from holdfast.runner import build as building
-from holdfast.runner.build import EXACT_ROWS, exact_rows, plan_model, refuse_unequal_shares
+from holdfast.runner.build import plan_model, refuse_unequal_shares
 from holdfast.runner.weight_load import plan_weights
 from kernels.exactness import require_native
 from loading.compressed_models import CONFIG as COMPRESSED

@@ -46,6 +46,7 @@ from holdfast.models.rope import key_turns, rope_tables
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
+from holdfast.planning.exactness import INVARIANT_ROWS, exact_rows
 from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Resolved, by_key_bias, listed
@@ -65,10 +66,6 @@ from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 log = get_logger(__name__)
 
-INVARIANT_ROWS = 16
-"""From this many rows on cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
-EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
-"""By the most ranks: from so many rows on it multiplies by a share of a weight, cut along N, as by all of it; measured."""
 HEADS = ("lm_head.weight", "embed.weight")
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
@@ -202,8 +199,7 @@ def plan_model(
 
     declared = declare_opened(model, model.name)
     plan = plan_runner(PlanRequest(config, declared, target, mesh, staging=staging, agreed=agreed))
-    _refuse_ranks(config, plan)
-    _refuse_variance(config, plan)
+    _refuse_ranks(plan)
     (load,) = loads
     return load, plan
 
@@ -547,7 +543,7 @@ def _warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, on_pre
     log.info("Triton compiled %d kernels and found %d compiled", counted.num_compiled, counted.num_found)
 
 
-def _refuse_ranks(config: EngineConfig, plan: RunnerPlan) -> None:
+def _refuse_ranks(plan: RunnerPlan) -> None:
     """What ranks cannot do, or not to the bit."""
     mesh = plan.mesh
     if not mesh.is_alone and plan.cache is not None and plan.cache.has_states:
@@ -556,61 +552,11 @@ def _refuse_ranks(config: EngineConfig, plan: RunnerPlan) -> None:
             "compressed attention and streams (DeepSeek-V4) are planned for ranks and run on one",
             "take one rank",
         )
-    if mesh.is_exact and plan.target.kind == "cuda":
-        _refuse_unequal(config, plan)
     if mesh.is_exact and plan.target.kind == "cpu" and native_library() is None:
         raise ConfigError(
             "tensor_parallel_sums=exact was asked",
             "without our kernels in C, products of plain torch add up in an order that follows from the size of a weight",
             "install a C compiler, or take tensor_parallel_sums=reduce",
-        )
-
-
-def _refuse_unequal(config: EngineConfig, plan: RunnerPlan) -> None:
-    """What ranks that gather would not compute on a GPU as one rank does."""
-    mesh, least_rows = plan.mesh, exact_rows(plan.mesh.tensor_size)
-    if not config.batch_invariant:
-        has = "on a GPU products of few rows take kernels that cut a sum by the size of a weight, which ranks change"
-        raise ConfigError("tensor_parallel_sums=exact was asked", has, "add batch_invariant=True, or leave it out")
-    num_kv_heads = plan.declared.num_kv_heads
-    if mesh.tensor_size > num_kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_sums=exact was asked of {mesh.tensor_size} ranks",
-            f"they share {num_kv_heads} key heads, each with fewer query heads: attention takes other tiles on a GPU",
-            f"take at most {num_kv_heads} ranks, or tensor_parallel_sums=reduce",
-        )
-    most_rows = plan.resolved.limits.max_num_batched_tokens
-    if least_rows is None or most_rows < least_rows:
-        few = f"is equal to that by all of it from {least_rows} rows on, and a step has at most {most_rows}"
-        raise ConfigError(
-            f"tensor_parallel_sums=exact was asked of {mesh.tensor_size} ranks",
-            f"the product of cuBLAS by a share of a weight {'was never compared' if least_rows is None else few}",
-            "take 2 or 4 ranks, steps of more tokens, or tensor_parallel_sums=reduce",
-        )
-
-
-def exact_rows(num_ranks: int) -> int | None:
-    """Rows from which on cuBLAS multiplies by a share of a weight as by all of it; None where nobody has measured it."""
-    return next((rows for ranks, rows in EXACT_ROWS.items() if num_ranks <= ranks), None)
-
-
-def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
-    declaration, scheme = plan.declaration, plan.resolved.recipe.scheme
-    if config.batch_invariant and scheme is not None and plan.target.kind == "cuda":
-        raise ConfigError(
-            "batch_invariant=True was asked",
-            f"products with weights in {scheme.name} choose their kernels by the number of rows on a GPU",
-            "leave out batch_invariant, or take the model without quantized weights",
-        )
-    if config.batch_invariant and declaration is not None and not declaration.can_be_invariant:
-        raise ConfigError(
-            "batch_invariant=True was asked",
-            f"{declaration.name} in {plan.resolved.dtype} on {plan.resolved.device} rounds differently in other company",
-            "leave it out: compressed attention has no such kernels"
-            if plan.cache is not None and plan.cache.has_states
-            else "leave it out: latents (MLA) have no such kernels"
-            if plan.declared.keeps_latents
-            else "run in half precision on a GPU, in float32 on a CPU with a C compiler, or leave it out",
         )
 
 
