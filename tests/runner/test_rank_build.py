@@ -144,7 +144,14 @@ def test_shares_whose_products_differ_are_refused(monkeypatch):
     shares = {"a": (12, 40), "b": (40, 40), "c": (24,), "d": (40, 20)}
     whole = {"a": (48, 40), "b": (40, 40), "c": (48,), "d": (40, 40)}
     others = "float32", torch.device("cpu"), 16
-    refuse_unequal_shares(shares, whole, *others)
+    told = []
+    refuse_unequal_shares(
+        shares | {"e": (12, 40), "f": (6, 40)},
+        whole | {"e": (48, 40), "f": (48, 40)},
+        *others,
+        lambda *counts: told.append(counts),
+    )
+    assert told == [(0, 2), (1, 2), (2, 2)], "shapes that differ, as they are compared"
 
     def changing(x_TK, weight_NK, bias_N):
         y_TN = linear(x_TK, weight_NK, bias_N)

@@ -71,6 +71,7 @@ HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
 CAPTURING = "Capturing CUDA graphs"
+COMPARING = "Comparing products of shares with the whole's"
 COMPANIES = (24, 64, 200)
 """Rows of other products, of which the first are those of the smallest."""
 Connect = Callable[[RunnerPlan, Ledger], Exchange]
@@ -134,7 +135,7 @@ def build_runner(
     build = RunnerBuild(config, model, plan, ledger, torch.device(device))
     try:
         start = time.monotonic()
-        report = build.load(load, on_progress)
+        report = build.load(load, on_progress, on_prepare)
         load_seconds = time.monotonic() - start
         log.info("Model loading took %s memory and %.2f seconds", format_bytes(ledger.total_bytes), load_seconds)
         log.info("Weights: %s", load_words(report))
@@ -240,13 +241,16 @@ class RunnerBuild:
         mesh, most_rows = self._plan.mesh, self._plan.resolved.limits.max_num_batched_tokens
         return min((mesh.is_exact and exact_rows(mesh.tensor_size)) or INVARIANT_ROWS, most_rows)
 
-    def load(self, load: WeightLoad, on_progress: Callable[[int, int], None]) -> LoadReport:
+    def load(
+        self, load: WeightLoad, on_progress: Callable[[int, int], None], on_prepare: OnPrepare = prepare_silently
+    ) -> LoadReport:
         """Bring the weights to the device; the source is closed afterwards."""
         if self._plan.mesh.is_exact and self._device.type == "cuda":
             # Before the first weight: what it takes for a moment is less than they will.
             whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
             shares = {weight.name: weight.shape for weight in load.plan.weights if weight.scheme is None}
-            refuse_unequal_shares(shares, whole, self._plan.resolved.dtype, self._device, self._least_rows)
+            others = self._plan.resolved.dtype, self._device, self._least_rows
+            refuse_unequal_shares(shares, whole, *others, lambda *counts: on_prepare(Preparing(COMPARING, *counts)))
             torch.cuda.empty_cache()
         loaded = load.run(str(self._device), self._ledger, on_progress)
         self._weights = loaded.weights
@@ -589,21 +593,20 @@ def refuse_unequal_shares(
     dtype: str,
     device: torch.device,
     least_rows: int,
+    on_compared: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Raise if the product by a share of a weight's rows is not what the whole weight gives, for any shape of them.
 
     Both are shapes by name; random weights stand for all. One number of rows is enough: with more of them neither the share
-    (`refuse_variant_products`) nor, on one rank, the whole multiplies a row otherwise.
+    (`refuse_variant_products`) nor, on one rank, the whole multiplies a row otherwise. `on_compared` counts shapes.
     """
-    seen: set[tuple[int, int, int, bool]] = set()
+    cut: dict[tuple[int, int, int, bool], str] = {}
     for name, shape in shares.items():
-        if len(shape) != 2 or len(whole.get(name, ())) != 2 or whole[name][0] == shape[0]:
-            continue
-        (size_n, size_k), (all_n, all_k) = shape, whole[name]
-        key = size_n, all_n, size_k, name in HEADS
-        if key in seen or size_k != all_k:
-            continue
-        seen.add(key)
+        own = whole.get(name, ())
+        if len(shape) == len(own) == 2 and shape[0] != own[0] and shape[1] == own[1]:
+            cut.setdefault((shape[0], own[0], shape[1], name in HEADS), name)
+    for num_done, ((size_n, all_n, size_k, _), name) in enumerate(cut.items()):
+        on_compared(num_done, len(cut))
         made = {"device": device, "dtype": getattr(torch, dtype), "generator": torch.Generator(device).manual_seed(0)}
         weight_NK, x_TK = torch.randn(all_n, size_k, **made), torch.randn(least_rows, size_k, **made)
         y_TN = _product(name, x_TK, weight_NK)
@@ -615,6 +618,7 @@ def refuse_unequal_shares(
                     f"cuBLAS multiplies {least_rows} rows by {size_n} of the {all_n} rows of {name} differently than by all",
                     "take fewer ranks, or tensor_parallel_sums=reduce",
                 )
+    on_compared(len(cut), len(cut))
 
 
 def _product(name: str, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
