@@ -38,6 +38,18 @@ def test_the_worst_rank_and_what_differs_on_others(here: Here) -> None:
     assert "18 to 35" in text
 
 
+def test_ranks_on_two_nodes_have_a_line_for_nccl(here: Here) -> None:
+    one, two = (
+        record(here, f"Qwen3-8B --gpu 2xh200 --pipeline-parallel-size 2 {nodes}") for nodes in ("", "--nnodes 2")
+    )
+    nccl = {term["owner"]: term["bytes"] for term in two["terms"]}["collectives/nccl"]
+    assert nccl > 2**27
+    assert "collectives/nccl" not in {term["owner"] for term in one["terms"]}
+    assert two["kv_tokens"] < one["kv_tokens"]
+    assert "--nnodes 2" in two["command"]
+    assert "--nnodes" not in one["command"]
+
+
 def test_one_rank_says_nothing_of_others(here: Here) -> None:
     assert "ranks" not in record(here, "Qwen3-8B --gpu h200")
 
@@ -79,6 +91,7 @@ def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
         ("Qwen3-8B --gpu 2xh200 --batch-invariant --quantization fp8", "products with weights in fp8 choose"),
         ("Qwen3-8B --gpu h200 --batch-invariant --quantization fp8", "products with weights in fp8 choose"),
         ("DeepSeek-V2-Lite --gpu h200 --batch-invariant", "latents (MLA) have no such kernels"),
+        ("Qwen3-8B --gpu 2xh200 --nnodes 3", "there are 2 ranks, and every node has one at least"),
         ("DeepSeek-V4-Flash --gpu 4xh200 --pipeline-parallel-size 2", "several residual streams"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.engine import launched
-from holdfast.engine.launched import Launched, find_launcher, meet_ranks
+from holdfast.engine.launched import Launched, find_launcher, meet_ranks, node_name
 from holdfast.errors import ConfigError, EngineDeadError
 
 TOLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -16,7 +16,7 @@ TWO = EngineConfig(tensor_parallel_size=2, device="cuda")
 
 
 def test_a_launcher_is_found_where_ranks_are_asked():
-    assert find_launcher(TWO, TOLD) == Launched(1, 2, "127.0.0.1", 29500, False)
+    assert find_launcher(TWO, TOLD) == Launched(1, 2, "127.0.0.1", 29500, False, 1, 2)
     assert find_launcher(EngineConfig(), TOLD) is None
     assert find_launcher(TWO, {}) is None
     assert find_launcher(TWO, TOLD | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store  # type: ignore[union-attr]
@@ -29,13 +29,37 @@ def test_a_launcher_is_found_where_ranks_are_asked():
         (TWO, {"RANK": "2"}, "RANK=2"),
         (TWO, {"RANK": "-1"}, "RANK=-1"),
         (TWO, {"MASTER_PORT": "high"}, "MASTER_PORT=high"),
-        (TWO, {"LOCAL_WORLD_SIZE": "1"}, "several nodes"),
+        (TWO, {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=None and LOCAL_WORLD_SIZE=1; a node has 1 to 2 of the 2 ranks"),
+        (TWO, {"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE=3"),
+        (TWO, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"}, "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
+        (TWO, {"LOCAL_RANK": "first"}, "LOCAL_RANK=first"),
         (EngineConfig(tensor_parallel_size=2, core_process=True), {}, "core_process=True"),
     ],
 )
 def test_what_a_launcher_says_is_checked(config, changes, words):
     with pytest.raises(ConfigError, match=words):
         find_launcher(config, TOLD | changes)
+
+
+@pytest.mark.parametrize(
+    ("told", "place"),
+    [
+        ({}, (1, 2)),
+        ({"LOCAL_WORLD_SIZE": "2"}, (1, 2)),
+        ({"LOCAL_RANK": "0"}, (0, 1)),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, (0, 1)),
+    ],
+)
+def test_a_rank_has_the_device_of_its_place_in_its_node(told, place):
+    found = find_launcher(TWO, TOLD | told)
+    assert found is not None
+    assert (found.local_rank, found.num_local) == place
+
+
+def test_what_a_launcher_takes_for_two_nodes_is_two():
+    names = [node_name({"GROUP_RANK": group} if group else {}) for group in ("", "0", "1")]
+    assert len(set(names)) == 3
+    assert names == [node_name({"GROUP_RANK": group} if group else {}) for group in ("", "0", "1")]
 
 
 class FakeStore:

@@ -10,10 +10,11 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import (
-    NCCL_BYTES,
     ExchangeKind,
     ExchangeNeeds,
     exchange_specs,
+    in_stage,
+    nccl_bytes,
     rounding_bytes,
 )
 from holdfast.distributed.mesh import Mesh, meshes
@@ -90,9 +91,9 @@ def held_and_planned(name: str, mesh: Mesh, options: dict[str, Any]) -> tuple[Co
 def _exchange_bytes(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict[str, int]:
     """As the exchanges of distributed/symmetric.py and distributed/collectives.py enter them."""
     held = {owner: spec.aligned_bytes for owner, spec in exchange_specs(needs, mesh, kind).items()}
-    if kind == "symmetric":
-        held["exchange/rounding"] = rounding_bytes(needs, mesh)
-    return held | ({"collectives/nccl": NCCL_BYTES} if kind == "nccl" else {})
+    if kind in ("symmetric", "linked"):
+        held["exchange/rounding"] = rounding_bytes(*(in_stage(needs, mesh) if kind == "linked" else (needs, mesh)))
+    return held | ({"collectives/nccl": nccl_bytes(mesh)} if kind in ("nccl", "linked") else {})
 
 
 def _line(owner: str) -> str:

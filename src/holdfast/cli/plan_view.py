@@ -35,7 +35,7 @@ STARTING = (
     *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
     *("kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
-    *("pipeline_parallel_size", "tensor_parallel_sums"),
+    *("pipeline_parallel_size", "nnodes", "tensor_parallel_sums"),
 )
 """Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
 

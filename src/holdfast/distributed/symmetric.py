@@ -138,7 +138,7 @@ class SymmetricExchange:
         first, last = mesh.stage * mesh.tensor_size, (mesh.num_stages - 1) * mesh.tensor_size
         stage = everybodys[first : first + mesh.tensor_size]
         self._peer_rooms = [views["exchange/rows"] for views in stage if mesh.tensor_size > 1]
-        self._peer_logits = [views["exchange/logits"] for views in everybodys[last:]]
+        self._peer_logits = [views["exchange/logits"] for views in everybodys[last:] if "exchange/logits" in views]
         self._everybodys = everybodys
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self.ranks = self._make_ranks(stage, agree_blocks(store, mesh, device, waiting_share))

@@ -4,7 +4,7 @@
     other ranks  read both there, connect, and serve rank 0 until it ends: for them `LLM(...)` does not return
 
 Whoever connects without the secret is turned away. Ranks give signs of life over the connection. Who ends processes on other nodes
-is the launcher, which ends all where one has failed.
+is the launcher, which ends all where one has failed. Ranks of several nodes exchange by NCCL, on CPUs by gloo.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from holdfast.config import EngineConfig
@@ -29,6 +30,10 @@ from holdfast.engine.ranks import PEER_SECONDS, check_world
 from holdfast.errors import ConfigError, EngineDeadError
 
 HEARTBEAT_SECONDS = 0.25
+GRACE_SECONDS = 0.5
+"""For a rank to end by itself where rank 0 has; one that waits on its device for a peer does not."""
+UNANSWERED_SECONDS = 2.0
+"""For the other node's system to say that it has got what was sent."""
 SECRET_BYTES = 32
 _HELLO = struct.Struct(f"<{SECRET_BYTES}sI")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -43,6 +48,9 @@ class Launched(NamedTuple):
     port: int
     has_store: bool
     """The launcher keeps the store; else rank 0 does."""
+    local_rank: int = 0
+    """Among those of its node: which GPU is its own."""
+    num_local: int = 1
 
 
 def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Launched | None:
@@ -61,17 +69,35 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
         raise ConfigError(
             "core_process=True was asked of ranks that a launcher has started",
             "each of its processes is one rank",
-            "leave out core_process, or the launcher",
+            "add --no-core-process to holdfast serve, leave out core_process elsewhere; or do without the launcher",
         )
-    num_here = environment.get("LOCAL_WORLD_SIZE", str(num_ranks))
-    if num_here != str(num_ranks) and config.device != "cpu":
-        raise ConfigError(
-            f"{num_ranks} ranks on several nodes were asked, {num_here} of them here",
-            "GPUs exchange through memory that they share, which is inside a node; between nodes no plan has what NCCL takes yet",
-            "take GPUs of one node, and several servers behind a router; or device='cpu'",
-        )
+    local_rank, num_local = _local(environment, int(rank), num_ranks)
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launched(int(rank), num_ranks, environment["MASTER_ADDR"], int(port), has_store)
+    return Launched(int(rank), num_ranks, environment["MASTER_ADDR"], int(port), has_store, local_rank, num_local)
+
+
+def _local(environment: Mapping[str, str], rank: int, num_ranks: int) -> tuple[int, int]:
+    """Which of its node this rank is, and of how many; a launcher that says neither has started all on one."""
+    own, size = environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")
+    if own is None and size in (None, str(num_ranks)):
+        return rank, num_ranks
+    if own is not None and own.isdecimal():
+        known = int(own) + 1 if size is None else int(size) if size.isdecimal() else 0
+        if int(own) < known <= num_ranks:
+            return int(own), known
+    raise ConfigError(
+        f"a launcher has set LOCAL_RANK={own} and LOCAL_WORLD_SIZE={size}",
+        f"a node has 1 to {num_ranks} of the {num_ranks} ranks, and they are numbered from 0",
+        "start every node with torchrun, which sets both",
+    )
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Of the machine that this process is on; what a launcher takes for another node is another one."""
+    boot = ""
+    with contextlib.suppress(OSError):  # elsewhere than on Linux the name must do
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return "-".join(filter(None, (socket.gethostname(), boot, environment.get("GROUP_RANK"))))
 
 
 class _Elsewhere:
@@ -106,7 +132,7 @@ class Peer:
     """A rank at the other end of a connection, as RankGroup sees it."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _prepare(connection)
         self.channel = Channel(connection, silence_seconds=PEER_SECONDS)
         self.process = _Elsewhere(connection)
         self.last_lines = _NoLines()
@@ -116,6 +142,13 @@ class Peer:
         os.close(number)
 
 
+def _prepare(connection: socket.socket) -> None:
+    """Small frames go at once; and a node that is gone without a word ends the connection, since signs of life are not answered."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNANSWERED_SECONDS))
+
+
 def meet_ranks(launched: Launched) -> list[Peer]:
     """On rank 0: connections to ranks 1, 2, ..., once all have come."""
     secret = secrets.token_bytes(SECRET_BYTES)
@@ -123,7 +156,8 @@ def meet_ranks(launched: Launched) -> list[Peer]:
     until = time.monotonic() + PEER_SECONDS
     with socket.create_server((launched.host, 0)) as listening:
         port = listening.getsockname()[1]
-        _store(launched).set(_next_key(launched), f"{port}:{secret.hex()}")
+        store = _store(launched)  # where it is this rank's own it serves the others until they have come
+        store.set(_next_key(launched), f"{port}:{secret.hex()}")
         while len(found) < launched.num_ranks - 1:
             listening.settimeout(max(until - time.monotonic(), 0.01))
             try:
@@ -161,7 +195,7 @@ def serve_launched(config: EngineConfig, launched: Launched) -> NoReturn:
     port, _, secret = _store(launched).get(_next_key(launched)).decode().partition(":")
     with socket.create_connection((launched.host, int(port)), PEER_SECONDS) as connection:
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _prepare(connection)
         connection.sendall(_HELLO.pack(bytes.fromhex(secret), launched.rank))
         channel = Channel(connection)
         number = open_pulse_file()
@@ -180,9 +214,9 @@ def _beat(server: RankServer, channel: Channel) -> None:
         while not channel.is_other_side_gone():
             channel.try_send(lambda: server.encoded(Heartbeat(0.0)))
             channel.wait_for_end(HEARTBEAT_SECONDS)
-        time.sleep(0.5)
-        if not channel.is_closed:
-            os._exit(1)
+    time.sleep(GRACE_SECONDS)
+    if not channel.is_closed:
+        os._exit(1)
 
 
 _NUM_MET = {"engines": 0}

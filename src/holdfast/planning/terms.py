@@ -307,8 +307,6 @@ ROUNDING_BYTES = 26 * 2**20
 """What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
 
 No other term has a share of it: owners are planned at the bytes that they ask for."""
-NODE_GPUS = 8
-"""That are linked so that each reads the memory of all."""
 STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
 
@@ -348,13 +346,8 @@ class Layout(NamedTuple):
     """As many as every rank has; None: as many as fit."""
     is_invariant: bool = False
     """Products do not depend on their company (batch_invariant): cuBLAS has no workspace to split them along K in."""
-
-    @property
-    def exchange_kind(self) -> ExchangeKind:
-        """How ranks exchange: through each other's memory on one node, by NCCL where there are more GPUs than one has."""
-        if self.target.kind == "cpu":
-            return "gloo"
-        return "symmetric" if self.mesh.num_ranks <= NODE_GPUS else "nccl"
+    exchange_kind: ExchangeKind = "symmetric"
+    """With other ranks, where there are any."""
 
     @property
     def all_layers(self) -> "Layout":
