@@ -304,7 +304,7 @@ def test_ranks_exchange_rows_and_logits() -> None:
     assert "collectives/nccl" not in first, "one node does without"
     apart = by_owner(needs(mesh=meshes(8, [(0, 18), (18, 36)])[0]))
     assert {"collectives/nccl", "exchange/rounding"} <= apart.keys(), "two nodes do not"
-    exact = by_owner(needs(mesh=meshes(2, is_exact=True)[0]))
+    exact = by_owner(needs(mesh=meshes(2, is_exact=True)[0], batch_invariant=True))
     assert exact["exchange/rows"].num_bytes == 2 * rows * max(hidden, 12288 // 2) * 2, (
         "inner widths of ranks are gathered"
     )

@@ -33,6 +33,7 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters
 from holdfast.models.parameters import Parameter
+from holdfast.planning import fit
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.stages import equal_cuts
 from holdfast.planning.target import gpu_target
@@ -181,7 +182,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of pages compiles its kernel when it is made, which the meta device has no numbers for; bytes are counted also
     of ranks whose sums a GPU could not make exact."""
     monkeypatch.setattr(step_inputs, "scatter_pages", lambda *tensors: None)
-    monkeypatch.setattr(build_module, "_refuse_ranks", lambda config, plan: None)
+    monkeypatch.setattr(fit, "refuse_inequality", lambda *arguments: None)
     monkeypatch.setattr(build_module, "centre_keys", lambda *arguments: 0)
 
 

@@ -412,7 +412,7 @@ PLAN_SETTINGS = _among(
     ),
     *("kv_protected_layers", "kv_protected_dtype", "max_model_len", "memory_utilization", "page_tokens"),
     *("index_cache_dtype", "max_num_seqs", "max_num_batched_tokens"),
-    *("pipeline_parallel_size", "nnodes", "enable_expert_parallel", "tensor_parallel_sums"),
+    *("pipeline_parallel_size", "nnodes", "enable_expert_parallel", "tensor_parallel_sums", "batch_invariant"),
 )
 """Those that change how much memory is needed; how many GPUs share a layer a plan asks for by itself, since a GPU may say it too."""
 

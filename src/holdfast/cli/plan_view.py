@@ -96,8 +96,6 @@ def start_command(request: PlanRequest, model: str | None, change: Alternative |
     if asked is None or "gpu" in asked:
         return None
     asked = _rank_options(request) | asked
-    if request.mesh.is_exact and request.target.kind == "cuda":
-        asked["batch_invariant"] = True  # without it a GPU refuses to gather
     # A chat is planned for one sequence unless it is told otherwise.
     asked.setdefault("max_num_seqs", settle(request)[1].limits.max_num_seqs)
     device = ["--device", "cpu"] if request.target.kind == "cpu" else []
@@ -126,7 +124,7 @@ def _rank_options(request: PlanRequest) -> dict[str, object]:
 
 def _asked(request: PlanRequest, change: Alternative | None) -> dict[str, object] | None:
     """Options that are not at their default, with those of a change; None where a plan has no option for one of them."""
-    names = (*STARTING, "enable_expert_parallel", "enforce_eager", "max_num_seqs")
+    names = (*STARTING, "enable_expert_parallel", "batch_invariant", "enforce_eager", "max_num_seqs")
     asked: dict[str, object] = {name: getattr(request.config, name) for name in names}
     asked = {name: value for name, value in asked.items() if value != _default(name)}
     if change is not None:

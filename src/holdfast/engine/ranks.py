@@ -176,7 +176,7 @@ class RankGroup:
         self.raise_if_dead()
         for link in self._links:
             try:
-                link.child.channel.send(lambda: frame, is_owner=False)
+                link.child.channel.send_frame(frame)
             except (ChannelClosedError, MessageError) as error:
                 self._await_death(error)
 

@@ -19,6 +19,7 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.declared_model import DeclaredModel
+from holdfast.planning.exactness import refuse_inequality, refuse_variant_attention, refuse_variant_weights
 from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
@@ -241,6 +242,7 @@ def unfitting_runner(request: PlanRequest) -> RunnerPlan:
 
 def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
     layout, resolved = fit.layout, fit.resolved
+    refuse_variant_attention(request.config, request.declared, resolved, fit.needs.declaration)
     return RunnerPlan(
         declared=request.declared,
         resolved=resolved,
@@ -351,6 +353,8 @@ def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
     if not request._settled:
         request.declared.check_ranks(request.mesh)
         resolved = resolve(request.config, request.declared, request.target)
+        refuse_variant_weights(request.config, resolved, request.target)
+        refuse_inequality(request.config, request.declared, resolved, request.target, request.mesh)
         staging = request.staging(resolved) if callable(request.staging) else request.staging
         agreed, eager = request.agreed, request.config.enforce_eager
         num_pages = None if agreed is None else agreed.num_pages
