@@ -31,6 +31,11 @@ LOCAL_OWNERS = ("exchange/whole_logits",)
 """What peers do not read."""
 
 
+def can_be_captured(kind: ExchangeKind, mesh: Mesh) -> bool:
+    """Whether a CUDA graph may hold a rank's calls: all of those over symmetric memory; of NCCL's not the rows between stages."""
+    return mesh.is_alone or kind == "symmetric" or (kind == "nccl" and mesh.num_stages == 1)
+
+
 class ExchangeNeeds(NamedTuple):
     """What the steps of a model exchange at their largest."""
 
