@@ -82,7 +82,7 @@ class SharedSampler:
         if not self._takes_part:
             return
         for num_rows in (1, LINK_FORM_ROWS):
-            self.find_argmax(logits_SV[:num_rows])
+            self.find_argmax(logits_SV[: min(num_rows, len(self.argmax_S))])
         whole_1W = self._gather(logits_SV[:1])
         if whole_1W is not None:
             self._sampler.warm(whole_1W)
