@@ -14,6 +14,7 @@ from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, St
 from holdfast.config import EngineConfig, Limits
 from holdfast.distributed.mesh import meshes
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
+from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
 from holdfast.models.declared_model import declare_decoder
@@ -245,6 +246,12 @@ def test_owners_on_a_gpu() -> None:
     assert all(found[owner].phases == PAGE_PHASES for owner in ("libraries", "allocator", "cuda graphs"))
     assert found["allocator"].num_bytes == ROUNDING_BYTES
     assert found["rope/table"].num_bytes == 2 * 2 * 40960 * 128
+
+
+def test_products_that_nobody_else_changes_have_no_workspace_of_cublas() -> None:
+    usual, invariant = by_owner(needs("Qwen3-8B", H200)), by_owner(needs("Qwen3-8B", H200, batch_invariant=True))
+    assert usual.keys() - invariant.keys() == {"libraries"}
+    assert usual["cuda context"].num_bytes - invariant["cuda context"].num_bytes == SPLIT_K_BYTES
 
 
 def test_owners_on_a_cpu() -> None:

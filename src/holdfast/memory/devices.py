@@ -13,6 +13,8 @@ MIB = 1024**2
 GIB = 1024**3
 CONTEXT_BYTES = 757 * MIB
 """CUDA's context, the handles of its libraries and the code of all kernels, once an engine serves: 793.6 MB on an H200."""
+SPLIT_K_BYTES = 64 * MIB
+"""Of these, what cuBLAS takes with its first product when it has a workspace to split products along K in; measured on an H200."""
 SAME_AS_H200 = "taken to be that of an H200"
 SEEN = "total as torch on Linux names it in public out-of-memory messages (drivers differ by 0.2 GiB or so)"
 ASSUMED = "total assumed: the nominal size less what drivers usually keep, not checked"

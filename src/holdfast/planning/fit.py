@@ -350,7 +350,8 @@ def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
         staging = request.staging(resolved) if callable(request.staging) else request.staging
         agreed, eager = request.agreed, request.config.enforce_eager
         num_pages = None if agreed is None else agreed.num_pages
-        layout = Layout(request.declared, request.target, request.mesh, eager, staging, num_pages)
+        invariant = request.config.batch_invariant
+        layout = Layout(request.declared, request.target, request.mesh, eager, staging, num_pages, invariant)
         if agreed is not None:
             if agreed.max_model_len != resolved.limits.max_model_len:
                 resolved = resolved.with_max_model_len(agreed.max_model_len, AGREED_CONTEXT)

@@ -233,7 +233,9 @@ def stage_costs(config: EngineConfig, declared: DeclaredModel, targets: Sequence
         for start in range(0, len(targets), size)
     ]
     resolved, own = [one for one, _ in smallest], [target for _, target in smallest]
-    return StageCosts(declared, rank_meshes(config)[0], own, resolved, config.enforce_eager)
+    return StageCosts(
+        *(declared, rank_meshes(config)[0], own, resolved, config.enforce_eager), is_invariant=config.batch_invariant
+    )
 
 
 def shared_target(target: Target, num_sharing: int) -> Target:

@@ -97,10 +97,11 @@ class StageCosts:
         targets: Sequence[Target],
         resolved: Sequence[Resolved],
         enforce_eager: bool,
+        is_invariant: bool = False,
     ) -> None:
         """`mesh` stands for the ranks of a stage; of targets and what is resolved for them there is one a stage, the smallest."""
         self._declared, self._mesh, self._targets, self._resolved = declared, mesh, targets, resolved
-        self._enforce_eager = enforce_eager
+        self._enforce_eager, self._is_invariant = enforce_eager, is_invariant
         self._sums, self._ends = _weigh_layers(declared, mesh, resolved[0])
         self._kinds = _layer_kinds(declared, mesh, resolved[0])
         self._known: dict[object, tuple[int, int]] = {}
@@ -128,7 +129,10 @@ class StageCosts:
         key = ends, kinds, self._targets[stage], self._resolved[stage].limits
         if key not in self._known:
             mesh = replace(self._mesh, stage=stage, num_stages=num_stages, layers=(first, last))
-            layout = Layout(self._declared, self._targets[stage], mesh, self._enforce_eager, None)
+            layout = Layout(
+                *(self._declared, self._targets[stage], mesh, self._enforce_eager, None),
+                is_invariant=self._is_invariant,
+            )
             terms = needs_beside_weights(layout, self._resolved[stage]).terms
             beside = max(sum(term.num_bytes for term in terms if phase in term.phases) for phase in PAGE_PHASES)
             self._known[key] = beside, layout.page_bytes(self._resolved[stage])

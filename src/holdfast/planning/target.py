@@ -1,10 +1,20 @@
 """Target: one device's memory, whether it is there or only named; which device to take; no torch until one is asked."""
 
+import os
 from typing import Literal, NamedTuple
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
-from holdfast.memory.devices import CONTEXT_BYTES, GPUS, LEAST_CAPABILITY, MIB, SAME_AS_H200, Gpu, available_host_bytes
+from holdfast.memory.devices import (
+    CONTEXT_BYTES,
+    GPUS,
+    LEAST_CAPABILITY,
+    MIB,
+    SAME_AS_H200,
+    SPLIT_K_BYTES,
+    Gpu,
+    available_host_bytes,
+)
 from holdfast.memory.profiler import anonymous_bytes, file_bytes
 from holdfast.memory.sizes import format_bytes, parse_bytes
 
@@ -98,6 +108,8 @@ def measure_process() -> ProcessBytes:
 
 BARE_CONTEXT_BYTES = 552_402_944
 """Of the context, what the driver takes before a library or a kernel is loaded; measured on an H200."""
+SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows; for a whole process."""
 NOISE_BYTES = 64 * MIB
 """What a device that nobody uses may already miss."""
 
@@ -151,7 +163,9 @@ def device_target(device: str) -> Target:
     unused_bytes = stats.get("reserved_bytes.all.current", 0) - stats.get("allocated_bytes.all.current", 0)
     # Libraries and kernels come with the first work, so before that only a part of the context is there.
     has_worked = stats.get("allocation.all.allocated", 0) > 0
-    present_bytes = context_bytes if has_worked else min(context_bytes, BARE_CONTEXT_BYTES)
+    is_small = SMALL_WORKSPACE.items() <= os.environ.items()
+    worked_bytes = context_bytes - (SPLIT_K_BYTES if is_small else 0)
+    present_bytes = worked_bytes if has_worked else min(context_bytes, BARE_CONTEXT_BYTES)
     available_bytes = min(total_bytes, free_bytes + unused_bytes + present_bytes)
     others_bytes = total_bytes - available_bytes
     reason = f"{name}, as its driver says"

@@ -34,6 +34,7 @@ from holdfast.distributed.exchange_plan import (
 )
 from holdfast.distributed.mesh import Mesh
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
+from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, WorkspacePlan
 from holdfast.models.activations import Request
@@ -307,7 +308,7 @@ def _result_bytes() -> int:
 PROCESS_OWNER = "python and torch"
 """Of a host's memory; beside it stand an engine's own tensors."""
 LIBRARY_BYTES = 32 * 2**20
-"""The workspace that torch gives to cuBLAS on the one stream that an engine uses."""
+"""The workspace that torch gives to cuBLAS on the one stream that an engine uses; next to nothing where products are invariant."""
 ROUNDING_BYTES = 26 * 2**20
 """What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
 
@@ -351,6 +352,8 @@ class Layout(NamedTuple):
     """What loading holds beside the weights; None takes the most that it may."""
     agreed_pages: int | None = None
     """As many as every rank has; None: as many as fit."""
+    is_invariant: bool = False
+    """Products do not depend on their company (batch_invariant): cuBLAS has no workspace to split them along K in."""
 
     @property
     def exchange_kind(self) -> ExchangeKind:
@@ -644,8 +647,10 @@ def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[
         if target.context_bytes:
             terms.append(Term(PROCESS_OWNER, target.context_bytes, "the process itself: libraries, code, vocabulary"))
         return terms
-    terms.append(Term("cuda context", target.context_bytes, "CUDA, its libraries' handles and the code of kernels"))
-    terms.append(Term("libraries", LIBRARY_BYTES, "workspace of cuBLAS", PAGE_PHASES))
+    context_bytes = target.context_bytes - (SPLIT_K_BYTES if layout.is_invariant else 0)
+    terms.append(Term("cuda context", context_bytes, "CUDA, its libraries' handles and the code of kernels"))
+    if not layout.is_invariant:
+        terms.append(Term("libraries", LIBRARY_BYTES, "workspace of cuBLAS", PAGE_PHASES))
     terms.append(Term("allocator", ROUNDING_BYTES, "what torch rounds up", PAGE_PHASES))
     if has_graphs and not layout.enforce_eager:
         bounds = limits.max_num_seqs, limits.max_num_batched_tokens, resolved.num_proposals > 0

@@ -50,7 +50,7 @@ from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silen
 from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Resolved, by_key_bias, listed
-from holdfast.planning.target import Target, choose_device, device_target
+from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
 from holdfast.planning.terms import PROCESS_OWNER, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.graphs import StepGraphs, warm_rows
@@ -70,8 +70,6 @@ INVARIANT_ROWS = 16
 """From this many rows on cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
 EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
 """By the most ranks: from so many rows on it multiplies by a share of a weight, cut along N, as by all of it; measured."""
-SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""Without room for partial sums cuBLAS does not split products along K, which it would do by the number of rows."""
 HEADS = ("lm_head.weight", "embed.weight")
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.kernels.exchange.signals import ASSEMBLER, keep_epoch, last_epoch, meet_peers
+from holdfast.kernels.exchange.signals import ASSEMBLER, begin_meeting, end_meeting
 from holdfast.kernels.exchange.sum_rows import Ranks
 from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, tl
 
@@ -79,10 +79,7 @@ def _gather_columns_kernel(
     BLOCK: constexpr,
     FORM: constexpr,
 ):
-    epoch = 0
-    if p_signals is not None:
-        epoch = last_epoch(p_signals) + 1
-        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     if p_out is not None:
         num_tiles = tl.cdiv(share, BLOCK)
         for i_tile in range(tl.program_id(0), num_rows * num_tiles, tl.num_programs(0)):
@@ -93,8 +90,7 @@ def _gather_columns_kernel(
                 m_x = o_x < width
                 b_x = tl.load(rooms[r] + i_row * width + o_x, mask=m_x, other=0)
                 tl.store(p_out + i_row * out_stride + r * share + o_x, b_x, mask=m_x)
-    if p_signals is not None:
-        keep_epoch(p_signals, epoch)
+    end_meeting(p_signals, epoch)
 
 
 def gather_small_reference(parts: Sequence[torch.Tensor], out_SN: torch.Tensor) -> torch.Tensor:
@@ -163,18 +159,15 @@ def _small_kernel(
         for r in tl.static_range(SIZE):
             if r == rank:
                 tl.store(rooms[r] + o_n, b_n, mask=o_n < num_elements)
-    epoch = 0
     if p_signals is not None:
-        epoch = last_epoch(p_signals) + 1
         tl.debug_barrier()
-        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     for r in tl.static_range(NUM_READ):
         for i_start in range(tl.program_id(0) * BLOCK, num_elements, step):
             o_n = i_start + tl.arange(0, BLOCK)
             b_n = tl.load(rooms[r] + o_n, mask=o_n < num_elements)
             tl.store(p_out + r * num_elements + o_n, b_n, mask=o_n < num_elements)
-    if p_signals is not None:
-        keep_epoch(p_signals, epoch)
+    end_meeting(p_signals, epoch)
 
 
 def meet_triton(ranks: Ranks) -> None:
@@ -192,6 +185,4 @@ def meet_triton(ranks: Ranks) -> None:
 
 @jit_counting("rank")
 def _meet_kernel(p_signals, p_peers, rank, SIZE: constexpr, WIDE_SIZE: constexpr, FORM: constexpr):
-    epoch = last_epoch(p_signals) + 1
-    meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
-    keep_epoch(p_signals, epoch)
+    end_meeting(p_signals, begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM))

@@ -71,16 +71,21 @@ def release_waits(signals: torch.Tensor) -> None:
 
 
 @jit
-def last_epoch(p_signals):
-    """Of this block."""
-    return tl.load(p_signals + EPOCHS + tl.program_id(0))
+def begin_meeting(p_signals, p_peers, rank, SIZE: constexpr, WIDE_SIZE: constexpr, FORM: constexpr):
+    """Meet the same block of every peer once more; the epoch that this one has come to. 0 where there are no signals: nobody is met."""
+    epoch = 0
+    if p_signals is not None:
+        epoch = tl.load(p_signals + EPOCHS + tl.program_id(0)) + 1
+        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    return epoch
 
 
 @jit
-def keep_epoch(p_signals, epoch):
-    """For the next kernel, once all threads have read the old one."""
-    tl.debug_barrier()
-    tl.store(p_signals + EPOCHS + tl.program_id(0), epoch)
+def end_meeting(p_signals, epoch):
+    """Keep the epoch for the next kernel, once all threads have read the old one."""
+    if p_signals is not None:
+        tl.debug_barrier()
+        tl.store(p_signals + EPOCHS + tl.program_id(0), epoch)
 
 
 @jit

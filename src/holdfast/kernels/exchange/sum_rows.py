@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, keep_epoch, last_epoch, meet_peers
+from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, begin_meeting, end_meeting, meet_peers
 from holdfast.kernels.triton_compat import (
     can_run,
     constexpr,
@@ -173,17 +173,13 @@ def _sum_kernel(
     i_block = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    epoch = 0
-    if p_signals is not None:
-        epoch = last_epoch(p_signals) + 1
-        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     for i_start in range(i_block * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         o_n = i_start + tl.arange(0, BLOCK)
         m_n = o_n < num_elements
         b_sum = _add_rooms(rooms, o_n, m_n, SIZE)
         tl.store(p_out + o_n, b_sum.to(p_out.dtype.element_ty), mask=m_n)
-    if p_signals is not None:
-        keep_epoch(p_signals, epoch)
+    end_meeting(p_signals, epoch)
 
 
 @jit_counting("rank")
@@ -207,10 +203,7 @@ def _sum_in_two_passes_kernel(
     step = tl.num_programs(0) * BLOCK
     if PDL:
         tl.extra.cuda.gdc_wait()
-    epoch = 0
-    if p_signals is not None:
-        epoch = last_epoch(p_signals) + 1
-        meet_peers(p_signals, p_peers, epoch, rank, SIZE, WIDE_SIZE, FORM)
+    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
     for i_start in range(i_block * BLOCK, share, step):
         o_n = rank * share + i_start + tl.arange(0, BLOCK)
         m_n = o_n < num_elements
@@ -229,5 +222,4 @@ def _sum_in_two_passes_kernel(
             m_n = o_n < num_elements
             b_sum = tl.load(rooms[r] + o_n, mask=m_n, other=0.0)
             tl.store(p_out + o_n, b_sum.to(p_out.dtype.element_ty), mask=m_n)
-    if p_signals is not None:
-        keep_epoch(p_signals, epoch)
+    end_meeting(p_signals, epoch)
