@@ -376,7 +376,7 @@ class Runner:
             return
         if step.scheduled:
             batch = self._fill(step, wanted.logit_rows)
-            self.model.hidden(batch, self.backend.plan(batch))
+            self.model.step_logits(batch, self.backend.plan(batch))
         self.sampler.end_step()
 
     def _meet_last_stage(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
