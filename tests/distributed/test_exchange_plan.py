@@ -6,6 +6,7 @@ from holdfast.distributed.exchange_plan import (
     SYMMETRIC_UNIT_BYTES,
     ExchangeKind,
     ExchangeNeeds,
+    can_be_captured,
     exchange_specs,
     exchange_terms,
     rounding_bytes,
@@ -47,3 +48,12 @@ def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> N
         assert ("exchange/whole_logits" in specs) == (mesh.rank == 0)
         assert ("pipeline/hidden" in specs) == (mesh.num_stages > 1)
         assert "exchange/logits" in specs or not (mesh.is_last_stage or mesh.rank == 0)
+
+
+def test_which_calls_a_graph_may_hold() -> None:
+    """NCCL's between stages are the only ones on GPUs that it may not."""
+    one, two = meshes(2)[1], meshes(1, [(0, 1), (1, 2)])[0]
+    assert all(can_be_captured("symmetric", mesh) for mesh in (ALONE, one, two))
+    assert can_be_captured("nccl", one)
+    assert not can_be_captured("nccl", two)
+    assert not can_be_captured("gloo", one)
