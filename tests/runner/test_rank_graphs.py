@@ -160,6 +160,7 @@ def test_graphs_of_a_stage_are_its_kernels_to_the_bit(tmp_path, name, num_stages
         for step, rows in steps_of(runner)[1:]:
             is_decode = len(rows) == step.num_tokens
             size = graphs.size_for(step.num_tokens, len(rows), is_decode)
+            assert size is not None
             num_logits = graphs.logit_rows(size, is_decode)
             batch = runner.buffers.fill(step, rows, size, num_logits, is_listed=not is_decode)
             plan = runner.backend.plan(batch, captured=True)

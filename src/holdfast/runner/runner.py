@@ -157,13 +157,8 @@ class Runner:
         flight = _Flight(self._slots.accept(step))
         self._flights.append(flight)
         if self.can_run_ahead or self.sampler.is_behind:
-            with self._on_stream():
-                if is_staged and self._stream is not None and len(self._stage_ends) == MAX_UNDER_WAY:
-                    self._stage_ends.popleft().synchronize()  # what the host wrote for that step is written over
+            with self._on_stream(), self._staying_near() if is_staged else nullcontext():
                 self._begin(flight)
-                if is_staged and self._stream is not None:
-                    self._stage_ends.append(torch.cuda.Event())
-                    self._stage_ends[-1].record(self._stream)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Where this is interrupted it can be called again, or cancel() on a CPU."""
@@ -320,6 +315,19 @@ class Runner:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def _staying_near(self) -> Iterator[None]:
+        """Of a stage on a GPU: the host begins no step before the one before the last has ended here."""
+        if self._stream is None:
+            yield
+            return
+        has_all = len(self._stage_ends) == MAX_UNDER_WAY
+        end = self._stage_ends.popleft() if has_all else torch.cuda.Event()
+        end.synchronize()
+        yield
+        end.record(self._stream)
+        self._stage_ends.append(end)
 
     @contextmanager
     def _handing_over(self) -> Iterator[None]:
