@@ -7,6 +7,7 @@ kernels that Triton brought after ready. With four numbers for arguments it is t
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -44,6 +45,8 @@ NUM_REQUESTS, NUM_TOKENS, NUM_ROUNDS = 12, 20, 2
 RANK_ARGUMENTS = 5
 FOLDER = "HOLDFAST_STAGED_FOLDER"
 SLOW = "HOLDFAST_SLOW_RANKS"
+TELL = "HOLDFAST_TELL_SECONDS"
+"""After so many a process says where it stands."""
 SLEEPS = (0, 0, 300_000, 4_000_000)
 """Cycles of the device: up to some 2 ms."""
 
@@ -173,6 +176,8 @@ def run(spec: dict[str, Any], result: Path) -> None:
 
 
 if __name__ == "__main__":
+    if TELL in os.environ:
+        faulthandler.dump_traceback_later(float(os.environ[TELL]))
     if len(sys.argv) == RANK_ARGUMENTS:
         serve_rank()
     else:

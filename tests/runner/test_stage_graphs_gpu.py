@@ -1,6 +1,6 @@
 """Engines of several stages on one GPU: graphs give what eager stages give, and both what one rank gives, to the bit; nothing is compiled late.
 
-All engines run at the same time, each with a process for every rank, under MPS where there is one.
+Each engine has a process for every rank, under MPS where there is one.
 """
 
 import json
@@ -18,14 +18,13 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 mps = import_module("mps")
 PROGRAM = Path(__file__).parent / "staged_answers.py"
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 60.0
 
 pytestmark = pytest.mark.gpu
 
 INVARIANT = {"batch_invariant": True}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
 STAGES: dict[str, tuple[dict[str, Any], list[int]]] = {
-    "2 stages": ({"pipeline_parallel_size": 2}, []),
     "2 stages, the last slow": ({"pipeline_parallel_size": 2}, [1]),
     "3 stages, the first and the last slow": ({"pipeline_parallel_size": 3}, [0, 2]),
     "2 ranks in each of 2 stages": ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, []),
@@ -33,26 +32,23 @@ STAGES: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 
 def run_all(specs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[str, Any]]:
-    """What each engine found, or its last words."""
+    """What each engine found, or its words; one after the other, since kernels that wait take places on the GPU."""
     found: dict[str, dict[str, Any]] = {}
     with mps.mps() as environment:
-        env = {**os.environ, **(environment or mps.OVERLAP)}
-        running = {}
+        env = {**os.environ, **(environment or mps.OVERLAP), "HOLDFAST_TELL_SECONDS": str(LIMIT_SECONDS - 5)}
         for number, (name, spec) in enumerate(specs.items()):
-            result, told = folder / f"{number}.json", folder / f"{number}.txt"
+            result, told, begin = folder / f"{number}.json", folder / f"{number}.txt", time.monotonic()
             with told.open("w") as out:
                 command = [sys.executable, str(PROGRAM), json.dumps(spec), str(result)]
                 child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-            running[name] = child, result, told
-        end = time.monotonic() + LIMIT_SECONDS
-        for name, (child, result, told) in running.items():
             try:
-                child.wait(timeout=max(1.0, end - time.monotonic()))
+                child.wait(timeout=LIMIT_SECONDS)
             except subprocess.TimeoutExpired:
                 child.kill()  # its ranks go with it
                 child.wait()
-            words = told.read_text(errors="replace")[-3000:]
-            found[name] = json.loads(result.read_text()) if result.exists() else {"error": words}
+            words = [line for line in told.read_text(errors="replace").splitlines() if "frame #" not in line]
+            found[name] = json.loads(result.read_text()) if result.exists() else {"error": "\n".join(words[-60:])}
+            print(f"{name}: {time.monotonic() - begin:.1f} s, {found[name].get('error', 'done')}", flush=True)
     return found
 
 
@@ -98,4 +94,4 @@ def test_graphs_of_stages_give_what_one_rank_gives(tmp_path: Path) -> None:
 
 def test_stages_of_experts(tmp_path: Path) -> None:
     shared = {"model": "Qwen3-30B-A3B", "settings": EXPERTS}
-    compare({"2 stages": STAGES["2 stages"]}, shared, INVARIANT, tmp_path)
+    compare({"2 stages": ({"pipeline_parallel_size": 2}, [])}, shared, INVARIANT, tmp_path)
