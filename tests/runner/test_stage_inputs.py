@@ -26,7 +26,7 @@ from runner.deferred_device import DeferredDevice
 from runner.mirror_exchange import MirrorExchange
 from runner.rank_runs import OPTIONS, write_model
 
-NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 16, 2, 3
+NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 8, 2, 3
 CPU = torch.device("cpu")
 
 
