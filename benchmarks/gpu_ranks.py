@@ -5,10 +5,12 @@ Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16, sums in graphs. E
     exact   batch_invariant: tokens of 2 and 4 ranks equal those of one, greedy and sampled
     reduce  every rank's own argmax equals what rank 0 chose; then 1,000 steps in which no rank's allocator does anything,
             and what was planned against what was taken
-    stages  batch_invariant: tokens of 2 stages equal those of one rank
+    stages  batch_invariant: tokens of 2 stages equal those of one rank; then 1,000 steps as in reduce
     nodes   each rank started as a launcher does, as on a node of its own, so that they exchange by NCCL: tokens as in exact, allocators
             as in reduce; then one is killed in the middle of an answer
     links   the same of two stages, each on a node of its own: ranks of one exchange over its memory
+
+Speeds are measured while ranks do not look at themselves.
 
 What a rank takes of a GPU that it shares: what torch's allocator has reserved in it, its symmetric memory, and an equal part of what the
 device has lost besides (contexts, code, graphs), so that all ranks together are what the device says. All ranks are on one GPU: tokens a
@@ -35,7 +37,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from counted_rank import COUNT_FILE, FOLDER, LATE_FILE, TELL_AT, device_counts, open_counted, tell_later
+from counted_rank import COUNT_FILE, FOLDER, LATE_FILE, PLAIN_FILE, TELL_AT, device_counts, open_counted, tell_later
 from dummy_models import tiny_settings, write_dummy_model
 from gpu_records import Budget, keep, make_record, options, used_bytes, write_record
 from mps import OVERLAP, mps, pretended_node
@@ -124,9 +126,11 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
         keep(found, result)
         found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode != "reduce")}
         keep(found, result)
+        (folder / PLAIN_FILE).touch()
         found |= speed(llm, shape)
+        (folder / PLAIN_FILE).unlink()
         keep(found, result)
-        if mode == "reduce" or mode in ON_NODES:
+        if mode in ("reduce", "stages", *ON_NODES):
             found |= steady(llm, folder, shape, num_ranks)
             keep(found, result)
         if mode in ON_NODES:
@@ -287,7 +291,9 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
             first = next((place for place, (a, b) in enumerate(both) if a != b), None)
             row = {"measure": f"{label}: tokens against one", "unit": "count", "values": values, "holds": holds}
             rows.append(row | ({} if first is None else {"first_difference": [first, *both[first]]}))
-        if "own" in entry and mode == "reduce" and size > 1:
+        if (
+            "own" in entry and mode == "reduce" and size > 1
+        ):  # of stages only the last has an argmax, of all rows of a graph
             values = {
                 f"rank {rank} {key}": told[key]
                 for rank, told in entry["own"].items()

@@ -6,6 +6,7 @@ from holdfast.distributed.exchange_plan import (
     SYMMETRIC_UNIT_BYTES,
     ExchangeKind,
     ExchangeNeeds,
+    can_be_captured,
     exchange_specs,
     exchange_terms,
     find_exchange,
@@ -73,3 +74,12 @@ def test_nodes_that_are_only_planned_have_even_shares() -> None:
     assert planned_nodes(16, None) == [0] * 8 + [1] * 8
     assert planned_nodes(4, 2) == [0, 0, 1, 1]
     assert planned_nodes(3, 2) == [0, 0, 1]
+
+
+def test_which_calls_a_graph_may_hold() -> None:
+    """NCCL's between stages are the only ones on GPUs that it may not."""
+    one, two = meshes(2)[1], meshes(1, [(0, 1), (1, 2)])[0]
+    assert all(can_be_captured("symmetric", mesh) for mesh in (ALONE, one, two))
+    assert can_be_captured("nccl", one)
+    assert not can_be_captured("nccl", two)
+    assert not can_be_captured("gloo", one)

@@ -292,6 +292,17 @@ def test_eager_needs_no_graphs() -> None:
     assert "cuda graphs" not in by_owner(needs(enforce_eager=True))
 
 
+def test_every_stage_captures_its_own_layers() -> None:
+    """As one rank does; between nodes none does."""
+    first, last = (by_owner(needs(mesh=mesh)) for mesh in meshes(1, [(0, 20), (20, 36)]))
+    assert first["cuda graphs"] == graph_term(20, 256, 8192)
+    assert last["cuda graphs"] == graph_term(16, 256, 8192)
+    assert "cuda graphs" in by_owner(needs(mesh=meshes(2)[1]))
+    far, *_ = meshes(8, [(0, 20), (20, 36)])
+    assert "cuda graphs" not in by_owner(needs(mesh=far))
+    assert "cuda graphs" not in by_owner(needs(mesh=meshes(1, [(0, 20), (20, 36)])[0], enforce_eager=True))
+
+
 def test_ranks_exchange_rows_and_logits() -> None:
     """Qwen3-8B in bfloat16: rooms of the largest step, logits of a share, and the whole on the rank that chooses."""
     rows, hidden, vocab, logit_rows = 8192, 4096, 151936, 256

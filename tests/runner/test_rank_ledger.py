@@ -37,6 +37,7 @@ from holdfast.planning import fit
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.stages import equal_cuts
 from holdfast.planning.target import gpu_target
+from holdfast.planning.terms import graph_term
 from holdfast.runner import build as build_module
 from holdfast.runner import step_inputs
 from holdfast.runner.build import RunnerBuild, plan_model
@@ -198,6 +199,8 @@ def test_the_ledger_of_a_rank_is_its_plan(name, size, num_stages, way, options) 
     for mesh in ranks_of(name, size, num_stages, way):
         held, planned = held_and_planned(name, mesh, options)
         assert +held == +planned, mesh
+        num_layers = len(mesh.layer_range(declare_config(CATALOGUE[name], name).num_layers))
+        assert held["cuda graphs"] == graph_term(num_layers, 16, 512).num_bytes, "stages have graphs of their layers"
 
 
 def runnable() -> list[str]:

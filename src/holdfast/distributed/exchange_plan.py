@@ -36,6 +36,11 @@ LOCAL_OWNERS = ("exchange/whole_logits",)
 """What peers do not read."""
 
 
+def can_be_captured(kind: ExchangeKind, mesh: Mesh) -> bool:
+    """Whether a CUDA graph may hold a rank's calls: all of those over symmetric memory; of NCCL's not the rows between stages."""
+    return mesh.is_alone or kind == "symmetric" or (kind == "nccl" and mesh.num_stages == 1)
+
+
 def find_exchange(device_kind: str, nodes: Sequence[object], tensor_size: int) -> ExchangeKind:
     """How ranks exchange; `nodes` is that of each of them, in order."""
     if device_kind == "cpu":

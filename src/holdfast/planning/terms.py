@@ -25,7 +25,13 @@ from holdfast.cache.compressed import StateKind, state_terms
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
-from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeKind, ExchangeNeeds, exchange_terms
+from holdfast.distributed.exchange_plan import (
+    CHOICE_FIELDS,
+    ExchangeKind,
+    ExchangeNeeds,
+    can_be_captured,
+    exchange_terms,
+)
 from holdfast.distributed.mesh import Mesh
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
 from holdfast.memory.devices import SPLIT_K_BYTES
@@ -490,8 +496,7 @@ def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
         *_device_terms(
             layout,
             resolved,
-            # Rows go from stage to stage outside of any graph.
-            (declaration is None or declaration.can_be_captured) and layout.mesh.num_stages == 1,
+            (declaration is None or declaration.can_be_captured) and can_be_captured(layout.exchange_kind, layout.mesh),
         ),
     ]
     exchange = exchange_needs(layout, resolved)

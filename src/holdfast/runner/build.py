@@ -20,6 +20,7 @@ from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.exchange_plan import can_be_captured
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.kernels.attention.write_kv import Rotary
@@ -481,11 +482,11 @@ class RunnerBuild:
         if self._device.type != "cuda":
             return
         limits, start = runner.limits, time.monotonic()
-        graphs, declaration = None, self._plan.declaration
-        is_staged = self._plan.mesh.num_stages > 1
-        if is_staged and not enforce_eager:
-            log.info("steps launch kernel by kernel because stages send and receive between them, outside of any graph")
-        if not enforce_eager and not is_staged and declaration is not None and declaration.can_be_captured:
+        graphs, declaration, kind = None, self._plan.declaration, self._plan.exchange_kind
+        is_exchange_captured = can_be_captured(kind, self._plan.mesh)
+        if not is_exchange_captured and not enforce_eager:
+            log.info("steps launch kernel by kernel because no graph holds what stages send each other by %s", kind)
+        if not enforce_eager and is_exchange_captured and declaration is not None and declaration.can_be_captured:
             least = self._least_rows
             decode = tuple(
                 max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
