@@ -18,7 +18,7 @@ X = torch.zeros(4)
 class FakeGroup:
     """In the place of ProcessGroupNCCL: keeps what it is asked for."""
 
-    made: "ClassVar[list[FakeGroup]]" = []
+    made: ClassVar["list[FakeGroup]"] = []
 
     def __init__(self, store: str, rank: int, size: int, options: object) -> None:
         self.name, self.rank, self.size = store, rank, size
