@@ -356,7 +356,8 @@ def main() -> None:
         command = [__file__, "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
         command += ["--stages", str(arguments.stages)]
         command += [f"--{name}" for name in ("nccl", "plain", "kill") if getattr(arguments, name)]
-        found = run_ranks(command, arguments.size or 2, arguments.timeout, OVERLAP)
+        patience = arguments.timeout if arguments.kill else 2.0
+        found = run_ranks(command, arguments.size or 2, arguments.timeout, OVERLAP, patience)
         print(json.dumps(found, indent=1))
         sys.exit(any(entry.get("error") or entry.get("wrong") for entry in found))
     sizes = TINY if arguments.tiny else FULL

@@ -92,6 +92,7 @@ def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
         ("Qwen3-8B --gpu h200 --batch-invariant --quantization fp8", "products with weights in fp8 choose"),
         ("DeepSeek-V2-Lite --gpu h200 --batch-invariant", "latents (MLA) have no such kernels"),
         ("Qwen3-8B --gpu 2xh200 --nnodes 3", "there are 2 ranks, and every node has one at least"),
+        ("Qwen3-8B --gpu h200 --nnodes 2", "there is one rank, and every node has one at least"),
         ("DeepSeek-V4-Flash --gpu 4xh200 --pipeline-parallel-size 2", "several residual streams"),
     ],
 )

@@ -97,10 +97,12 @@ QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """How torch is told that peers are watched by us (engine/ranks.py): else it ends this process where one is gone, asks the store for
-news of it all the time, and says so. It reads these when a group is made."""
+news of it all the time, says so, and holds up the end of a group for a minute, in which something could be written down. It reads
+these when a group is made."""
 
 
 def make_nccl(

@@ -196,12 +196,6 @@ def worst_request(
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     check_ranks(config, declared)
     first = report_rank(0, target, declared.name)
-    if config.nnodes is not None and config.nnodes > num_ranks:
-        raise ConfigError(
-            f"nnodes={config.nnodes} was asked",
-            f"there are {num_ranks} ranks, and every node has one at least",
-            f"take {num_ranks} or fewer",
-        )
     is_shared, nodes = target.kind == "cpu", planned_nodes(num_ranks, config.nnodes)
     reports = [
         first._replace(
@@ -224,6 +218,13 @@ def worst_request(
 
 def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:
     """What cannot be shared by so many ranks raises, whatever memory they have."""
+    num_ranks = config.num_ranks
+    if config.nnodes is not None and config.nnodes > num_ranks:
+        raise ConfigError(
+            f"nnodes={config.nnodes} was asked",
+            f"there {'is one rank' if num_ranks == 1 else f'are {num_ranks} ranks'}, and every node has one at least",
+            f"take {num_ranks} or fewer, or leave it out",
+        )
     declared.check_ranks(rank_meshes(config)[0])
     if config.enable_expert_parallel and (declared.spec is None or declared.spec.experts is None):
         raise ConfigError(
