@@ -27,8 +27,8 @@ from holdfast.engine.messages import Died, Heartbeat, Message, Refused, Shutdown
 from holdfast.errors import HoldfastError, MessageError
 from holdfast.memory.report import RankMemory
 from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
-from holdfast.request.step import MAX_TOKEN_ID, Step, read_step, write_step
-from holdfast.request.wire import Reader, Writer, body_length, open_frame, refuse
+from holdfast.request.step import MAX_TOKEN_ID, Step, read_step, step_numbers, write_admitted
+from holdfast.request.wire import Reader, Writer, body_length, open_frame, pack_lists, refuse, seal
 
 MAX_RANK_BODY_BYTES = 2**26
 """More than the largest step with its admissions takes."""
@@ -139,11 +139,12 @@ def encode_frame(results: Sequence[StepResult], step: Step, number: int) -> byte
         except ValueError:
             tokens = list(map(_token_ids, result.results))
             numbers += (2 * len(tokens), *map(len, tokens), *chain.from_iterable(tokens))
-    writer = Writer()
-    writer.int(number)
-    writer.ints(numbers)
-    write_step(writer, step)
-    return writer.frame(_FRAME_KIND)
+    body = pack_lists(number, numbers, step.number, step_numbers(step))
+    if step.admitted:
+        writer = Writer()
+        write_admitted(writer, step)
+        body += writer.body()
+    return seal(_FRAME_KIND, body)
 
 
 def encode_rank_message(message: RankMessage, number: int) -> bytes:

@@ -80,6 +80,11 @@ class RankServer:
         self.pulse = pulse
         self.owns_parent = False
 
+    @property
+    def num_received(self) -> int:
+        """Messages of rank 0 that were read, steps among them. Any thread."""
+        return self._received.last + self._frames.last
+
     def run(self, open_rank: "OpenRank") -> None:
         """Until rank 0 says so, or is gone; or something fails here, which rank 0 is told."""
         rank: Rank | None = None

@@ -91,6 +91,12 @@ def encode_step(step: Step) -> bytes:
 def write_step(writer: Writer, step: Step) -> None:
     """The same as part of another message."""
     writer.int(step.number)
+    writer.ints(step_numbers(step))
+    write_admitted(writer, step)
+
+
+def step_numbers(step: Step) -> list[int]:
+    """All of a step but its number and what is admitted."""
     items = step.items
     num_items = len(items)
     # Column by column, which takes a third of the time: a step goes to other ranks while they wait for it.
@@ -113,9 +119,7 @@ def write_step(writer: Writer, step: Step) -> None:
         numbers += [len(item.pages) for item in grown]
         numbers += [len(pages) for item in grown for pages in item.pages]
         numbers += [page - _HOLE for item in grown for pages in item.pages for page in pages]
-    writer.ints(numbers)
-    for admitted in step.admitted:
-        _write_admitted(writer, admitted)
+    return numbers
 
 
 def decode_step(frame: bytes) -> Step:
@@ -205,15 +209,17 @@ def _as_bools(slots: tuple[int, ...], samples: tuple[int, ...]) -> Iterator[bool
     return map(bool, samples)
 
 
-def _write_admitted(writer: Writer, admitted: Admitted) -> None:
-    writer.int(admitted.slot)
-    writer.int(admitted.sequence_id)
-    writer.ints(admitted.token_ids)
-    writer.int(admitted.num_prompt_tokens)
-    write_params(writer, admitted.params)
-    writer.int(admitted.seed - _WORD)
-    write_words(writer, admitted.bad_word_ids)
-    writer.int(admitted.num_stored)
+def write_admitted(writer: Writer, step: Step) -> None:
+    """What a step admits, behind its numbers."""
+    for admitted in step.admitted:
+        writer.int(admitted.slot)
+        writer.int(admitted.sequence_id)
+        writer.ints(admitted.token_ids)
+        writer.int(admitted.num_prompt_tokens)
+        write_params(writer, admitted.params)
+        writer.int(admitted.seed - _WORD)
+        write_words(writer, admitted.bad_word_ids)
+        writer.int(admitted.num_stored)
 
 
 def _read_admitted(reader: Reader) -> Admitted:

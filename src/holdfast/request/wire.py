@@ -57,10 +57,33 @@ class Writer:
     def text(self, text: str) -> None:
         self.bytes(text.encode())
 
+    def body(self) -> builtins.bytes:
+        """Everything so far."""
+        return b"".join(self._parts)
+
     def frame(self, kind: builtins.int) -> builtins.bytes:
         """Everything so far as a whole message."""
-        body = b"".join(self._parts)
-        return _HEADER.pack(MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
+        return seal(kind, self.body())
+
+
+def seal(kind: int, body: bytes) -> bytes:
+    """A body as a whole message."""
+    return _HEADER.pack(MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
+
+
+def pack_lists(first: int, numbers: list[int], second: int, others: list[int]) -> bytes:
+    """An int and a list, twice, as a Writer writes them, in one call: for what others wait for."""
+    sizes = len(numbers), len(others)
+    try:
+        form = f"<qq{sizes[0]}iqq{sizes[1]}i"
+        return struct.pack(form, first, 2 * sizes[0], *numbers, second, 2 * sizes[1], *others)
+    except struct.error:  # a number that does not fit into four bytes
+        writer = Writer()
+        writer.int(first)
+        writer.ints(numbers)
+        writer.int(second)
+        writer.ints(others)
+        return writer.body()
 
 
 class Reader:
