@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -258,7 +258,7 @@ class RunnerBuild:
         self._releases.append(self._weights.clear)
         if self._config.batch_invariant and self._device.type == "cuda":
             most_rows = self._plan.resolved.limits.max_num_batched_tokens
-            refuse_variant_products(self._weights.values(), self._least_rows, most_rows)
+            refuse_variant_products(self._weights, self._least_rows, most_rows)
             torch.cuda.empty_cache()
         return loaded.report
 
@@ -565,22 +565,24 @@ def _refuse_ranks(plan: RunnerPlan) -> None:
         )
 
 
-def refuse_variant_products(weights: Iterable[torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int) -> None:
+def refuse_variant_products(
+    weights: Mapping[str, torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int
+) -> None:
     """Raise if a row of `least_rows` rows is multiplied otherwise among more rows, for any shape of matrix among the weights."""
-    seen: set[tuple[int, ...]] = set()
-    for weight_NK in weights:
+    seen: set[tuple[bool, int, int]] = set()
+    for name, weight_NK in weights.items():
         assert not isinstance(weight_NK, QuantizedWeight), (
             "quantized weights were to be declined before they were loaded"
         )
-        if weight_NK.dim() != 2 or tuple(weight_NK.shape) in seen:
+        if weight_NK.dim() != 2 or (name in HEADS, *weight_NK.shape) in seen:
             continue
-        seen.add(tuple(weight_NK.shape))
+        seen.add((name in HEADS, *weight_NK.shape))
         generator = torch.Generator(weight_NK.device).manual_seed(0)
         rows = max(least_rows, min(most_rows, max(COMPANIES)))
         x_TK = torch.randn(rows, weight_NK.shape[1], generator=generator, device=weight_NK.device).to(weight_NK.dtype)
-        alone_TN = linear(x_TK[:least_rows], weight_NK, None)
+        alone_TN = _product(name, x_TK[:least_rows], weight_NK)
         for num_rows in (*(count for count in COMPANIES if least_rows <= count <= rows), rows):
-            if not torch.equal(linear(x_TK[:num_rows], weight_NK, None)[:least_rows], alone_TN):
+            if not torch.equal(_product(name, x_TK[:num_rows], weight_NK)[:least_rows], alone_TN):
                 raise ConfigError(
                     "batch_invariant=True was asked",
                     f"cuBLAS multiplies {least_rows} and {num_rows} rows by a weight of {list(weight_NK.shape)} differently",

@@ -501,7 +501,11 @@ class Runner:
     def _logits_of(self, hidden_RH: torch.Tensor | None, first_row: int, num_rows: int) -> torch.Tensor:
         if hidden_RH is None:
             return _absent(num_rows)
-        return self.model.logits(hidden_RH[first_row : first_row + num_rows])
+        # Among others of the step: the head is a product too, and of fewer rows it would round differently.
+        num_multiplied = max(num_rows, min(self._min_rows, len(hidden_RH)))
+        first = min(first_row, len(hidden_RH) - num_multiplied)
+        logits_RV = self.model.logits(hidden_RH[first : first + num_multiplied])
+        return logits_RV[first_row - first :][:num_rows]
 
     def _prompt_logprobs(
         self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor | None
