@@ -92,7 +92,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_time_of_a_part_counts_from_ready(name: str, tmp_path: Path, monkeypatch) -> None:
     """Kernels that are compiled for the first time are no part of it; ranks that are late are told so, and say where they are."""
-    monkeypatch.setattr(gpu_ranks, "START_SECONDS", 1.0)
+    monkeypatch.setattr(gpu_ranks, "START_SECONDS", 0.8)
     monkeypatch.setattr(gpu_ranks, "TELL_SECONDS", 0.2)
     program, late = PROGRAMS[name]
     text = f"from pathlib import Path\nfrom time import sleep\ndef ready(): Path('result.kept').touch()\n{program}"

@@ -103,7 +103,7 @@ def test_a_priority_is_bounded_and_travels() -> None:
 
 
 def test_a_sample_with_priorities_leaves_no_leak_and_no_wrong_read() -> None:
-    assert run_worlds(range(24), 400, World.unequal) >= NEEDED
+    assert run_worlds(range(16), 400, World.unequal) >= NEEDED
 
 
 @pytest.mark.slow

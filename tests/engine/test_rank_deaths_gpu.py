@@ -31,7 +31,10 @@ END_SECONDS = 12.0
 """For the error, for closing, and for the process itself to end."""
 FREE_SECONDS = 6.0
 KV_BYTES = 2**30
-"""Of each rank: so much that it shows whether the device has it back."""
+RANK_BYTES = 2**29
+"""A rank takes more than this, context and all: some 850 MiB."""
+LEFT_BYTES = 2**27
+"""What the driver may keep."""
 SHAPES = {"num_hidden_layers": 2, "vocab_size": 4096}
 LIMITS = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 
@@ -234,14 +237,14 @@ def test_the_memory_of_a_dead_engine_is_back(case: Case, tmp_path: Path) -> None
     assert before is not None, "nvidia-smi tells nothing"
     seen = run_case(case, tmp_path)
     check(case, seen)
-    num_bytes = before + case.tensor * case.stages * KV_BYTES
+    least = before + case.tensor * case.stages * RANK_BYTES
     assert seen.held is not None, seen
-    assert seen.held > num_bytes, f"{seen.held=} is less than the pages of all ranks, {num_bytes}"
+    assert seen.held > least, f"{seen.held=} is less than all ranks would take, {least}"
     until = time.monotonic() + FREE_SECONDS
-    while (after := gpu_records.used_bytes() or 0) > before + KV_BYTES // 4 and time.monotonic() < until:
+    while (after := gpu_records.used_bytes() or 0) > before + LEFT_BYTES and time.monotonic() < until:
         time.sleep(0.1)
     print(f"\nmemory: {before >> 20} MiB before, {seen.held >> 20} MiB with the engine, {after >> 20} MiB after")
-    assert after <= before + KV_BYTES // 4, f"{before=} {after=}"
+    assert after <= before + LEFT_BYTES, f"{before=} {after=}"
 
 
 @pytest.mark.slow

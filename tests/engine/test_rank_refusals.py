@@ -107,7 +107,13 @@ def test_a_rank_that_is_not_like_the_first(tmp_path: Path, monkeypatch, kind, wo
     assert not [pid for pid in children_of(os.getpid()) if not is_gone(pid)]
 
 
-@pytest.mark.parametrize("name", NONSENSE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("a stranger's", "oversized", "altered") else ())
+        for name in NONSENSE
+    ],
+)
 def test_what_no_rank_says_ends_all_of_them_with_a_sentence(name: str) -> None:
     """The other way round than test_rank_processes.py: rank 0 hears it."""
     group = open_group(name, num_ranks=3)

@@ -62,7 +62,7 @@ def run_all(seeds: range, num_events: int, world: Callable[[int], World] = World
 
 
 def test_a_sample_leaves_no_leak_and_no_wrong_read() -> None:
-    assert run_all(range(24), 500) >= NEEDED
+    assert run_all(range(16), 500) >= NEEDED
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_three_million_events_leave_no_leak_and_no_wrong_read(batch: int) -> Non
 
 
 def test_a_sample_with_late_results_leaves_no_leak_and_no_wrong_read() -> None:
-    assert run_all(range(30), 400, World.late) == NEEDED | LATE
+    assert run_all(range(20), 400, World.late) == NEEDED | LATE
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_two_million_events_with_late_results_leave_no_leak_and_no_wrong_read(ba
 
 
 def test_a_sample_with_rows_of_several_tokens_leaves_no_leak_and_no_wrong_read() -> None:
-    assert run_all(range(24), 400, World.compressed) >= (NEEDED | LATE) - GUESSES
+    assert run_all(range(16), 400, World.compressed) >= (NEEDED | LATE) - GUESSES
 
 
 @pytest.mark.slow

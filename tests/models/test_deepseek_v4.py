@@ -30,7 +30,10 @@ def test_alone_and_whole(case):
         alone(case, length, 8)
 
 
-@pytest.mark.parametrize("case", COMPRESSED_MODELS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.startswith("like") else pytest.mark.slow) for case in COMPRESSED_MODELS],
+)
 def test_in_company_of_other_lengths_and_in_chunks(case):
     theirs, ours = tiny_compressed(case)
     requests = [make_request(length, 12, 3 * index) for index, length in enumerate((1, 2, 17, 33, 61))]

@@ -154,7 +154,7 @@ def ask(theirs: Any, ours: LoadedModel, lengths=(33,), max_rows: int = 128, page
         judge(theirs, drive, request)
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 500])
+@pytest.mark.parametrize("window", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 64)), 7, 500])
 def test_windows_of_any_width(window: int) -> None:
     """No multiple of a page, one token, several pages, and more than the longest context."""
     theirs, ours = tiny(sliding_window=window)

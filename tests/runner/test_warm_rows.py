@@ -30,13 +30,21 @@ MODELS = [
     pytest.param("windows", {"dtype": "float16"}, id="float16, with windows"),
     pytest.param("qwen3", {"batch_invariant": True}, id="batch invariant"),
     pytest.param("qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}, id="fp8"),
-    pytest.param("qwen3", {"quantization": "int8", "kv_cache_dtype": "turboquant_k8v4"}, id="int8, k8v4"),
+    pytest.param(
+        *("qwen3", {"quantization": "int8", "kv_cache_dtype": "turboquant_k8v4"}),
+        marks=pytest.mark.slow,
+        id="int8, k8v4",
+    ),
     pytest.param("windows", {"quantization": "fp8_block", "kv_cache_dtype": "turboquant_3bit_nc"}, id="blocks, 3 bits"),
-    pytest.param("experts", {}, id="experts"),
-    pytest.param("experts", {"quantization": "fp8"}, id="experts in fp8"),
+    pytest.param("experts", {}, marks=pytest.mark.slow, id="experts"),
+    pytest.param("experts", {"quantization": "fp8"}, marks=pytest.mark.slow, id="experts in fp8"),
     pytest.param("experts", {"quantization": "fp8_block", "dtype": "float16"}, id="experts in fp8_block, float16"),
     pytest.param("shared", {"quantization": "mxfp4"}, id="shared expert in mxfp4"),
-    pytest.param("shared", {"quantization": "int8", "quantization_ignore": ("*.o_proj",)}, id="some left alone"),
+    pytest.param(
+        *("shared", {"quantization": "int8", "quantization_ignore": ("*.o_proj",)}),
+        marks=pytest.mark.slow,
+        id="some left alone",
+    ),
 ]
 """Each way that a step can go, once: weights by scheme, experts by scheme, pages by format, with and without the fused path."""
 EXPERTS = ExpertsSpec(num_experts=128, top_k=8, intermediate_size=768)
