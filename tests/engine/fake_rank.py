@@ -13,7 +13,8 @@ from pathlib import Path
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.rank_messages import RankConnect, RankLoaded, RankPlanned, RankReported, RankStart
-from holdfast.engine.rank_process import RankServer, main
+from holdfast.engine.rank_process import main
+from holdfast.engine.rank_server import RankServer
 from holdfast.errors import UnsupportedModelError
 from holdfast.memory.report import RankMemory
 from holdfast.request.sequence import LiveStep, SequenceResult, StepResult
