@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.engine.rank_messages import RankStart
-from holdfast.engine.rank_process import Rank, RankServer, main, open_rank
+from holdfast.engine.rank_process import main, open_rank
+from holdfast.engine.rank_server import Rank, RankServer
 from holdfast.memory.report import RankMemory
 from holdfast.request.step import Step
 

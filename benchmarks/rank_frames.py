@@ -22,7 +22,8 @@ import gpu_records
 
 from holdfast.config import EngineConfig
 from holdfast.engine.rank_messages import RankReady, RankStart, encode_frame
-from holdfast.engine.rank_process import RankServer, main
+from holdfast.engine.rank_process import main
+from holdfast.engine.rank_server import RankServer
 from holdfast.engine.ranks import RankGroup
 from holdfast.memory.report import RankMemory
 from holdfast.request.sequence import SequenceResult, StepResult

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from holdfast.engine.rank_messages import RankPlanned, RankStart
-from holdfast.engine.rank_process import Rank, RankServer, main, open_rank
+from holdfast.engine.rank_process import main, open_rank
+from holdfast.engine.rank_server import Rank, RankServer
 
 HOW = "HOLDFAST_BROKEN_FILES"
 

@@ -12,7 +12,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from engine.fake_rank import BOTH_PLACES, arrive
 from engine.fake_rank import open_rank as open_fake
@@ -75,21 +74,15 @@ class FolderStore:
         return Path(os.environ[BOTH_PLACES]) / key.replace("/", "-")
 
 
-def as_launched(kind: str, name: str) -> launched.Launched:
+def as_launched(kind: str) -> launched.Launched:
     """What a launcher has said; ranks but 0 serve, and do not come back."""
     found = launched.Launched(int(os.environ["RANK"]), NUM_RANKS, "127.0.0.1", 1, True)
     launched._store = lambda told: FolderStore()
-    launched.open_rank = open_fake
     if kind == "nodes":
         life_line.machine_mark = lambda: f"machine {found.rank:8}".encode()
     if found.rank:
-        serve(EngineConfig(model=name, tensor_parallel_size=NUM_RANKS), found)
+        launched.serve_launched(found, open_fake)
     return found
-
-
-def serve(config: EngineConfig, found: launched.Launched) -> NoReturn:
-    """A process that ends as a program does."""
-    launched.serve_launched(config, found)
 
 
 def program(kind: str, station: str) -> None:
@@ -100,7 +93,7 @@ def program(kind: str, station: str) -> None:
     engine = None
     try:
         if kind in ("launched", "nodes"):
-            engine = ranked_engine(name, NUM_RANKS, meet=partial(launched.meet_ranks, as_launched(kind, name)))
+            engine = ranked_engine(name, NUM_RANKS, meet=partial(launched.meet_ranks, as_launched(kind)))
         elif kind == "script":
             engine = ranked_engine(name, NUM_RANKS)
         else:

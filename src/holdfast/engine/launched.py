@@ -27,7 +27,7 @@ from holdfast.engine.channel import Channel, ChannelClosedError
 from holdfast.engine.life_line import PLACE_BYTES, LifeLine, ZeroSigns, own_place, pid_at
 from holdfast.engine.messages import Heartbeat
 from holdfast.engine.pulse import Pulse, open_pulse_file
-from holdfast.engine.rank_process import RankServer, open_rank
+from holdfast.engine.rank_server import OpenRank, RankServer
 from holdfast.engine.ranks import PEER_SECONDS, check_world
 from holdfast.errors import ConfigError, EngineDeadError
 from holdfast.observability.log import get_logger
@@ -201,7 +201,7 @@ def _caller(connection: socket.socket, secret: bytes) -> tuple[int, int]:
     return (number, pid_at(place)) if secrets.compare_digest(told, secret) else (0, 0)
 
 
-def serve_launched(config: EngineConfig, launched: Launched) -> NoReturn:
+def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
     """On every other rank: serve rank 0 until it ends, then end this program."""
     port, _, secret = _store(launched).get(_next_key(launched)).decode().partition(":")
     place = launched.host, int(port)

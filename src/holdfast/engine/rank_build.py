@@ -37,7 +37,7 @@ from holdfast.engine.rank_messages import (
     RankReported,
     RankStart,
 )
-from holdfast.engine.rank_process import RankServer
+from holdfast.engine.rank_server import RankServer
 from holdfast.engine.ranked_runner import CLOSE_SECONDS, RankedRunner
 from holdfast.engine.ranks import (
     COMMAND,
@@ -102,7 +102,7 @@ def build_ranks(
     check_world(config, os.environ)
     launched = find_launcher(config)
     if launched is not None and launched.rank > 0:
-        serve_launched(config, launched)
+        serve_launched(launched, build_rank)
     check_devices(config, launched)
     check_ranks(config, declare_opened(model, model.name))  # before a process is started
     own = report(config, model, 0, launched)
