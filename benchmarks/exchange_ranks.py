@@ -30,6 +30,7 @@ from holdfast.distributed.linked import open_linked
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.distributed.rendezvous import LOOPBACK, listen_for_ranks
 from holdfast.distributed.symmetric import open_symmetric
+from holdfast.kernels.exchange.add_rows import add_rows_reference
 from holdfast.kernels.exchange.sum_rows import sum_rows_reference
 from holdfast.memory.ledger import Ledger
 
@@ -192,6 +193,22 @@ class Checks:
         self.exchange.sum_rows(room, out)
         self.compare(f"sum {rows} x {width} {dtype}", out, sum_rows_reference(parts, torch.empty_like(out)))
 
+    def adds(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Onto a stream, with the next norm deferred: all but the sum of squares to the bit."""
+        parts = self.parts(rows * width + 1, rows, width, dtype)
+        x, norm_weight = self.parts(5, rows, width, dtype)[0], self.parts(6, 1, width, dtype)[0][0]
+        wanted, scaled = x.clone(), [torch.empty_like(x), torch.full_like(x, float("nan"))]
+        squares, amax = (torch.full((2, rows * width), float("nan"), device=self.device) for _ in range(2))
+        add_rows_reference(parts, wanted, norm_weight, scaled[0], squares[0], amax[0])
+        room = self.exchange.room(rows, width, dtype).copy_(parts[self.mesh.rank])
+        num_blocks = self.exchange.add_rows(room, x, norm_weight, scaled[1], squares[1], amax[1])
+        what, own = f"add {rows} x {width} {dtype}", rows * num_blocks
+        self.compare(f"{what}, x", x, wanted)
+        self.compare(f"{what}, scaled", scaled[1], scaled[0])
+        self.compare(f"{what}, amax", amax[1][:own].view(rows, -1).amax(-1), amax[0][:rows])
+        found, right = squares[1][:own].view(rows, -1).sum(-1), squares[0][:rows]
+        self.compare(f"{what}, squares", (found - right).abs() < 1e-5 * right, torch.ones_like(right, dtype=torch.bool))
+
     def gathers(self, rows: int, width: int, dtype: torch.dtype) -> None:
         parts = self.parts(rows + width, rows, width, dtype)
         room = self.exchange.room(rows, width, dtype).copy_(parts[self.mesh.rank])
@@ -223,6 +240,9 @@ class Checks:
         hidden, most = self.sizes.hidden, self.sizes.max_rows
         for rows in (1, 16, 33, most):
             self.sums(rows, hidden, torch.bfloat16, torch.bfloat16)
+        for rows in (1, 3, 16):
+            self.adds(rows, hidden, torch.bfloat16)
+        self.adds(2, 100, torch.float32)
         self.sums(3, 100, torch.float32, torch.float32)
         self.sums(5, 33, torch.float16, torch.float16)
         self.sums(most // 2, hidden, torch.float32, torch.bfloat16)

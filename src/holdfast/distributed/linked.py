@@ -42,6 +42,17 @@ class LinkedExchange(CollectiveExchange):
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         return self._stage.sum_rows(part_TH, out_TH)
 
+    def add_rows(
+        self,
+        part_TH: torch.Tensor,
+        x_TH: torch.Tensor,
+        norm_weight_H: torch.Tensor,
+        scaled_TH: torch.Tensor,
+        squares: torch.Tensor,
+        amax: torch.Tensor | None,
+    ) -> int:
+        return self._stage.add_rows(part_TH, x_TH, norm_weight_H, scaled_TH, squares, amax)
+
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         return self._stage.gather_columns(part_TX, out_TY)
 

@@ -24,6 +24,7 @@ from holdfast.kernels.attention import (
     quantized_attention,
     tiled_attention,
 )
+from holdfast.kernels.exchange import add_rows
 from holdfast.kernels.gemm import block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles
 from holdfast.kernels.latent import (
     latent_projection,
@@ -104,7 +105,7 @@ class StepGraphs:
 
 LAUNCHERS = (
     *(tiled_attention, quantized_attention, latent_tiles, latent_projection, sparse_attention),
-    *(block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles, expert_sum, hyper_connections),
+    *(block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles, expert_sum, hyper_connections, add_rows),
 )
 """Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
 
