@@ -2,9 +2,11 @@
 
 Ranks are processes as an engine starts them (engine/ranks.py), with fakes in the place of a model (tests/engine/fake_rank.py's
 channel, none of its work): they take a frame apart and write when they had it into memory that both see. A frame carries the
-results of the step before and the next one, in which one in 16 sequences gets a page. `sent` is what rank 0's thread is held up by: the frame made and written to every
-socket; `processor` is the time that this thread had one meanwhile. `there` is from the beginning of that to the last rank having taken it apart. The best tenth of many steps and the median
-stand side by side, since others may use the machine. The record is benchmarks/records/<cpu>-<date>-rank-frames.json.
+results of the step before and the next one, in which one in 16 sequences gets a page.
+
+`sent` is what rank 0's thread is held up by: the frame made and written to every socket; `processor` is the time that this thread
+had one meanwhile. `there` is from the beginning of that to the last rank having taken it apart. The best tenth of many steps and
+the median stand side by side, since others may use the machine. The record is benchmarks/records/<cpu>-<date>-rank-frames.json.
 """
 
 import argparse
@@ -152,7 +154,10 @@ def benchmark() -> None:
             for row in rows
         ],
     )
-    settings = f"{num_steps} decode steps, each with the results of the one before; load of the machine {os.getloadavg()[0]:.1f}"
+    load = f"load of the machine {os.getloadavg()[0]:.1f}"
+    settings = (
+        f"{num_steps} decode steps, each with the results of the one before and a page for one in {PAGE_TOKENS}; {load}"
+    )
     record = gpu_records.make_record(SECTION, [as_result(row) for row in rows], "no model", settings, arguments, {})
     gpu_records.write_record(record, "rank-frames", arguments)
 
