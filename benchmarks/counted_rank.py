@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.engine.rank_messages import RankStart
 from holdfast.engine.rank_process import main, open_rank
-from holdfast.engine.rank_server import Rank, RankServer
+from holdfast.engine.rank_server import OpenRank, Rank, RankServer
 from holdfast.memory.report import RankMemory
 from holdfast.request.step import Step
 
@@ -138,10 +138,10 @@ class CountedRank:
         partial.rename(self._path)
 
 
-def open_counted(start: RankStart, server: RankServer) -> Rank:
+def open_counted(start: RankStart, server: RankServer, open_plain: OpenRank = open_rank) -> Rank:
     """As a rank's process opens it."""
     tell_later(start.rank)
-    return CountedRank(open_rank(start, server), Path(os.environ[FOLDER]))
+    return CountedRank(open_plain(start, server), Path(os.environ[FOLDER]))
 
 
 if __name__ == "__main__":

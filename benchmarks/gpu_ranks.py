@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -86,7 +87,7 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
     """One engine: its tokens, its speed, and with several ranks what each of them counted."""
     import holdfast.engine.build as engine_build
     from holdfast.api.llm import LLM
-    from holdfast.engine import launched
+    from holdfast.engine import rank_build
 
     shape, before = TINY if tiny else FULL, used_bytes()
     folder = Path(os.environ[FOLDER])
@@ -95,7 +96,8 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
     settings = tiny_settings(MODEL) if tiny else {}
     path = write_dummy_model(folder, MODEL, **settings, **({} if tiny else {"num_hidden_layers": shape.num_layers}))
     kept, build_ranks, command = [], engine_build.build_ranks, (sys.executable, "-P", str(PROGRAM))
-    launched.open_rank = open_counted  # of a rank that a launcher has started, for which LLM does not return
+    # Of a rank that a launcher has started, for which LLM does not return.
+    rank_build.build_rank = partial(open_counted, open_plain=rank_build.build_rank)  # type: ignore[assignment]
     (folder / f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
 
     def build_counted(*told: Any, **named: Any) -> Any:  # noqa: ANN401 handed on as it is

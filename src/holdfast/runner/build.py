@@ -569,7 +569,7 @@ def refuse_variant_products(
     weights: Mapping[str, torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int
 ) -> None:
     """Raise if a row of `least_rows` rows is multiplied otherwise among more rows, for any shape of matrix among the weights."""
-    seen: set[tuple[bool, int, int]] = set()
+    seen: set[tuple[int, ...]] = set()
     for name, weight_NK in weights.items():
         assert not isinstance(weight_NK, QuantizedWeight), (
             "quantized weights were to be declined before they were loaded"
