@@ -234,6 +234,20 @@ def test_only_what_was_asked_is_repeated() -> None:
     ]
 
 
+def test_ranks_of_several_nodes_are_started_by_a_launcher() -> None:
+    """Without one such a start is refused."""
+    two = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert (start_command(plan_request(**two), "Qwen3-8B") or "").startswith("holdfast chat Qwen/Qwen3-8B ")
+    command = start_command(plan_request(**two, nnodes=2), "Qwen3-8B")
+    assert command == (
+        "torchrun --nnodes 2 --node-rank NODE --nproc-per-node 2 --master-addr FIRST_NODE --master-port 29500 "
+        "-m holdfast serve Qwen/Qwen3-8B --tensor-parallel-size 2 --pipeline-parallel-size 2 --nnodes 2 "
+        "--max-num-seqs 256 --no-core-process"
+    )
+    uneven = start_command(plan_request(**two, nnodes=3), "Qwen3-8B") or ""
+    assert "--nnodes 3 --node-rank NODE --nproc-per-node ITS_RANKS " in uneven
+
+
 def test_no_protected_layers_are_repeated_too() -> None:
     command = start_command(plan_request(kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=0), "Qwen3-8B")
     assert command is not None

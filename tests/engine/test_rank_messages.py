@@ -78,7 +78,7 @@ def test_the_largest_steps_are_taken() -> None:
 
 def test_of_a_million_allowed_tokens_ranks_that_choose_nothing_are_told_that_there_are_some() -> None:
     """The sequences of one request: whole, their frame would be larger than any that is taken."""
-    params = SamplingParams(allowed_token_ids=list(range(2**20)), temperature=0.5, top_k=3)
+    params = SamplingParams(allowed_token_ids=tuple(range(2**20)), temperature=0.5, top_k=3)
     step = Step(1, admitted=tuple(Admitted(slot, slot + 1, (1,), 1, params, slot) for slot in range(128)))
     own = for_followers(step)
     assert len(framed((), own)) < 2**16
