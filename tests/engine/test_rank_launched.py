@@ -143,14 +143,16 @@ class Told:
         return self.word.encode()
 
 
-def serve(word: str | None, monkeypatch) -> Told:
+def serve(word: str | None, monkeypatch, attempt: str = "0") -> Told:
     """Rank 1 of two, told this; it does not come to be one."""
     told = Told(word)
     monkeypatch.setattr(launched, "_store", lambda place: told)
     monkeypatch.setattr(launched, "_beat", lambda *_: None)  # which ends the process where rank 0 is gone
     monkeypatch.setattr(launched.signal, "signal", lambda *_: None)
     with pytest.raises(EngineDeadError) as refused:
-        launched.serve_launched(Launched(1, 2, "127.0.0.1", 29500, True), lambda start, server: pytest.fail("no start"))
+        launched.serve_launched(
+            Launched(1, 2, "127.0.0.1", 29500, True, attempt=attempt), lambda start, server: pytest.fail("no start")
+        )
     told.word = str(refused.value)
     return told
 
@@ -176,9 +178,10 @@ def test_ranks_that_are_started_anew_do_not_find_the_word_of_those_before(monkey
     """torchrun --max-restarts keeps its store."""
     keys = set()
     for attempt in ("0", "1"):
+        found = find_launcher(TWO, TOLD | {"TORCHELASTIC_RESTART_COUNT": attempt})
+        assert found is not None
         monkeypatch.setattr(launched, "_NUM_MET", {"engines": 0})
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        keys.add(serve(None, monkeypatch).key)
+        keys.add(serve(None, monkeypatch, found.attempt).key)
     assert len(keys) == 2
 
 

@@ -57,6 +57,8 @@ class Launched(NamedTuple):
     local_rank: int = 0
     """Among those of its node: which GPU is its own."""
     num_local: int = 1
+    attempt: str = "0"
+    """How often it has started all anew; its store is the same."""
 
 
 def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Launched | None:
@@ -86,7 +88,9 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
         )
     local_rank, num_local = _local(environment, int(rank), num_ranks)
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launched(int(rank), num_ranks, environment["MASTER_ADDR"], int(port), has_store, local_rank, num_local)
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    place = environment["MASTER_ADDR"], int(port)
+    return Launched(int(rank), num_ranks, *place, has_store, local_rank, num_local, attempt)
 
 
 def _local(environment: Mapping[str, str], rank: int, num_ranks: int) -> tuple[int, int]:
@@ -289,10 +293,9 @@ _NUM_MET = {"engines": 0}
 
 
 def _next_key(launched: Launched) -> str:
-    """Of one engine after the other: every rank makes them in the same order. A launcher that starts all anew keeps its store."""
+    """Of one engine after the other: every rank makes them in the same order."""
     _NUM_MET["engines"] += 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"holdfast/{attempt}/{_NUM_MET['engines']}/{launched.num_ranks}"
+    return f"holdfast/{launched.attempt}/{_NUM_MET['engines']}/{launched.num_ranks}"
 
 
 def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it out
