@@ -285,6 +285,12 @@ SECTIONS: Mapping[str, Columns] = {
     },
     "gpu-ranks": {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent},
     "gpu-exchange": {"": _value("measure"), "found": _listed_values, "unit": _value("unit")},
+    "gpu-fused-ranks": {
+        "us a step": _value("measure"),
+        "plain": _value("values", "plain"),
+        "fused": _value("values", "fused"),
+        "times as fast": _value("ratio", "fused"),
+    },
     "rank-frames": {
         "us": _value("measure"),
         "bytes": _value("frame_bytes"),

@@ -35,6 +35,8 @@ RANK_BYTES = 2**29
 """A rank takes more than this, context and all: some 850 MiB."""
 LEFT_BYTES = 2**27
 """What the driver may keep."""
+BUSY = 2.0
+"""The whole lane runs beside these. By themselves, eight at a time, all of them were noticed within 2.2 s."""
 SHAPES = {"num_hidden_layers": 2, "vocab_size": 4096}
 LIMITS = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 
@@ -188,19 +190,19 @@ def run_case(case: Case, folder: Path, device: str = "cuda") -> Seen:
     return seen
 
 
-def check(case: Case, seen: Seen) -> None:
-    """What was promised to whoever waits."""
+def check(case: Case, seen: Seen, patience: float = 1.0) -> None:
+    """What was promised to whoever waits; where a dozen other tests use the device and all processors, so much later."""
     assert seen.gone is not None, seen
-    assert seen.gone < GONE_SECONDS, seen
+    assert seen.gone < patience * GONE_SECONDS, seen
     assert seen.ended is not None, seen
     assert seen.status == (0 if case.victim != "rank 0" or case.is_front else -signal.SIGKILL), seen
     if case.victim == "rank 0" and not case.is_front:
         return  # the program itself
     assert seen.noticed is not None, seen
-    assert seen.noticed < NOTICED_SECONDS, seen
+    assert seen.noticed < patience * NOTICED_SECONDS, seen
     assert seen.kind == "EngineDeadError", seen
     assert case.victim in seen.words or "core process" in seen.words, seen
-    assert seen.ended < 2 * GONE_SECONDS, seen
+    assert seen.ended < 2 * patience * GONE_SECONDS, seen
     if not case.is_front:
         # Under MPS a client that is killed in the middle of a kernel may break the device for the others: nothing is promised of it.
         assert seen.device == "works" or (case.has_mps and "CUDA" in seen.device), seen
@@ -226,7 +228,7 @@ OTHERS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*TWO, *FOUR, *OTHERS], ids=lambda case: case.name)
 def test_a_death_on_a_device_is_noticed_and_leaves_nothing(case: Case, tmp_path: Path) -> None:
-    check(case, run_case(case, tmp_path))
+    check(case, run_case(case, tmp_path), BUSY)
 
 
 @pytest.mark.gpu

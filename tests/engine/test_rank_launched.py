@@ -205,6 +205,7 @@ def test_silence_of_rank_0_is_counted_by_where_it_is(is_here, monkeypatch):
     zero.look(True, 1)
 
     def looks(count: int, *, in_step: bool, beats: bool = False, num_messages: int = 1) -> bool:
+        is_dead = False
         for _ in range(count):
             now[0] += 0.25
             if beats:
