@@ -33,6 +33,8 @@ def test_a_launcher_is_found_where_ranks_are_asked():
         (TWO, {"RANK": "2"}, "RANK=2"),
         (TWO, {"RANK": "-1"}, "RANK=-1"),
         (TWO, {"MASTER_PORT": "high"}, "MASTER_PORT=high"),
+        (TWO, {"MASTER_PORT": "0"}, "MASTER_PORT=0; ranks are 0 to 1, and a port is a number from 1 to 65535"),
+        (TWO, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
         (TWO, {"MASTER_PORT": ""}, "where its ranks meet is not told: MASTER_PORT is missing"),
         (TWO, {"MASTER_PORT": "", "MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT are missing"),
         (TWO, {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=None and LOCAL_WORLD_SIZE=1; a node has 1 to 2 of the 2 ranks"),
@@ -162,6 +164,14 @@ def test_rank_0_that_is_not_there_is_told_in_a_sentence(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     assert f"nobody answers at port {port}" in str(serve(f"{port}:{'00' * 32}", monkeypatch).word)
+
+
+def test_a_store_that_nobody_keeps_is_told_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(launched, "PEER_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with pytest.raises(EngineDeadError, match=f"store at 127.0.0.1:{port}; it could not be reached: "):
+        launched.serve_launched(Launched(1, 2, "127.0.0.1", port, True), lambda start, server: pytest.fail("no start"))
 
 
 def test_who_is_turned_away_says_so(monkeypatch):

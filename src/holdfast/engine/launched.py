@@ -40,6 +40,7 @@ GRACE_SECONDS = 0.5
 UNANSWERED_SECONDS = 2.0
 """For the other node's system to say that it has got what was sent."""
 SECRET_BYTES = 32
+MAX_PORT = 2**16 - 1
 _HELLO = struct.Struct(f"<{SECRET_BYTES}sI{PLACE_BYTES}s")
 _LIFE_LINE = 2**31
 """Added to the number of a rank by its second connection."""
@@ -74,10 +75,10 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
             "start with torchrun, which sets both, or unset RANK to have ranks started here",
         )
     rank, port = environment["RANK"], environment["MASTER_PORT"]
-    if not rank.isdecimal() or int(rank) >= num_ranks or not port.isdecimal():
+    if not rank.isdecimal() or int(rank) >= num_ranks or not port.isdecimal() or not 1 <= int(port) <= MAX_PORT:
         raise ConfigError(
             f"a launcher has set RANK={rank} and MASTER_PORT={port}",
-            f"ranks are 0 to {num_ranks - 1}, and a port is a number",
+            f"ranks are 0 to {num_ranks - 1}, and a port is a number from 1 to {MAX_PORT}",
             "start with torchrun, or unset RANK to have ranks started here",
         )
     if config.core_process:
@@ -203,9 +204,10 @@ def meet_ranks(launched: Launched) -> list[Peer]:
 
 def _listen(host: str) -> socket.socket:
     """On rank 0, at a port of its own of the address that the launcher has named."""
+    from holdfast.distributed.rendezvous import serve_at  # torch comes with it
+
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
+        return serve_at(host, 0)
     except OSError as error:
         raise ConfigError(
             f"rank 0 was to listen at MASTER_ADDR={host}",
@@ -305,15 +307,30 @@ def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it ou
     is_master = launched.rank == 0 and not launched.has_store
     patience = timedelta(seconds=PEER_SECONDS)
     try:
+        if not is_master:
+            _await_store(launched)
         return c10d.TCPStore(
             launched.host, launched.port, is_master=is_master, wait_for_workers=False, timeout=patience
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise EngineDeadError(
             f"rank {launched.rank} looked for the launcher's store at {launched.host}:{launched.port}",
             f"it could not be reached: {_first_line(error)}",
             "look whether MASTER_ADDR and MASTER_PORT are those of the first node, and that the port is free",
         ) from error
+
+
+def _await_store(launched: Launched) -> None:
+    """Until somebody listens there; OSError where nobody does in time. Torch would wait longer, and write its stack frames meanwhile."""
+    until = time.monotonic() + PEER_SECONDS
+    while True:
+        try:
+            socket.create_connection((launched.host, launched.port), PEER_SECONDS).close()
+            return
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(HEARTBEAT_SECONDS)
 
 
 def _first_line(error: BaseException) -> str:
