@@ -12,6 +12,7 @@ from holdfast.cli.opened_model import OpenedModel, model_name, open_visibly, ref
 from holdfast.cli.options import Given, read_count, read_number
 from holdfast.cli.terminal import write_line
 from holdfast.config import EngineConfig
+from holdfast.engine.launched import find_launcher
 from holdfast.errors import ConfigError, RequestError, shown
 
 if TYPE_CHECKING:
@@ -59,6 +60,9 @@ def serve(options: ServeOptions, engine_options: Given) -> None:
 
     config = EngineConfig.from_options(model=options.model, **{"core_process": True, **engine_options})
     refuse_bare_ids(config)
+    launched = find_launcher(config)
+    if launched is not None and launched.rank > 0:
+        open_visibly(config, None)  # which does not return: rank 0 answers, and this one's node may have its port
     report = report_file(options.memory_report)
     limits, port = read_limits(options), read_port(options.port)
     keys = collect_keys(options.api_key or (), options.api_key_file)

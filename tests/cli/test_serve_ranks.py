@@ -1,0 +1,50 @@
+"""holdfast serve under a launcher: only rank 0 takes the port, which the ranks of its node would take too."""
+
+import pytest
+
+from holdfast.cli import serve as command
+from holdfast.cli.serve import ServeOptions, serve
+from holdfast.errors import ConfigError
+from holdfast.server import run
+
+TOLD = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TYPED = ServeOptions(
+    *(None, "127.0.0.1", "0", None, None, None, None, None),
+    *(False, "100", "5", False, "text", "auto", "auto", None, None),
+)
+OPTIONS = {"device": "cpu", "tensor_parallel_size": 2}
+
+
+class Bound(Exception):
+    """The port was asked for."""
+
+
+@pytest.fixture
+def steps(monkeypatch) -> None:
+    def bind(host: str, port: int) -> None:
+        raise Bound
+
+    def become_a_rank(config: object, report: object) -> None:
+        raise SystemExit(0)
+
+    for name in ("HOLDFAST_API_KEY", "HOLDFAST_API_KEYS", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in TOLD.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(run, "bind_socket", bind)
+    monkeypatch.setattr(command, "open_visibly", become_a_rank)
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize(("rank", "ending"), [("0", Bound), ("1", SystemExit)])
+def test_only_rank_0_takes_the_port(rank: str, ending: type[BaseException], monkeypatch) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(ending):
+        serve(TYPED, {**OPTIONS, "core_process": False})
+
+
+@pytest.mark.usefixtures("steps")
+def test_a_core_of_its_own_is_refused_before_anything_is_opened(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match="add --no-core-process to holdfast serve"):
+        serve(TYPED, OPTIONS)
