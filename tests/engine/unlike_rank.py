@@ -13,13 +13,15 @@ UNLIKE = "HOLDFAST_UNLIKE"
 
 def open_unlike(start: RankStart, server: RankServer) -> Rank:
     """As a rank opens its share, with one thing changed."""
-    kind, versions, own_config = os.environ[UNLIKE], ranks.installed_versions, rank_build.rank_config
+    kind, versions, build = os.environ[UNLIKE], ranks.installed_versions, rank_build.build_runner
     if kind == "model":
         rank_build.headers_digest = lambda model: "of other files"
     elif kind == "version":
         ranks.installed_versions = lambda: versions() | {"torch": "1.0"}
     elif kind == "dtype":
-        rank_build.rank_config = lambda config, rank: replace(own_config(config, rank), dtype="bfloat16")
+        rank_build.build_runner = lambda config, *told, **named: build(
+            replace(config, dtype="bfloat16"), *told, **named
+        )
     return open_rank(start, server)
 
 
