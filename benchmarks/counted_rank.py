@@ -1,7 +1,8 @@
 """The process of one rank as holdfast.engine.rank_process has it, which also counts: for gpu_ranks.py.
 
 It leaves rank-N.json in the folder that $HOLDFAST_COUNTS names. Until there is a file `count` in it, each step's own argmax is
-held against what rank 0 says was chosen; from then on nothing is read, and what the allocator took is counted instead.
+held against what rank 0 says was chosen; from then on nothing is read, and what the allocator took is counted instead. While
+there is a file `plain` it does neither.
 """
 
 import faulthandler
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.engine.rank_messages import RankStart
-from holdfast.engine.rank_process import Rank, RankServer, main, open_rank
+from holdfast.engine.rank_process import main, open_rank
+from holdfast.engine.rank_server import OpenRank, Rank, RankServer
 from holdfast.memory.report import RankMemory
 from holdfast.request.step import Step
 
 FOLDER = "HOLDFAST_COUNTS"
 COUNT_FILE = "count"
+PLAIN_FILE = "plain"
 TELL_AT = "HOLDFAST_TELL_AT"
 """The time (of time.time) from which on a process says where it stands, in stack-N.txt of the same folder, once LATE_FILE is there."""
 LATE_FILE = "late"
@@ -70,7 +73,7 @@ class CountedRank:
     def __init__(self, inner: Any, folder: Path) -> None:  # noqa: ANN401 a FollowingRank, of which a look inside is taken
         self._inner = inner
         self._path = folder / f"rank-{inner.memory.rank}.json"
-        self._count_file = folder / COUNT_FILE
+        self._count_file, self._plain_file = folder / COUNT_FILE, folder / PLAIN_FILE
         self._own: deque[list[int]] = deque()
         self._told: dict[str, Any] = {"steps": 0, "compared": 0, "different": 0, "misses": [], "counted_steps": 0}
         self._told |= device_counts() | {"at_count": None}
@@ -93,6 +96,10 @@ class CountedRank:
 
     def run(self, step: Step) -> None:
         """The step, and then a look."""
+        if self._plain_file.exists():
+            self._inner.run(step)
+            self._own.append([])
+            return
         is_counting = self._count_file.exists()
         self._inner.run(step)
         self._told["steps"] += 1
@@ -131,10 +138,10 @@ class CountedRank:
         partial.rename(self._path)
 
 
-def open_counted(start: RankStart, server: RankServer) -> Rank:
+def open_counted(start: RankStart, server: RankServer, open_plain: OpenRank = open_rank) -> Rank:
     """As a rank's process opens it."""
     tell_later(start.rank)
-    return CountedRank(open_rank(start, server), Path(os.environ[FOLDER]))
+    return CountedRank(open_plain(start, server), Path(os.environ[FOLDER]))
 
 
 if __name__ == "__main__":

@@ -14,20 +14,23 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mps import OVERLAP
+from mps import OVERLAP, pretended_node
 
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import ExchangeNeeds
+from holdfast.distributed.linked import open_linked
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.distributed.rendezvous import LOOPBACK, listen_for_ranks
 from holdfast.distributed.symmetric import open_symmetric
+from holdfast.kernels.exchange.add_rows import add_rows_reference
 from holdfast.kernels.exchange.sum_rows import sum_rows_reference
 from holdfast.memory.ledger import Ledger
 
@@ -58,11 +61,15 @@ FULL, TINY = Sizes(), Sizes(hidden=64, max_rows=40, logit_rows=3, vocab=101)
 
 
 def run_ranks(
-    command: Sequence[str], size: int, timeout_s: float, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    size: int,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    after_failure_s: float = 2.0,
 ) -> list[dict[str, Any]]:
     """`command` once a rank, with --rank, --size, --port and --result; what each has left, or an error with its last words.
 
-    Nobody outlives this call.
+    Nobody outlives this call. `after_failure_s`: for the others, once one has failed.
     """
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
@@ -76,7 +83,7 @@ def run_ranks(
                 with (folder / f"{rank}.txt").open("w") as told:
                     own = {**os.environ, **(environment or {})}
                     children.append(subprocess.Popen(full, stdout=told, stderr=subprocess.STDOUT, env=own))
-            _wait(children, timeout_s)
+            _wait(children, timeout_s, after_failure_s)
             return [_found(folder, rank, child) for rank, child in enumerate(children)]
         finally:
             for child in children:
@@ -85,12 +92,13 @@ def run_ranks(
                 child.wait()
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+def _wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float, after_failure_s: float) -> None:
     """Until all have ended, one has failed (the others then wait in vain), or the time is over."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end and any(child.poll() is None for child in children):
         if any(child.poll() for child in children):
-            end = min(end, time.monotonic() + 2.0)
+            end = min(end, time.monotonic() + after_failure_s)
+            after_failure_s = timeout_s  # counted from the first one
         time.sleep(0.05)
 
 
@@ -110,10 +118,15 @@ def rank_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--tell-after", type=float, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=1, help="of the ranks")
+    parser.add_argument("--nccl", action="store_true", help="each rank on a GPU as on a node of its own")
+    parser.add_argument("--plain", action="store_true", help="NCCL also among ranks of one node")
+    parser.add_argument(
+        "--kill", action="store_true", help="the last rank ends in the middle of a graph; checks nothing"
+    )
 
 
 def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchange]:
-    """The exchange of this process: symmetric memory on a GPU, gloo on a CPU."""
+    """The exchange of this process: symmetric memory on a GPU, or NCCL; gloo on a CPU."""
     if arguments.tell_after is not None:
         faulthandler.dump_traceback_later(arguments.tell_after)
     mesh = meshes(arguments.size // arguments.stages, [(i, i + 1) for i in range(arguments.stages)])[arguments.rank]
@@ -122,6 +135,11 @@ def open_rank(arguments: argparse.Namespace, sizes: Sizes) -> tuple[Mesh, Exchan
         return mesh, open_collectives(mesh, sizes.needs, place, torch.device("cpu"), Ledger())
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
+    if arguments.nccl:
+        os.environ.update(pretended_node(mesh.rank))
+        if mesh.tensor_size > 1 and mesh.num_stages > 1 and not arguments.plain:
+            return mesh, open_linked(mesh, sizes.needs, place, device, Ledger(), waiting_share=1)
+        return mesh, open_collectives(mesh, sizes.needs, place, device, Ledger())
     # Nothing but exchanges runs here: no product of a peer has to find a place beside them.
     return mesh, open_symmetric(mesh, sizes.needs, place, device, Ledger(), waiting_share=1)
 
@@ -175,6 +193,22 @@ class Checks:
         self.exchange.sum_rows(room, out)
         self.compare(f"sum {rows} x {width} {dtype}", out, sum_rows_reference(parts, torch.empty_like(out)))
 
+    def adds(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Onto a stream, with the next norm deferred: all but the sum of squares to the bit."""
+        parts = self.parts(rows * width + 1, rows, width, dtype)
+        x, norm_weight = self.parts(5, rows, width, dtype)[0], self.parts(6, 1, width, dtype)[0][0]
+        wanted, scaled = x.clone(), [torch.empty_like(x), torch.full_like(x, float("nan"))]
+        squares, amax = (torch.full((2, rows * width), float("nan"), device=self.device) for _ in range(2))
+        add_rows_reference(parts, wanted, norm_weight, scaled[0], squares[0], amax[0])
+        room = self.exchange.room(rows, width, dtype).copy_(parts[self.mesh.rank])
+        num_blocks = self.exchange.add_rows(room, x, norm_weight, scaled[1], squares[1], amax[1])
+        what, own = f"add {rows} x {width} {dtype}", rows * num_blocks
+        self.compare(f"{what}, x", x, wanted)
+        self.compare(f"{what}, scaled", scaled[1], scaled[0])
+        self.compare(f"{what}, amax", amax[1][:own].view(rows, -1).amax(-1), amax[0][:rows])
+        found, right = squares[1][:own].view(rows, -1).sum(-1), squares[0][:rows]
+        self.compare(f"{what}, squares", (found - right).abs() < 1e-5 * right, torch.ones_like(right, dtype=torch.bool))
+
     def gathers(self, rows: int, width: int, dtype: torch.dtype) -> None:
         parts = self.parts(rows + width, rows, width, dtype)
         room = self.exchange.room(rows, width, dtype).copy_(parts[self.mesh.rank])
@@ -206,6 +240,9 @@ class Checks:
         hidden, most = self.sizes.hidden, self.sizes.max_rows
         for rows in (1, 16, 33, most):
             self.sums(rows, hidden, torch.bfloat16, torch.bfloat16)
+        for rows in (1, 3, 16):
+            self.adds(rows, hidden, torch.bfloat16)
+        self.adds(2, 100, torch.float32)
         self.sums(3, 100, torch.float32, torch.float32)
         self.sums(5, 33, torch.float16, torch.float16)
         self.sums(most // 2, hidden, torch.float32, torch.bfloat16)
@@ -218,16 +255,22 @@ class Checks:
 
     def stages(self) -> None:
         """Rows of several steps under way at once, from stage to stage; logits and small numbers of each back to rank 0."""
-        mesh, rows, hidden = self.mesh, 16, self.sizes.hidden
-        steps = [self.parts(step, rows, hidden, torch.bfloat16) for step in range(4 * mesh.num_stages)]
+        mesh, hidden = self.mesh, self.sizes.hidden
+        # A step of many rows behind one whose logits are under way: neither may wait for the other.
+        rows = [self.sizes.max_rows if step % 4 == 1 else 16 for step in range(4 * mesh.num_stages)]
+        steps = [self.parts(step, own, hidden, torch.bfloat16) for step, own in enumerate(rows)]
         under_way: list[int] = []
         for step, parts in enumerate(steps):
             x = parts[mesh.tensor_rank].clone() if mesh.is_first_stage else torch.empty_like(parts[0])
             if not mesh.is_first_stage:
                 self.exchange.receive_rows(x)
                 self.compare(f"step {step}: rows", x, parts[mesh.tensor_rank] + mesh.stage)
+            if mesh.tensor_size > 1:
+                room = self.exchange.room(rows[step], hidden, torch.bfloat16).copy_(parts[mesh.tensor_rank])
+                total = self.exchange.sum_rows(room, torch.empty_like(x))
+                self.compare(f"step {step}: sum", total, sum_rows_reference(parts, torch.empty_like(x)))
             if not mesh.is_last_stage:
-                self.exchange.send_rows(parts[mesh.tensor_rank] + mesh.stage + 1)
+                self.exchange.send_rows(parts[mesh.tensor_rank] + (mesh.stage + 1))
             under_way.append(step)
             if mesh.is_last_stage or len(under_way) == mesh.num_stages:
                 self._answer(under_way.pop(0))
@@ -283,6 +326,32 @@ class Checks:
                 self.compare(f"replay {i}: tokens", ids, torch.full_like(ids, i * 10))
 
 
+def lose_a_peer(mesh: Mesh, exchange: Exchange, device: str) -> dict[str, float]:
+    """The last rank ends hard before a replay; seconds until the others, told so, stand where their own replay is over."""
+    x = torch.zeros(16, 64, device=device)
+
+    def step() -> None:
+        exchange.sum_rows(exchange.room(16, 64, torch.float32).copy_(x), torch.empty_like(x))
+        exchange.end_step()
+
+    step()
+    replay = capture(step, device)
+    replay()
+    torch.cuda.synchronize()
+    if mesh.rank == mesh.num_ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replay()
+    told = threading.Timer(0.5, exchange.abandon)
+    told.daemon = True
+    told.start()
+    begin = time.monotonic()
+    torch.cuda.synchronize()
+    ended = time.monotonic()
+    del replay
+    exchange.close()
+    return {"waited_seconds": ended - begin, "closed_seconds": time.monotonic() - ended}
+
+
 def capture(step: Callable[[], None], device: str) -> Callable[[], None]:
     """A CUDA graph of it; the function itself on a CPU."""
     if device == "cpu":
@@ -306,11 +375,16 @@ def main() -> None:
     if arguments.rank is None:
         command = [__file__, "--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
         command += ["--stages", str(arguments.stages)]
-        found = run_ranks(command, arguments.size or 2, arguments.timeout, OVERLAP)
+        command += [f"--{name}" for name in ("nccl", "plain", "kill") if getattr(arguments, name)]
+        patience = arguments.timeout if arguments.kill else 2.0
+        found = run_ranks(command, arguments.size or 2, arguments.timeout, OVERLAP, patience)
         print(json.dumps(found, indent=1))
         sys.exit(any(entry.get("error") or entry.get("wrong") for entry in found))
     sizes = TINY if arguments.tiny else FULL
     mesh, exchange = open_rank(arguments, sizes)
+    if arguments.kill:
+        leave(lose_a_peer(mesh, exchange, arguments.device), arguments.result)
+        return
     checks = Checks(mesh, exchange, arguments.device, sizes)
     if mesh.num_stages > 1:
         checks.stages()

@@ -37,6 +37,7 @@ from mps import OVERLAP, mps
 
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.symmetric import SymmetricExchange
+from holdfast.kernels.exchange.add_rows import add_rows_triton
 from holdfast.kernels.exchange.gather_rows import meet_triton
 from holdfast.kernels.exchange.signals import ATOMIC, RELAXED
 from holdfast.kernels.exchange.sum_rows import Tiles, sum_rows_triton
@@ -65,6 +66,8 @@ VARIANTS: dict[str, tuple[Tiles | None, bool]] = {
     "two passes, 2048": (Tiles(2048, 8), True),
 }
 """Relaxed signals are measured, not used: see kernels/exchange/signals.py."""
+STREAM_TILES = tuple(Tiles(*sizes, pdl=True) for sizes in ((1024, 4), (2048, 8), (4096, 16), (8192, 8), (8192, 16)))
+"""Of the sum that is added onto a stream with the next norm deferred (kernels/exchange/add_rows.py)."""
 
 
 # --- in a rank
@@ -117,6 +120,15 @@ def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, An
         name: lambda tiles=tiles, two=two: sum_rows_triton(rooms(), out, ranks, tiles, two_passes=two)
         for name, (tiles, two) in VARIANTS.items()
     }
+    stream, scaled, squares = (
+        torch.zeros(shape, dtype=dtype, device="cuda") for dtype in (out.dtype, out.dtype, torch.float32)
+    )
+    for tiles in STREAM_TILES:
+        for begins_next in (True, False):
+            name = f"onto a stream, {tiles.block}, {tiles.num_warps} warps{', begins the next' if begins_next else ''}"
+            calls[name] = lambda tiles=tiles, begins_next=begins_next: add_rows_triton(
+                rooms(), stream, stream[0], scaled, squares, None, ranks, tiles, begins_next
+            )
     calls["signal kernel, then sum kernel"] = in_two_kernels
     calls["meeting alone"] = lambda: meet_triton(ranks)
     calls["torch one-shot"] = torch_one_shot(exchange, shape)
@@ -153,6 +165,15 @@ def timed_calls(exchange: Exchange, sizes: Sizes, device: str, told: dict[str, A
         put(
             f"sum {rows} x {sizes.hidden}",
             lambda rows=rows, out=out: exchange.sum_rows(exchange.room(rows, sizes.hidden, bf16), out),
+        )
+    norm_weight, squares = torch.ones(sizes.hidden, dtype=bf16, device=device), torch.empty(16 * 8, device=device)
+    for rows in (1, 16):
+        x, scaled = (torch.zeros(rows, sizes.hidden, dtype=bf16, device=device) for _ in range(2))
+        put(
+            f"sum {rows} x {sizes.hidden} onto a stream, norm deferred",
+            lambda rows=rows, x=x, scaled=scaled: exchange.add_rows(
+                exchange.room(rows, sizes.hidden, bf16), x, norm_weight, scaled, squares, None
+            ),
         )
     for width in (sizes.hidden // size, 5 * sizes.hidden // size):
         out = torch.empty(16, width * size, dtype=bf16, device=device)

@@ -5,11 +5,17 @@ Qwen3-32B's shapes with fewer layers, dummy weights, bfloat16, sums in graphs. E
     exact   batch_invariant: tokens of 2 and 4 ranks equal those of one, greedy and sampled
     reduce  every rank's own argmax equals what rank 0 chose; then 1,000 steps in which no rank's allocator does anything,
             and what was planned against what was taken
-    stages  batch_invariant: tokens of 2 stages equal those of one rank
+    stages  batch_invariant: tokens of 2 stages equal those of one rank; then 1,000 steps as in reduce
+    nodes   each rank started as a launcher does, as on a node of its own, so that they exchange by NCCL: tokens as in exact, allocators
+            as in reduce; then one is killed in the middle of an answer
+    links   the same of two stages, each on a node of its own: ranks of one exchange over its memory
+
+Speeds are measured while ranks do not look at themselves.
 
 What a rank takes of a GPU that it shares: what torch's allocator has reserved in it, its symmetric memory, and an equal part of what the
 device has lost besides (contexts, code, graphs), so that all ranks together are what the device says. All ranks are on one GPU: tokens a
-second say what exchanges and processes cost, and nothing about the speed of several GPUs.
+second say what exchanges and processes cost, and nothing about the speed of several GPUs. Nodes are pretended: NCCL is told that each
+process is on a host of its own, and goes through sockets of this one.
 
 On a CPU, to see that it runs: python benchmarks/gpu_ranks.py --tiny --device cpu
 """
@@ -19,31 +25,40 @@ import contextlib
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from counted_rank import COUNT_FILE, FOLDER, LATE_FILE, TELL_AT, device_counts, tell_later
+from counted_rank import COUNT_FILE, FOLDER, LATE_FILE, PLAIN_FILE, TELL_AT, device_counts, open_counted, tell_later
 from dummy_models import tiny_settings, write_dummy_model
 from gpu_records import Budget, keep, make_record, options, used_bytes, write_record
-from mps import OVERLAP, mps
+from mps import OVERLAP, mps, pretended_node
 
 MODEL = "Qwen3-32B"
 PARTS = (("reduce", 2), ("reduce", 4), ("exact", 1), ("exact", 2), ("exact", 4), ("stages", 2), ("reduce", 1))
+PARTS += (("nodes", 2), ("nodes", 4), ("links", 2), ("links", 4))
+ON_NODES = ("nodes", "links")
 PART_SECONDS = {1: 35.0, 2: 40.0, 4: 45.0}
-BUDGET_SECONDS = 165.0
+BUDGET_SECONDS = 285.0
 MIN_SECONDS = 10.0
 TELL_SECONDS = 4.0
 """Before the time of a part is over its ranks say where they stand."""
 STEADY_SECONDS = 10.0
+END_SECONDS = 3.0
+"""For ranks of a launcher, once the first has ended."""
 FREE_SECONDS = 8.0
 """For the device, once a part was killed."""
 MAX_PERCENT = 1.0
+MAX_NOTICE_SECONDS = 2.5
 FRAME = re.compile(r'File "(.+?)", line (\d+) in (\S+)')
 PROGRAM = Path(__file__).parent / "counted_rank.py"
 START_SECONDS = 120.0
@@ -72,13 +87,18 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
     """One engine: its tokens, its speed, and with several ranks what each of them counted."""
     import holdfast.engine.build as engine_build
     from holdfast.api.llm import LLM
+    from holdfast.engine import rank_build
 
     shape, before = TINY if tiny else FULL, used_bytes()
     folder = Path(os.environ[FOLDER])
-    tell_later(0)
+    if os.environ.get("RANK", "0") == "0":
+        tell_later(0)
     settings = tiny_settings(MODEL) if tiny else {}
     path = write_dummy_model(folder, MODEL, **settings, **({} if tiny else {"num_hidden_layers": shape.num_layers}))
     kept, build_ranks, command = [], engine_build.build_ranks, (sys.executable, "-P", str(PROGRAM))
+    # Of a rank that a launcher has started, for which LLM does not return.
+    rank_build.build_rank = partial(open_counted, open_plain=rank_build.build_rank)  # type: ignore[assignment]
+    (folder / f"pid-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
 
     def build_counted(*told: Any, **named: Any) -> Any:  # noqa: ANN401 handed on as it is
         kept.append(build_ranks(*told, command=command, **named))
@@ -90,8 +110,8 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
         *(str(path),),
         load_format="dummy",
         device=device,
-        tensor_parallel_size=1 if mode == "stages" else num_ranks,
-        pipeline_parallel_size=num_ranks if mode == "stages" else 1,
+        tensor_parallel_size=tensor_size(mode, num_ranks),
+        pipeline_parallel_size=num_ranks // tensor_size(mode, num_ranks),
         tensor_parallel_sums="reduce" if mode == "reduce" else "auto",
         batch_invariant=mode != "reduce",
         max_model_len=shape.max_model_len,
@@ -103,15 +123,48 @@ def run_part(mode: str, num_ranks: int, tiny: bool, device: str, result: Path) -
     found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1)}
     keep(found, result)
     with llm:
-        found |= look_at(llm, folder, num_ranks, before, symmetric_bytes(kept[0].built.plan) if kept else 0)
+        shared = symmetric_bytes(kept[0].built.plan) if kept and mode not in ON_NODES else 0
+        found |= look_at(llm, folder, num_ranks, before, shared)
         keep(found, result)
         found |= {"tokens": answers(llm, shape, 0, shape.num_tokens, has_sampled=mode != "reduce")}
         keep(found, result)
+        (folder / PLAIN_FILE).touch()
         found |= speed(llm, shape)
+        (folder / PLAIN_FILE).unlink()
         keep(found, result)
-        if mode == "reduce":
+        if mode in ("reduce", "stages", *ON_NODES):
             found |= steady(llm, folder, shape, num_ranks)
-    return found
+            keep(found, result)
+        if mode in ON_NODES:
+            found["killed"] = lose_one(llm, folder, shape, num_ranks - 1)
+            keep(
+                found | {"is_done": True}, result
+            )  # under MPS whoever is killed takes the contexts of all others along
+        begin = time.perf_counter()
+    return found | {"close_seconds": round(time.perf_counter() - begin, 2)}
+
+
+def tensor_size(mode: str, num_ranks: int) -> int:
+    """Ranks that share layers."""
+    return {"stages": 1, "links": num_ranks // 2}.get(mode, num_ranks)
+
+
+def lose_one(llm: Any, folder: Path, shape: Shape, rank: int) -> dict[str, Any]:  # noqa: ANN401
+    """Kill a rank in the middle of an answer: seconds until whoever asked has an error, and its words."""
+    killed: list[float] = []
+
+    def kill() -> None:
+        os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    threading.Timer(0.2, kill).start()
+    end = time.monotonic() + 8.0
+    try:
+        while time.monotonic() < end:
+            answers(llm, shape, seed=5, num_tokens=shape.max_model_len // 2)
+    except Exception as error:
+        return {"seconds": round(time.monotonic() - killed[0], 3) if killed else None, "words": str(error)[:300]}
+    return {"seconds": None, "words": "nobody has noticed"}
 
 
 def answers(
@@ -240,7 +293,9 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
             first = next((place for place, (a, b) in enumerate(both) if a != b), None)
             row = {"measure": f"{label}: tokens against one", "unit": "count", "values": values, "holds": holds}
             rows.append(row | ({} if first is None else {"first_difference": [first, *both[first]]}))
-        if "own" in entry and size > 1:
+        if (
+            "own" in entry and mode == "reduce" and size > 1
+        ):  # of stages only the last has an argmax, of all rows of a graph
             values = {
                 f"rank {rank} {key}": told[key]
                 for rank, told in entry["own"].items()
@@ -264,6 +319,11 @@ def rows_of(found: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[dict[str
             still = ("allocations", "segments", "reserved_bytes")
             holds = not any(told[key] for told in entry["grown"].values() for key in still)
             rows.append({"measure": f"{label}: after ready", "unit": "count", "values": values, "holds": holds})
+        if "killed" in entry:
+            seconds = entry["killed"]["seconds"]
+            holds = seconds is not None and seconds <= MAX_NOTICE_SECONDS
+            row = {"measure": f"{label}: one killed, the others' error", "unit": "s", "holds": holds}
+            rows.append(row | {"values": {"after": seconds}, "words": entry["killed"]["words"]})
         if "measured_bytes" in entry:
             rows.append(memory_row(label, entry))
         if "tokens_per_second" in entry:
@@ -331,29 +391,51 @@ def run_limited(mode: str, size: int, limit: float, arguments: argparse.Namespac
         result, told = folder / "result.json", folder / "told.txt"
         shared = ["--device", arguments.device, "--result", str(result), *(["--tiny"] if arguments.tiny else [])]
         own = {FOLDER: name, TELL_AT: str(time.time() + limit - TELL_SECONDS)}
-        with told.open("w") as out:
-            child = subprocess.Popen(
-                [sys.executable, __file__, "--child", f"{mode}-{size}", *shared],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or OVERLAP), **own},
-            )
+        command = [sys.executable, __file__, "--child", f"{mode}-{size}", *shared]
+        nodes = node_environments(size, 2 if mode == "links" else size) if mode in ON_NODES else [{}]
+        children = []
+        for place, node in enumerate(nodes):
+            with told.with_name(f"{place}-told.txt" if place else told.name).open("w") as out:
+                everybodys = {**os.environ, **(environment or OVERLAP), **own, **node}
+                children.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=everybodys))
+        child = children[0]
         with contextlib.suppress(subprocess.TimeoutExpired):
             wait_part(child, folder, limit)
         is_late = child.poll() is None
-        if is_late:
-            child.kill()  # its ranks go with it
-        child.wait()
+        end_all(children)
         kept = result.with_suffix(".kept")
         found = json.loads(kept.read_text()) if kept.exists() else {}
         if found.pop("is_done", False):
             return found
-        words = told.read_text(errors="replace").splitlines()[-25:]
+        words = [line for line in told.read_text(errors="replace").splitlines() if not line.startswith("frame #")][-25:]
         stands = [
             f"{path.stem}: {shortened(path.read_text(errors='replace'))}" for path in sorted(folder.glob("*-*.txt"))
         ]
         how = f"it took more than {limit:.0f} s" if is_late else f"it ended with {child.returncode}"
         return {**found, "error": "\n".join([how, *words, *(stands if is_late else [])])}
+
+
+def node_environments(size: int, num_nodes: int) -> list[dict[str, str]]:
+    """As a launcher leaves them to its processes; NCCL takes each for one on a host of its own, since no two on one may share a GPU."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    num_local = size // num_nodes
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(num_local)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    places = [(str(rank), *map(str, divmod(rank, num_local))) for rank in range(size)]
+    told = [{"RANK": rank, "GROUP_RANK": node, "LOCAL_RANK": local} for rank, node, local in places]
+    return [shared | own | pretended_node(int(own["RANK"])) for own in told]
+
+
+def end_all(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Those that follow the first end with it; whoever is left, and ranks that it has started, are killed."""
+    end = time.monotonic() + END_SECONDS * (children[0].poll() is not None)
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=max(0.0, end - time.monotonic()))
+        if child.poll() is None:
+            child.kill()
+        child.wait()
 
 
 def shortened(stacks: str) -> str:
@@ -394,7 +476,7 @@ def show(found: Mapping[tuple[str, int], Mapping[str, Any]], part: tuple[str, in
         if row["measure"].startswith(label):
             kept = {
                 key: row[key]
-                for key in ("values", "percent", "holds", "misses", "first_difference")
+                for key in ("values", "percent", "holds", "misses", "first_difference", "words")
                 if row.get(key) is not None
             }
             print(row["measure"], json.dumps(kept), flush=True)

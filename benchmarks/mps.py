@@ -22,6 +22,11 @@ OVERLAP = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 """Without it torch refuses symmetric memory among ranks of one GPU."""
 
 
+def pretended_node(rank: int) -> dict[str, str]:
+    """What a process needs in its environment for NCCL to take it for one on a machine of its own, though all share one and its GPU."""
+    return {"NCCL_HOSTID": f"node-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
 @contextmanager
 def mps() -> Iterator[dict[str, str] | None]:
     """What processes need in their environment to share the GPU, and ranks to share symmetric memory there; None where MPS cannot be had."""

@@ -2,9 +2,11 @@
 
 Ranks are processes as an engine starts them (engine/ranks.py), with fakes in the place of a model (tests/engine/fake_rank.py's
 channel, none of its work): they take a frame apart and write when they had it into memory that both see. A frame carries the
-results of the step before and the next one. `sent` is what rank 0's thread is held up by: the frame made and written to every
-socket; `processor` is the time that this thread had one meanwhile. `there` is from the beginning of that to the last rank having taken it apart. The best tenth of many steps and the median
-stand side by side, since others may use the machine. The record is benchmarks/records/<cpu>-<date>-rank-frames.json.
+results of the step before and the next one, in which one in 16 sequences gets a page.
+
+`sent` is what rank 0's thread is held up by: the frame made and written to every socket; `processor` is the time that this thread
+had one meanwhile. `there` is from the beginning of that to the last rank having taken it apart. The best tenth of many steps and
+the median stand side by side, since others may use the machine. The record is benchmarks/records/<cpu>-<date>-rank-frames.json.
 """
 
 import argparse
@@ -22,7 +24,8 @@ import gpu_records
 
 from holdfast.config import EngineConfig
 from holdfast.engine.rank_messages import RankReady, RankStart, encode_frame
-from holdfast.engine.rank_process import RankServer, main
+from holdfast.engine.rank_process import main
+from holdfast.engine.rank_server import RankServer
 from holdfast.engine.ranks import RankGroup
 from holdfast.memory.report import RankMemory
 from holdfast.request.sequence import SequenceResult, StepResult
@@ -31,6 +34,7 @@ from holdfast.request.step import Step, StepItem
 COMMAND = (sys.executable, "-P", str(Path(__file__).resolve()), "--rank")
 PLACE = "HOLDFAST_RANK_FRAMES"
 MOST_RANKS = 8
+PAGE_TOKENS = 16
 LIMITS_US = {1: 60.0, 3: 150.0}
 """Asked for 64 sequences, by the number of other ranks."""
 SECTION = "rank-frames"
@@ -75,6 +79,11 @@ def open_rank(start: RankStart, server: RankServer) -> TimedRank:
     return TimedRank(start.rank)
 
 
+def _decoding(slot: int, start: int) -> StepItem:
+    """A sequence that goes on by a token, and gets a page where one begins: one in PAGE_TOKENS of them in every step."""
+    return StepItem(slot, start, 1, True, ((start,),) if start % PAGE_TOKENS == 0 else ())
+
+
 def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> dict[str, object]:
     """Microseconds of steps, one after the other."""
     Path(path).write_bytes(bytes(16 * MOST_RANKS))
@@ -87,9 +96,8 @@ def measure(num_others: int, num_sequences: int, num_steps: int, path: str) -> d
         for number in range(1, num_steps + 1):
             # As a scheduler does it just before: results and the step are new.
             result = StepResult(tuple(SequenceResult((7 * slot,)) for slot in range(num_sequences)))
-            items = tuple(StepItem(slot, 100 + number, 1, True) for slot in range(num_sequences))
-            step = Step(number, (), (), items)
-            began, began_used = time.perf_counter(), time.thread_time()
+            step = Step(number, (), (), tuple(_decoding(slot, 100 + number + slot) for slot in range(num_sequences)))
+            began_used, began = time.thread_time(), time.perf_counter()
             frame = encode_frame((result,), step, number)
             group.send_frame(frame)
             sent.append(time.perf_counter() - began)
@@ -146,7 +154,10 @@ def benchmark() -> None:
             for row in rows
         ],
     )
-    settings = f"{num_steps} decode steps, each with the results of the one before; load of the machine {os.getloadavg()[0]:.1f}"
+    load = f"load of the machine {os.getloadavg()[0]:.1f}"
+    settings = (
+        f"{num_steps} decode steps, each with the results of the one before and a page for one in {PAGE_TOKENS}; {load}"
+    )
     record = gpu_records.make_record(SECTION, [as_result(row) for row in rows], "no model", settings, arguments, {})
     gpu_records.write_record(record, "rank-frames", arguments)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "holdfast"
@@ -167,6 +168,12 @@ class Source:
     def nodes(self) -> tuple[ast.AST, ...]:
         """All of the tree: every rule looks through it, and walking it takes longer than looking."""
         return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def typing_lines(self) -> frozenset[int]:
+        """Under TYPE_CHECKING: nothing there is ever imported."""
+        blocks = [node for node in self.nodes if isinstance(node, ast.If) and _is_type_checking(node)]
+        return frozenset(line for node in blocks for line in range(node.lineno, (node.end_lineno or 0) + 1))
 
     @property
     def package(self) -> str:
@@ -346,6 +353,25 @@ def import_paths(source: Source, by_name: dict[str, Source]) -> Iterator[tuple[s
             if item.at_import and taken in by_name and taken not in seen:
                 seen.add(taken)
                 waiting.append((*path, taken))
+
+
+def import_circles(sources: Sequence[Source]) -> list[str]:
+    """No file imports one that imports it, on any way, inside of functions too (types alone do not count); the first circle that is found."""
+    by_name = {source.module for source in sources}
+    graph = {
+        source.module: [
+            f"{inner}.{item.name}" if f"{inner}.{item.name}" in by_name else inner
+            for item, inner in own_imports(source)
+            if inner in by_name and item.line not in source.typing_lines
+        ]
+        for source in sources
+        if not source.is_package
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [f"{' -> '.join(reversed(error.args[1]))} is a circle of imports"]
+    return []
 
 
 def triton_imports(source: Source) -> list[str]:

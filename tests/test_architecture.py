@@ -41,6 +41,15 @@ def test_the_torch_free_list_is_free_of_torch() -> None:
     refuse(rules.torch_imports(SOURCES))
 
 
+def test_no_imports_go_in_a_circle() -> None:
+    refuse(rules.import_circles(SOURCES))
+    lower = Source("engine.a", "def f():\n    from holdfast.engine.c import x")
+    upper = [Source("engine.b", "from holdfast.engine import a"), Source("engine.c", "import holdfast.engine.b")]
+    assert rules.import_circles([Source("engine", "", is_package=True), Source("engine.a", ""), *upper]) == []
+    (found,) = rules.import_circles([Source("engine", "", is_package=True), lower, *upper])
+    assert {"engine.a", "engine.b", "engine.c"} <= set(found.split())
+
+
 def test_tests_mirror_packages() -> None:
     refuse(rules.untested_folders(SOURCES, set(TEST_FILES)))
 

@@ -135,6 +135,8 @@ class EngineConfig:
     """GPUs, or processes on a CPU, that share every layer."""
     pipeline_parallel_size: int = 1
     """Stages of layers, each on GPUs of its own."""
+    nnodes: int | None = None
+    """Nodes that ranks are on, started there by a launcher; None: as the launcher says, and in a plan as many as have 8 GPUs each."""
     enable_expert_parallel: bool = False
     """Ranks that share layers hold whole experts, not slices of every one."""
     tensor_parallel_sums: str = "auto"
@@ -159,6 +161,8 @@ class EngineConfig:
             _count(name, getattr(self, name))
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             _ranks(name, getattr(self, name))
+        if self.nnodes is not None:
+            _ranks("nnodes", self.nnodes)
         _choice("tensor_parallel_sums", self.tensor_parallel_sums, TENSOR_PARALLEL_SUMS)
         parse_speculative(self.speculative)
         _page_size("page_tokens", self.page_tokens)

@@ -38,8 +38,29 @@ def test_the_worst_rank_and_what_differs_on_others(here: Here) -> None:
     assert "18 to 35" in text
 
 
+def test_ranks_on_two_nodes_have_a_line_for_nccl(here: Here) -> None:
+    one, two = (
+        record(here, f"Qwen3-8B --gpu 2xh200 --pipeline-parallel-size 2 {nodes}") for nodes in ("", "--nnodes 2")
+    )
+    nccl = {term["owner"]: term["bytes"] for term in two["terms"]}["collectives/nccl"]
+    assert nccl > 2**27
+    assert "collectives/nccl" not in {term["owner"] for term in one["terms"]}
+    assert two["kv_tokens"] < one["kv_tokens"]
+    assert "--nnodes 2" in two["command"]
+    assert "--nnodes" not in one["command"]
+
+
 def test_one_rank_says_nothing_of_others(here: Here) -> None:
     assert "ranks" not in record(here, "Qwen3-8B --gpu h200")
+
+
+def test_ranks_that_gather_are_planned_as_a_gpu_takes_them(here: Here) -> None:
+    """On a GPU only with batch_invariant: the plan is of that, and both commands say it."""
+    asked = "Qwen3-8B --gpu 2xh200"
+    exact, both = (record(here, f"{asked} {way}") for way in ("--tensor-parallel-sums exact", "--batch-invariant"))
+    assert exact["terms"] == both["terms"]
+    assert "--batch-invariant" in exact["command"].split()
+    assert "--batch-invariant" in both["command"].split()
 
 
 @pytest.mark.slow
@@ -63,6 +84,15 @@ def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
         ("Qwen3-8B --gpu h200 --tensor-parallel-sums fast", "tensor_parallel_sums='fast' was asked"),
         ("Qwen3-8B --gpu 4xh200 --pipeline-parallel-size 3", "both say how many GPUs share the model"),
         ("Qwen3-8B --gpu 4xh200 -tp 4 --pipeline-parallel-size 2", "both say how many GPUs share the model"),
+        ("Qwen3-8B --gpu 16xh200 --tensor-parallel-sums exact", "exact was asked of 16 ranks; they share 8 key heads"),
+        ("Qwen3-8B --gpu 16xh200 --batch-invariant", "auto, with batch_invariant exact, was asked of 16 ranks"),
+        ("Llama-2-7B --gpu 16xh200 --batch-invariant", "by a share of a weight was never compared"),
+        ("Qwen3-8B --gpu 8xh200 --batch-invariant --max-num-batched-tokens 40", "a step has at most 40"),
+        ("Qwen3-8B --gpu 2xh200 --batch-invariant --quantization fp8", "products with weights in fp8 choose"),
+        ("Qwen3-8B --gpu h200 --batch-invariant --quantization fp8", "products with weights in fp8 choose"),
+        ("DeepSeek-V2-Lite --gpu h200 --batch-invariant", "latents (MLA) have no such kernels"),
+        ("Qwen3-8B --gpu 2xh200 --nnodes 3", "there are 2 ranks, and every node has one at least"),
+        ("Qwen3-8B --gpu h200 --nnodes 2", "there is one rank, and every node has one at least"),
         ("DeepSeek-V4-Flash --gpu 4xh200 --pipeline-parallel-size 2", "several residual streams"),
     ],
 )

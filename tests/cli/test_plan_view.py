@@ -200,15 +200,6 @@ def test_bytes_of_a_token() -> None:
     assert token_words(Fraction(1000, 3)) == "333.33 B on average"
 
 
-def test_ranks_that_gather_are_started_as_a_gpu_takes_them() -> None:
-    exact = replace(plan_request(tensor_parallel_sums="exact"), mesh=Mesh(tensor_size=2, is_exact=True))
-    assert "--batch-invariant" in (start_command(exact, "Qwen3-8B") or "").split()
-    assert "--batch-invariant" not in (start_command(replace(exact, target=cpu_target()), "Qwen3-8B") or "").split()
-    assert (
-        "--batch-invariant" not in (start_command(replace(exact, mesh=Mesh(tensor_size=2)), "Qwen3-8B") or "").split()
-    )
-
-
 def test_only_what_was_asked_is_repeated() -> None:
     assert start_command(plan_request(), "Qwen3-8B") == "holdfast chat Qwen/Qwen3-8B --max-num-seqs 256"
     assert (

@@ -17,6 +17,7 @@ import torch
 
 from holdfast.distributed.exchange_plan import ExchangeNeeds
 from holdfast.distributed.mesh import Mesh, meshes
+from holdfast.kernels.exchange.add_rows import add_rows
 
 Result = TypeVar("Result")
 POISON = 0xFF
@@ -219,6 +220,19 @@ class ThreadExchange:
         for part in parts[1:]:
             total = total + part.float()
         return out_TH.copy_(total)
+
+    def add_rows(
+        self,
+        part_TH: torch.Tensor,
+        x_TH: torch.Tensor,
+        norm_weight_H: torch.Tensor,
+        scaled_TH: torch.Tensor,
+        squares: torch.Tensor,
+        amax: torch.Tensor | None,
+    ) -> int:
+        assert part_TH.shape == x_TH.shape == scaled_TH.shape, f"{part_TH.shape=} {x_TH.shape=} {scaled_TH.shape=}"
+        parts = self._exchange_part("add_rows", part_TH, x_TH)
+        return add_rows(parts, x_TH, norm_weight_H, scaled_TH, squares, amax)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         assert out_TY.shape == (part_TX.shape[0], self.size * part_TX.shape[1]), f"{part_TX.shape=} {out_TY.shape=}"

@@ -14,9 +14,10 @@ import torch
 
 from distributed.gloo_ranks import CPU, run_gloo
 from distributed.lock_step import LockStep
-from holdfast.distributed.collectives import open_collectives
+from holdfast.distributed.collectives import CollectiveExchange, open_collectives
 from holdfast.distributed.exchange import Exchange
-from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_terms
+from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_terms, in_stage
+from holdfast.distributed.linked import LinkedExchange
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.distributed.rendezvous import listen_for_ranks
 from holdfast.errors import ConfigError, EngineDeadError
@@ -94,6 +95,37 @@ def test_gloo_answers_as_lock_step_does_and_holds_what_is_planned(ranks: tuple[M
         terms = exchange_terms(NEEDS, mesh, "gloo")
         planned = {term.owner: term.num_bytes for term in terms if not term.owner.startswith("sampling/")}
         assert held[mesh.rank] == planned
+    assert all(ledger.total_bytes == 0 for ledger in ledgers)
+
+
+def test_stages_that_are_linked_answer_as_lock_step_does_and_hold_what_is_planned() -> None:
+    """Each stage with an exchange of its own, here over gloo in the place of symmetric memory."""
+    ranks = meshes(2, [(0, 1), (1, 2), (2, 3)])
+    ledgers, held = [Ledger() for _ in ranks], {}
+    places = [listen_for_ranks() for _ in range(3)]
+    addresses = [place.getsockname()[:2] for place in places]
+
+    def work(mesh: Mesh, whole: Exchange) -> list[torch.Tensor]:
+        own_needs, own_mesh = in_stage(NEEDS, mesh)
+        place = addresses[mesh.stage] if own_mesh.rank else places[mesh.stage]
+        stage = open_collectives(own_mesh, own_needs, place, CPU, Ledger(), timeout_s=20)
+        assert isinstance(whole, CollectiveExchange)
+        linked = LinkedExchange(mesh, NEEDS, stage, whole._open, CPU, ledgers[mesh.rank])
+        linked.warm()
+        held[mesh.rank] = {entry.owner: entry.num_bytes for entry in ledgers[mesh.rank]}
+        found = two_steps(mesh, linked)
+        linked.abandon()
+        linked.close()
+        linked.close()
+        return found
+
+    for mesh, one, other in zip(
+        ranks, run_gloo(ranks, NEEDS, work), LockStep(ranks, NEEDS).run(two_steps), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), mesh
+        stages_own = ("exchange/rows", "exchange/signals", "exchange/rounding", "collectives/nccl", "sampling/shares")
+        terms = {term.owner: term.num_bytes for term in exchange_terms(NEEDS, mesh, "linked")}
+        assert held[mesh.rank] == {owner: count for owner, count in terms.items() if owner not in stages_own}
     assert all(ledger.total_bytes == 0 for ledger in ledgers)
 
 

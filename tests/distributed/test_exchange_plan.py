@@ -6,8 +6,11 @@ from holdfast.distributed.exchange_plan import (
     SYMMETRIC_UNIT_BYTES,
     ExchangeKind,
     ExchangeNeeds,
+    can_be_captured,
     exchange_specs,
     exchange_terms,
+    find_exchange,
+    planned_nodes,
     rounding_bytes,
     shared_specs,
 )
@@ -31,19 +34,52 @@ def test_symmetric_memory_is_as_large_on_every_rank(ranks: tuple[Mesh, ...]) -> 
         )
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "gloo", "nccl"])
+@pytest.mark.parametrize("kind", ["symmetric", "gloo", "nccl", "linked"])
 def test_one_rank_exchanges_nothing(kind: ExchangeKind) -> None:
     assert not exchange_specs(NEEDS, ALONE, kind)
     assert not exchange_terms(NEEDS, ALONE, kind)
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "gloo", "nccl"])
+@pytest.mark.parametrize("kind", ["symmetric", "gloo", "nccl", "linked"])
 @pytest.mark.parametrize("ranks", MESHES)
 def test_who_needs_what_has_it(ranks: tuple[Mesh, ...], kind: ExchangeKind) -> None:
     for mesh in ranks:
         specs = exchange_specs(NEEDS, mesh, kind)
         assert ("exchange/rows" in specs) == (mesh.tensor_size > 1)
-        assert ("exchange/gathered" in specs) == (mesh.tensor_size > 1 and kind != "symmetric")
+        assert ("exchange/gathered" in specs) == (mesh.tensor_size > 1 and kind in ("gloo", "nccl"))
         assert ("exchange/whole_logits" in specs) == (mesh.rank == 0)
         assert ("pipeline/hidden" in specs) == (mesh.num_stages > 1)
         assert "exchange/logits" in specs or not (mesh.is_last_stage or mesh.rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tensor_size", "kind"),
+    [
+        ("aaaa", 2, "symmetric"),
+        ("aabb", 2, "linked"),
+        ("abab", 2, "nccl"),
+        ("aaab", 2, "nccl"),
+        ("aabb", 1, "nccl"),
+        ("aabb", 4, "nccl"),
+        ("aabbbb", 2, "linked"),
+    ],
+)
+def test_who_is_where_decides_how_ranks_exchange(nodes: str, tensor_size: int, kind: ExchangeKind) -> None:
+    assert find_exchange("cuda", nodes, tensor_size) == kind
+    assert find_exchange("cpu", nodes, tensor_size) == "gloo"
+
+
+def test_nodes_that_are_only_planned_have_even_shares() -> None:
+    assert planned_nodes(8, None) == [0] * 8
+    assert planned_nodes(16, None) == [0] * 8 + [1] * 8
+    assert planned_nodes(4, 2) == [0, 0, 1, 1]
+    assert planned_nodes(3, 2) == [0, 0, 1]
+
+
+def test_which_calls_a_graph_may_hold() -> None:
+    """NCCL's between stages are the only ones on GPUs that it may not."""
+    one, two = meshes(2)[1], meshes(1, [(0, 1), (1, 2)])[0]
+    assert all(can_be_captured("symmetric", mesh) for mesh in (ALONE, one, two))
+    assert can_be_captured("nccl", one)
+    assert not can_be_captured("nccl", two)
+    assert not can_be_captured("gloo", one)

@@ -52,6 +52,20 @@ def test_memory_is_judged_rank_by_rank() -> None:
     assert not row["holds"]
 
 
+@pytest.mark.parametrize(("seconds", "holds"), [(0.1, True), (2.6, False), (None, False)])
+def test_a_death_that_is_noticed_late_or_never_does_not_hold(seconds: float | None, holds: bool) -> None:
+    row = rows(nodes_2={"killed": {"seconds": seconds, "words": "rank 1: it ended"}})
+    assert row["2 ranks, nodes: one killed, the others' error"]["holds"] == holds
+
+
+def test_every_process_of_a_launcher_knows_its_node() -> None:
+    told = gpu_ranks.node_environments(4, 2)
+    keys = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    places = [tuple(own[key] for key in keys) for own in told]
+    assert places == [("0", "0", "0", "2"), ("1", "0", "1", "2"), ("2", "1", "0", "2"), ("3", "1", "1", "2")]
+    assert len({own["NCCL_HOSTID"] for own in told}) == 4
+
+
 def test_a_part_that_failed_says_so() -> None:
     assert rows(exact_4={"error": "it took more than 60 s"})["4 ranks, exact"]["error"] == "it took more than 60 s"
 
@@ -59,12 +73,12 @@ def test_a_part_that_failed_says_so() -> None:
 @pytest.mark.slow
 def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_ranks.py"), "--tiny", "--device", "cpu"]
-    command += ["--parts", "exact-1,exact-2,reduce-2", "--out", str(tmp_path), "--commit", "none"]
+    command += ["--parts", "exact-1,exact-2,reduce-2,nodes-2", "--out", str(tmp_path), "--commit", "none"]
     subprocess.run(command, check=True, timeout=300)
     (path,) = tmp_path.iterdir()
     results = json.loads(path.read_text())["results"]
     assert not [row for row in results if not row.get("holds", True)]
-    assert len([row for row in results if "holds" in row]) == 3
+    assert len([row for row in results if "holds" in row]) == 6
 
 
 PROGRAMS = {

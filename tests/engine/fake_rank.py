@@ -20,7 +20,8 @@ from holdfast.engine.rank_messages import (
     RankStart,
     encode_rank_message,
 )
-from holdfast.engine.rank_process import RankServer, main
+from holdfast.engine.rank_process import main
+from holdfast.engine.rank_server import RankServer
 from holdfast.errors import UnsupportedModelError
 from holdfast.memory.report import RankMemory
 from holdfast.request.sequence import LiveStep, SequenceResult, StepResult

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from engine.fake_rank import LIMITS, NUM_PAGES, SlotsRank
 from engine.fakes import HashRunner, shared_template, shared_tokenizer
@@ -67,10 +68,10 @@ class FollowedRunner(HashRunner):
 
 
 def ranked_engine(
-    name: str = "", num_ranks: int = 4, is_eager: bool = True, run_ahead: int = 0, owns_parent: bool = False
+    name: str = "", num_ranks: int = 4, is_eager: bool = True, run_ahead: int = 0, **options: Any
 ) -> Engine:
     """An engine of fakes on so many ranks; `engine.group` and `engine.runner` are for tests to look at."""
-    group = open_group(name, num_ranks, owns_parent=owns_parent)
+    group = open_group(name, num_ranks, **options)
     try:
         start(group, 120.0)
     except BaseException:

@@ -256,6 +256,21 @@ def test_answers_are_those_of_one_step_at_a_time(num_stages: int) -> None:
     assert_at_rest(engine)
 
 
+@pytest.mark.parametrize(("num_requests", "num_in_flight"), [(1, 1), (4, 2)])
+def test_stages_compute_while_text_is_made(num_requests: int, num_in_flight: int) -> None:
+    """When the tokens of a step are handed out, what follows them has been launched, also of a sequence that is alone."""
+    engine = piped_engine(2)
+    for number in range(num_requests):
+        engine.add_request(str(number), f"prompt {number}", SamplingParams(max_tokens=9, ignore_eos=True))
+    core = engine.core
+    assert isinstance(core, EngineCore)
+    for _ in range(4):
+        assert core.step().outputs
+        assert core.num_in_flight == num_in_flight
+    run_all(engine)
+    assert_at_rest(engine)
+
+
 class GuessStageRunner(StageRunner):
     """Accepts every proposal that it would have said itself."""
 

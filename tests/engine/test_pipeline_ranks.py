@@ -1,7 +1,7 @@
 """A core over the ranks of a pipeline in lock-step threads: answers of one process, every stage with a step, nothing moves."""
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -125,15 +125,16 @@ class Pipeline:
         self.framed = FramedRunner(built.runner, self._queues)
         self.core = make_core(self.framed, built, len(cuts))
 
-    def run(self) -> Answers:
-        return self.ranks.run(self._work)[0]
+    def run(self, drive: Callable[[EngineCore], Any] = run_core) -> Any:
+        """What `drive` makes of the core; all requests to their ends."""
+        return self.ranks.run(lambda built: self._work(built, drive))[0]
 
-    def _work(self, built: Built) -> Answers | None:
+    def _work(self, built: Built, drive: Callable[[EngineCore], Any]) -> Any:
         if built.mesh.rank:
             follow(built.runner, self._queues[built.mesh.rank - 1])
             return None
         try:
-            return run_core(self.core)
+            return drive(self.core)
         finally:
             for one in self._queues:
                 one.put(None)

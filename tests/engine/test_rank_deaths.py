@@ -14,20 +14,28 @@ import pytest
 
 from engine.fake_rank import BOTH_PLACES
 from engine.rank_groups import STATIONS, open_group, start, with_tests
-from holdfast.engine.vital_signs import process_state
+from holdfast.engine.vital_signs import SILENCE_SECONDS, process_state
 
 NOTICED_SECONDS, GONE_SECONDS = 2.5, 5.0
-VICTIMS = {"script": ("parent", "rank 1", "rank 2"), "front": ("parent", "rank 0", "rank 1", "rank 2")}
-"""Of a script rank 0 is the parent; of a front rank 0 is the core process."""
+VICTIMS = {
+    "script": ("parent", "rank 1", "rank 2"),
+    "front": ("parent", "rank 0", "rank 1", "rank 2"),
+    "launched": ("parent", "rank 1"),
+}
+"""Of a script rank 0 is the parent; of a front rank 0 is the core process; what a launcher has started are no parents, but rank 0 is
+named as one."""
+PARENTS = ("script", "front")
 CASES = [
     (kind, victim, how, station)
     for kind, victims in VICTIMS.items()
     for victim, how, station in product(victims, ("KILL", "STOP"), STATIONS)
 ]
+APART = [("nodes", "parent", how, "step") for how in ("KILL", "STOP")]
+"""Ranks of a launcher that are not on one machine, as they think."""
 QUICK = {
     ("script", "rank 1", "KILL", "step"),
     ("script", "rank 2", "STOP", "idle"),
-    ("script", "parent", "STOP", "load"),
+    ("launched", "parent", "STOP", "load"),
     ("front", "rank 0", "STOP", "step"),
     ("front", "parent", "KILL", "warm"),
     ("front", "rank 2", "KILL", "plan"),
@@ -55,12 +63,13 @@ class Program:
     """The program, its processes by name, and what it said."""
 
     def __init__(self, kind: str, station: str, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.fake_ranked", kind, station],
-            stdout=subprocess.PIPE,
-            env=with_tests(dict(os.environ)) | {BOTH_PLACES: str(folder)},
-        )
-        files = {"rank 1": f"{station}-1.pid", "rank 2": f"{station}-2.pid"}
+        words = [sys.executable, "-P", "-m", "engine.fake_ranked", kind, station]
+        environment = with_tests(dict(os.environ)) | {BOTH_PLACES: str(folder), "RANK": "0"}
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, env=environment)
+        ranks = () if kind in PARENTS else (1, 2)
+        self._others = [subprocess.Popen(words, env=environment | {"RANK": str(rank)}) for rank in ranks]
+        arrived = "step" if station == "locked" else station
+        files = {"rank 1": f"{arrived}-1.pid", "rank 2": f"{arrived}-2.pid"}
         if kind == "front":
             files["rank 0"] = "core-0.pid"
         until = time.monotonic() + 60
@@ -88,12 +97,13 @@ class Program:
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(10)
+        for process in (self.process, *self._others):
+            process.wait(10)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
 
-@pytest.mark.parametrize(("kind", "victim", "how", "station"), [marked(case) for case in CASES])
+@pytest.mark.parametrize(("kind", "victim", "how", "station"), [marked(case) for case in CASES + APART])
 def test_a_death_is_noticed_and_leaves_nothing(kind, victim, how, station, tmp_path):
     program = Program(kind, station, tmp_path)
     try:
@@ -102,7 +112,8 @@ def test_a_death_is_noticed_and_leaves_nothing(kind, victim, how, station, tmp_p
         os.kill(program.pids[victim], getattr(signal, f"SIG{how}"))
         others = [name for name in program.pids if name != "parent"]
         if victim == "parent":
-            assert program.left(others, began + GONE_SECONDS) == []
+            most = GONE_SECONDS if kind in PARENTS else SILENCE_SECONDS + NOTICED_SECONDS
+            assert program.left(others, began + most) == []
             if how == "STOP":
                 os.kill(program.pids["parent"], signal.SIGCONT)
                 assert program.error()[1]
@@ -110,10 +121,44 @@ def test_a_death_is_noticed_and_leaves_nothing(kind, victim, how, station, tmp_p
             at, words = program.error()
             assert at - began < NOTICED_SECONDS, f"{at - began:.2f} s: {words}"
             assert "rank" in words or "core process" in words
+            if kind == "launched" and how == "STOP":
+                others.remove(victim)  # it is the launcher's to end, and its connection is gone
             assert program.left(others, began + GONE_SECONDS) == []
         assert program.left(["parent"], began + 2 * GONE_SECONDS) == []
     finally:
         program.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["script", "launched", "nodes"])
+def test_a_rank_0_that_keeps_the_lock_between_steps_raises_no_alarm(kind, tmp_path):
+    program = Program(kind, "locked", tmp_path)
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "locked-0.pid").exists():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        time.sleep(4.0)
+        assert all(map(lives, program.pids.values()))
+    finally:
+        program.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["launched", "nodes"])
+def test_ranks_of_a_launcher_raise_no_alarm_on_a_loaded_machine(kind, tmp_path):
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8 * (os.cpu_count() or 1))]
+    try:
+        program = Program(kind, "step", tmp_path)
+        try:
+            time.sleep(15.0)
+            assert all(map(lives, program.pids.values()))
+        finally:
+            program.end()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow

@@ -5,11 +5,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from concurrent.futures import Future
 
 import pytest
 
+from cli.cli_models import make_model
+from engine.broken_files_rank import HOW
 from engine.fake_rank import BOTH_PLACES, LIMITS, NUM_PAGES
 from engine.fakes import make_engine, run_all, tokens_of
 from engine.rank_groups import FAKE, open_group, ranked_engine, start, with_tests
@@ -19,6 +22,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
 from holdfast.engine.messages import Shutdown, Start
 from holdfast.engine.pulse import Pulse, open_pulse_file
+from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.rank_messages import (
     RankFrame,
     RankLoaded,
@@ -30,7 +34,8 @@ from holdfast.engine.rank_messages import (
     encode_rank_message,
 )
 from holdfast.engine.ranks import check_world
-from holdfast.errors import ConfigError, EngineDeadError, MessageError, UnsupportedModelError
+from holdfast.errors import ConfigError, EngineDeadError, MessageError, ModelFormatError, UnsupportedModelError
+from holdfast.loading.model_files import open_model
 from holdfast.request.sequence import SequenceResult, StepResult
 from holdfast.request.step import Step, StepItem
 
@@ -104,6 +109,21 @@ def test_a_rank_that_cannot_load_ends_the_start_in_its_own_words(name, error, wo
     finally:
         group.end()
     assert all(map(is_gone, group.pids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "words"), [("gone", "cannot be read; No such file"), ("short", "was changed before"), ("folder", "changed")]
+)
+def test_files_that_break_on_one_rank_end_the_start_with_its_number(how, words, tmp_path, monkeypatch):
+    """Between plan and load, on a disk that is not rank 0's; with the real ranks of a model."""
+    monkeypatch.setenv(HOW, how)
+    path = str(make_model(tmp_path / "tiny"))
+    options = {"device": "cpu", "dtype": "float32", "memory_limit": "1GiB", "max_model_len": 64}
+    config = EngineConfig.from_options(model=path, tensor_parallel_size=2, **options)
+    broken = (sys.executable, "-P", "-m", "engine.broken_files_rank")
+    with pytest.raises(ModelFormatError, match=rf"^rank 1: model\.safetensors.*{words}"):
+        build_ranks(config, open_model(path, "auto"), lambda done, total: None, lambda preparing: None, command=broken)
 
 
 def start_behind_plan(group) -> None:

@@ -32,7 +32,7 @@ from holdfast.kernels.attention import (  # noqa: E402
 )
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
-from holdfast.kernels.exchange import gather_rows, links, sum_rows  # noqa: E402
+from holdfast.kernels.exchange import add_rows, gather_rows, links, sum_rows  # noqa: E402
 from holdfast.kernels.gemm import (  # noqa: E402
     block_scaled_gemv,
     coded_rms_norm,
@@ -191,7 +191,7 @@ def _type_of(value: object) -> Any:
 
 
 def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, size_k: int = 1024) -> None:
-    """A step's three kinds of products, as `num_rows` rows take them."""
+    """A step's four kinds of products, as `num_rows` rows take them."""
     scratch = deferred_rms_norm.SmallBatchScratch(
         torch.empty(4096), torch.empty(4096), torch.empty(64, dtype=torch.int32)
     )
@@ -209,6 +209,7 @@ def rows_of(num_rows: int, dtype: torch.dtype, gated: bool, size_n: int = 192, s
     rows = deferred_rms_norm.defer_rms_norm(x, norm_weight, 1e-5, x, scratch)
     small_batch.normed_linear(rows, weight, bias if gated else None, gated, y, scratch)
     small_batch.linear_add(x, weight, None if gated else bias, y, norm_weight, 1e-5, out, scratch)
+    small_batch.small_batch_linear(x, weight, None if gated else bias, out, scratch)
 
 
 def attention_of(
@@ -665,6 +666,10 @@ def exchange_of(size: int) -> None:
         for form in range(3):
             tiles = sum_rows.Tiles(1024, 4, form, pdl=form == 1)
             sum_rows.sum_rows_triton(rooms, torch.zeros(16, 5120, dtype=BF16), ranks, tiles, two_passes)
+    x, norm_weight, floats = torch.zeros(16, 5120, dtype=BF16), torch.zeros(5120, dtype=BF16), torch.zeros(2560)
+    for num_rows, amax in ((1, None), (16, None), (16, floats)):
+        add_rows.add_rows_triton(rooms, x[:num_rows], norm_weight, x[:num_rows], floats, amax, ranks)
+    add_rows.add_rows_triton(rooms, x, norm_weight, x, floats, None, ranks._replace(max_blocks=8))
     for out in (torch.zeros(16, 5120 * size, dtype=BF16), None):
         gather_rows.gather_columns_triton(rooms, out, 16, 5120 * size, ranks)
     ids = torch.zeros(64, dtype=torch.int64)
@@ -804,6 +809,7 @@ CASES: dict[str, Callable[[], None]] = {
 def main() -> None:
     """The cases that were named, with programmatic dependent launch (PDL)."""
     modules: list[ModuleType] = [
+        add_rows,
         block_scaled_gemv,
         coded_rms_norm,
         compressed_attention,

@@ -10,7 +10,14 @@ import torch
 from holdfast.kernels.gemm import small_batch, small_batch_quantized
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import num_k_splits
-from holdfast.kernels.gemm.small_batch import linear_add, linear_add_reference, normed_linear, normed_linear_reference
+from holdfast.kernels.gemm.small_batch import (
+    linear_add,
+    linear_add_reference,
+    normed_linear,
+    normed_linear_reference,
+    small_batch_linear,
+    small_batch_linear_reference,
+)
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import WeightScheme
@@ -189,10 +196,7 @@ def run_add(
     x = guarded.copied(case.residual_MN)
     scaled = guarded.filled(tuple(x.shape), x.dtype)
     bias = None if case.bias_N is None else amid(case.bias_N, device)
-    more = {}
-    if isinstance(case.weight_NK, QuantizedWeight) and case.weight_NK.scheme.quantizes_activations:
-        values = amid(amax_of(case.x_MK, num_amax).flatten(), device)
-        more["amax"] = RowAmax(values.view(torch.int32) if num_amax == NUM_GATE_AMAX else values, num_amax)
+    more = {"amax": _given_amax(case, device, num_amax)}
     operands = amid(case.x_MK, device), case_weight_amid(case, device), bias
     rows = function(*operands, x, amid(case.norm_N, device), EPS, scaled, guarded.scratch, **more)
     guarded.check()
@@ -209,6 +213,36 @@ def run_add(
         assert same_bits(amax_M[finite], expected_M[finite]), f"{amax_M=} {expected_M=}"
         assert not guarded.scratch.amax.gated.any(), "amax of a gated product were raised by another"
     return x.cpu(), scaled.cpu(), used.view(len(x), rows.num_squares), rows
+
+
+def _given_amax(case: SmallBatchCase, device: torch.device, num_amax: int) -> RowAmax | None:
+    """So many a row, where it is to be quantized."""
+    if not isinstance(case.weight_NK, QuantizedWeight) or not case.weight_NK.scheme.quantizes_activations:
+        return None
+    values = amid(amax_of(case.x_MK, num_amax).flatten(), device)
+    return RowAmax(values.view(torch.int32) if num_amax == NUM_GATE_AMAX else values, num_amax)
+
+
+def run_part(function, case: SmallBatchCase, device: torch.device, num_amax: int = 1) -> torch.Tensor:
+    """`small_batch_linear` or its reference; nothing is left for a next norm."""
+    guarded = Guarded(case, device)
+    y = guarded.filled(tuple(case.residual_MN.shape), case.residual_MN.dtype)
+    bias = None if case.bias_N is None else amid(case.bias_N, device)
+    operands = amid(case.x_MK, device), case_weight_amid(case, device), bias
+    assert function(*operands, y, guarded.scratch, _given_amax(case, device, num_amax)) is y
+    guarded.check()
+    assert guarded.scratch.squares.isnan().all(), "squares of a product that defers no norm"
+    return y.cpu()
+
+
+def judge_part(case: SmallBatchCase, device: torch.device) -> None:
+    """As exact as torch's, and the same to the bit whatever other rows there are, of two and more."""
+    y = run_part(small_batch_linear, case, device)
+    in_torch = run_part(small_batch_linear_reference, case, CPU)
+    exact = exact_add(replace(case, residual_MN=torch.zeros_like(case.residual_MN)))
+    assert_as_exact_as_torch(y, in_torch, exact, magnitude=10.0 * _slack(case, device))
+    if len(y) > 2:
+        assert same_bits(run_part(small_batch_linear, case.rows([2, 0]), device), y[[2, 0]])
 
 
 def squares_of(x_MK: torch.Tensor, num_squares: int) -> torch.Tensor:

@@ -15,7 +15,11 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm_reference,
     row_amax_reference,
 )
-from holdfast.kernels.gemm.small_batch import linear_add_reference, normed_linear_reference
+from holdfast.kernels.gemm.small_batch import (
+    linear_add_reference,
+    normed_linear_reference,
+    small_batch_linear_reference,
+)
 from holdfast.layers import attention, latent_attention
 from holdfast.models import decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
@@ -39,6 +43,7 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
     "row_amax": row_amax_reference,
     "normed_linear": normed_linear_reference,
     "linear_add": linear_add_reference,
+    "small_batch_linear": small_batch_linear_reference,
 }
 """What the path launches, in plain torch."""
 

@@ -201,6 +201,14 @@ def test_scratch_of_qwen3_32b():
     }
 
 
+def test_scratch_of_a_rank_and_of_a_stage_is_that_of_its_own_products():
+    """A share of the vocabulary is counted, and none before the last stage."""
+    rank = replace(QWEN, num_ranks=4, vocab_size=151936 // 4)
+    assert shapes(fused_decode_request(rank))["arrived"] == ((-(-151936 // 4 // 64),), "int32")
+    stage = replace(QWEN, is_last_stage=False)
+    assert shapes(fused_decode_request(stage))["arrived"] == ((QWEN.qkv_size // 64,), "int32")
+
+
 @pytest.mark.parametrize("scheme", [FP8, FP8_TENSOR, INT8], ids=lambda scheme: scheme.name)
 def test_scratch_of_qwen3_32b_in_eight_bits_has_amax_too(scheme):
     plain, quantized = fused_decode_request(QWEN), fused_decode_request(QWEN, WeightRecipe(scheme))
@@ -228,6 +236,9 @@ def test_scratch_of_qwen3_32b_in_eight_bits_has_amax_too(scheme):
         {"head_dim": 80, "num_heads": 64},
         {"tied_embeddings": True},
         {"vocab_size": 259},
+        {"num_ranks": 4, "num_heads": 16, "intermediate_size": 6400},
+        {"num_layers": 3, "is_first_stage": False},
+        {"num_layers": 3, "is_last_stage": False, "num_ranks": 2},
     ],
     ids=str,
 )
@@ -254,6 +265,8 @@ def test_who_takes_the_fused_decode_path(change):
         {"intermediate_size": 25600 + 32},
         {"head_dim": 63, "num_heads": 1},
         {"experts": ExpertsSpec(128, 8, 768, dense_layers=frozenset({0})), "intermediate_size": 25600 + 32},
+        {"num_ranks": 2, "gathers": True},
+        {"num_ranks": 3, "intermediate_size": 25600 // 3},
         {"recipe": WeightRecipe(MXFP4)},
         {"recipe": WeightRecipe(FP8_BLOCK)},
         {"recipe": WeightRecipe(INT8), "dtype": "float16"},

@@ -208,3 +208,30 @@ def test_the_worst_rank_is_what_a_plan_is_shown_of() -> None:
     request, plans = worst_request(config, declared("Llama-3.1-405B"), H200)
     assert plans is None, "nothing fits"
     assert request.mesh.rank == 0
+
+
+def test_ranks_of_several_nodes_exchange_by_nccl() -> None:
+    """Each of them plans so for itself; who plans as on one node is told what differs."""
+    config, model = config_of(1, 2), declared(MODEL)
+    here, there = (report._replace(node=node) for report, node in zip(reports_of(H200, H200), "ab", strict=True))
+    plans = plan_ranks(config, model, (here, there))
+    agreement = plans.agreement
+    assert Agreement.of(json.loads(json.dumps(agreement.as_dict()))).exchange == agreement.exchange == "nccl"
+    assert [plan.exchange_kind for plan in plans.plans] == ["nccl", "nccl"]
+    mesh = rank_meshes(config, agreement.cuts)[1]
+    agreement.check(1, plan_runner(PlanRequest(config, model, H200, mesh, agreed=agreement.agreed)))
+    as_one = agreement.agreed._replace(exchange="symmetric")
+    with pytest.raises(ConfigError, match="exchange is 'symmetric' in its own plan, and 'nccl' in rank 0's"):
+        agreement.check(1, plan_runner(PlanRequest(config, model, H200, mesh, agreed=as_one)))
+    with pytest.raises(ConfigError, match="nnodes=1 was asked; the 2 ranks are on 2"):
+        plan_ranks(replace(config, nnodes=1), model, (here, there))
+
+
+@pytest.mark.parametrize(
+    ("size", "num_stages", "nnodes", "kind"),
+    [(8, 1, None, "symmetric"), (2, 1, 2, "nccl"), (8, 2, None, "linked"), (8, 2, 1, "symmetric"), (1, 3, 2, "nccl")],
+)
+def test_a_plan_takes_as_many_nodes_as_are_asked_for(size: int, num_stages: int, nnodes: int | None, kind: str) -> None:
+    _, plans = worst_request(config_of(size, num_stages, nnodes=nnodes), declared(MODEL), H200)
+    assert plans is not None
+    assert {plan.exchange_kind for plan in plans.plans} == {kind}

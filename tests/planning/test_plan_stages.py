@@ -14,6 +14,7 @@ from holdfast.planning.fit import PlanRequest, fit_runner
 from holdfast.planning.ranks import cut_stages, rank_meshes, stage_costs
 from holdfast.planning.stages import StageCosts, best_cuts, equal_cuts
 from holdfast.planning.target import Target, gpu_target
+from holdfast.planning.terms import graph_term
 from planning.plan_cases import A100, H200, RTX4090, declared
 
 
@@ -103,6 +104,18 @@ def test_pages_of_a_cut_are_those_of_its_plans(name, target, size, num_stages, o
         assert [min(pages, most) for pages in counted] == [plan.num_pages for plan in plans], cuts
         fewest[cuts] = min(counted)
     assert fewest[found] == max(fewest.values())
+
+
+def test_cuts_count_the_graphs_of_a_stage() -> None:
+    """To the byte where a budget is short: what it lacks is counted in bytes."""
+    model, (first, last) = declared("Qwen3-32B"), (0, 40)
+    short = {}
+    for is_eager in (False, True):
+        limits = {"max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+        config = EngineConfig(pipeline_parallel_size=2, enforce_eager=is_eager, **limits)
+        short[is_eager] = stage_costs(config, model, [RTX4090] * 2).count_pages(0, first, last)
+    assert short[True] < 0
+    assert short[True] - short[False] == graph_term(last - first, 64, 2048).num_bytes
 
 
 def _inner_near(cuts):

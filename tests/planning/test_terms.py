@@ -292,6 +292,17 @@ def test_eager_needs_no_graphs() -> None:
     assert "cuda graphs" not in by_owner(needs(enforce_eager=True))
 
 
+def test_every_stage_captures_its_own_layers() -> None:
+    """As one rank does; between nodes none does."""
+    first, last = (by_owner(needs(mesh=mesh)) for mesh in meshes(1, [(0, 20), (20, 36)]))
+    assert first["cuda graphs"] == graph_term(20, 256, 8192)
+    assert last["cuda graphs"] == graph_term(16, 256, 8192)
+    assert "cuda graphs" in by_owner(needs(mesh=meshes(2)[1]))
+    far, *_ = meshes(8, [(0, 20), (20, 36)])
+    assert "cuda graphs" not in by_owner(needs(mesh=far))
+    assert "cuda graphs" not in by_owner(needs(mesh=meshes(1, [(0, 20), (20, 36)])[0], enforce_eager=True))
+
+
 def test_ranks_exchange_rows_and_logits() -> None:
     """Qwen3-8B in bfloat16: rooms of the largest step, logits of a share, and the whole on the rank that chooses."""
     rows, hidden, vocab, logit_rows = 8192, 4096, 151936, 256
@@ -303,8 +314,8 @@ def test_ranks_exchange_rows_and_logits() -> None:
     assert "exchange/whole_logits" not in last
     assert "collectives/nccl" not in first, "one node does without"
     apart = by_owner(needs(mesh=meshes(8, [(0, 18), (18, 36)])[0]))
-    assert {"collectives/nccl", "exchange/gathered"} <= apart.keys(), "two nodes do not"
-    exact = by_owner(needs(mesh=meshes(2, is_exact=True)[0]))
+    assert {"collectives/nccl", "exchange/rounding"} <= apart.keys(), "two nodes do not"
+    exact = by_owner(needs(mesh=meshes(2, is_exact=True)[0], batch_invariant=True))
     assert exact["exchange/rows"].num_bytes == 2 * rows * max(hidden, 12288 // 2) * 2, (
         "inner widths of ranks are gathered"
     )

@@ -71,13 +71,13 @@ def admissions(draw: st.DrawFn) -> Admitted:
     )
 
 
-PAGES = st.lists(st.lists(st.integers(-1, MAX_TOKEN_ID), max_size=4).map(tuple), min_size=1, max_size=4).map(tuple)
+PAGES = st.lists(st.lists(st.integers(-1, MAX_TOKEN_ID - 1), max_size=4).map(tuple), min_size=1, max_size=4).map(tuple)
 ITEMS = st.builds(
     StepItem,
     slot=TOKENS,
     start=TOKENS,
-    num_new_tokens=TOKENS,
-    samples=st.booleans(),
+    num_new_tokens=st.just(1) | TOKENS,
+    samples=st.just(True) | st.booleans(),
     pages=st.just(()) | PAGES,
     proposals=st.lists(TOKENS, max_size=4).map(tuple),
 )
@@ -112,7 +112,15 @@ def test_every_step_comes_back_as_it_was(step: Step) -> None:
 
 def test_a_step_of_256_decoding_sequences_is_a_few_kib() -> None:
     items = tuple(StepItem(slot, 1000 + slot, 1, True, ((slot,),) if slot % 16 == 0 else ()) for slot in range(256))
-    assert len(encode_step(Step(9, items=items))) < 5 * 1024
+    assert len(encode_step(Step(9, items=items))) < 2.5 * 1024
+
+
+def test_of_decoding_sequences_only_slots_and_positions_are_told() -> None:
+    decoding = tuple(StepItem(slot, 1000 + slot, 1, True) for slot in range(256))
+    others = ((*decoding[:-1], StepItem(255, 7, 2, True)), (*decoding[:-1], StepItem(255, 7, 1, False)))
+    frames = [encode_step(Step(9, items=items)) for items in (decoding, *others)]
+    assert [len(frame) - len(frames[0]) for frame in frames] == [0, 2 * 4 * 256, 2 * 4 * 256]
+    assert [decode_step(frame).items for frame in frames] == [decoding, *others]
 
 
 @given(PARAMS)
@@ -215,33 +223,49 @@ def body_of(*values: tuple[str, object]) -> bytes:
     return writer.frame(STEP_KIND)
 
 
+def numbers(*own: int, admitted: int = 0, items: int = 0, plain: int = 0, grown: int = 0, guessed: int = 0):
+    """The list of a step by hand: how many of everything, nothing released, and what follows."""
+    return "ints", (admitted, 2 * items + plain, grown, guessed, 0, *own)
+
+
+ONE = (0, 1, 2, 1)
+TWO = (0, 1, 1, 2, 2, 2, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([("ints", (0, 1, 2))], "3 numbers describe its sequences, and each takes 4"),
-        ([("ints", (0, 1, 2, 2)), ("ints", ()), ("ints", ())], "its sequence in slot 0 samples 2 times"),
-        ([("ints", (0, 1, 2, -1))], "it lists -1 to 2 where 0 to 2147483647 are possible"),
-        ([("ints", ()), ("ints", (0,))], "it lists places [0] of 0 sequences out of order"),
-        ([("ints", (0, 1, 2, 1)), ("ints", (1,))], "it lists 1 to 1 where 0 to 0 are possible"),
-        ([("ints", (0, 1, 2, 1) * 2), ("ints", (1, 0))], "it lists places [1, 0] of 2 sequences out of order"),
-        ([("ints", (0, 1, 2, 1) * 2), ("ints", (1, 1))], "it lists places [1, 1] of 2 sequences out of order"),
-        ([("ints", (0, 1, 2, 1)), ("ints", (0,)), ("int", 0)], "it holds 0 where 1 to 64 are possible"),
-        ([("ints", (0, 1, 2, 1)), ("ints", (0,)), ("int", 65)], "it holds 65 where 1 to 64 are possible"),
-        ([("ints", (0, 1, 2, 1)), ("ints", (0,)), ("int", 1), ("ints", (-2,))], "it lists -2 to -2 where"),
+        ([("ints", (0, 0, 0, 0))], "it ends before what it announces"),
+        ([numbers(0, 1, 2, items=1)], "it ends before what it announces"),
+        ([numbers(*ONE, items=1, plain=1)], "2 numbers follow its end"),
+        ([numbers(0, 1, items=1)], "it ends before what it announces"),
+        ([numbers(0, 1, 2, 2, items=1)], "its sequence in slot 0 samples 2 times"),
+        ([numbers(0, 1, 2, -1, items=1)], "it lists -1 to 2 where 0 to 2147483647 are possible"),
+        ([numbers(0, 1, grown=1)], "it lists places [0] of 0 sequences out of order"),
+        ([numbers(0, 1, guessed=1)], "it lists places [0] of 0 sequences out of order"),
+        ([numbers(*ONE, 1, 1, items=1, grown=1)], "it lists places [1] of 1 sequences out of order"),
+        ([numbers(*TWO, 1, 0, 1, 1, items=2, guessed=2)], "it lists places [1, 0] of 2 sequences out of order"),
+        ([numbers(*TWO, 1, 1, 1, 1, items=2, grown=2)], "it lists places [1, 1] of 2 sequences out of order"),
+        ([numbers(*ONE, 0, 0, items=1, grown=1)], "its pages are of 0 to 0 cache groups where 1 to 64 are possible"),
+        ([numbers(*TWO, 0, 1, 1, 65, items=2, grown=2)], "its pages are of 1 to 65 cache groups where 1 to 64 are"),
+        ([numbers(*ONE, 0, 1, 1, -1, items=1, grown=1)], "it lists -1 to 2 where 0 to"),
+        ([numbers(*ONE, 0, 1, 1, items=1, grown=1)], "it ends before what it announces"),
+        ([numbers(*ONE, 0, 1, 1, 3, 4, items=1, grown=1)], "1 numbers follow its end"),
+        ([numbers(*ONE, 0, 2, 1, items=1, grown=1)], "it ends before what it announces"),
+        ([numbers(*ONE, 0, 9, items=1, guessed=1)], "it ends before what it announces"),
     ],
 )
 def test_what_no_step_can_be_is_refused_in_words(values: list[tuple[str, object]], words: str) -> None:
     with pytest.raises(MessageError) as caught:
-        decode_step(body_of(("int", 1), ("ints", ()), ("int", 0), *values))
+        decode_step(body_of(("int", 1), *values))
     assert caught.value.has.startswith(words)
 
 
 def admitted_with(params: str) -> bytes:
     return body_of(
-        *(("int", 1), ("ints", ()), ("int", 1)),
+        *(("int", 1), numbers(admitted=1)),
         *(("int", 0), ("int", 5), ("ints", (3,)), ("int", 1), ("text", params), ("int", 0), ("ints", ()), ("ints", ())),
         ("int", 0),
-        *(("ints", ()), ("ints", ()), ("ints", ())),
     )
 
 
@@ -295,6 +319,8 @@ def test_params_that_are_none_are_refused(text: str) -> None:
 
 def test_many_announced_sequences_that_are_not_there_are_refused_at_once() -> None:
     with pytest.raises(MessageError, match="it ends before what it announces"):
-        decode_step(body_of(("int", 1), ("ints", ()), ("int", MAX_TOKEN_ID)))
+        decode_step(body_of(("int", 1), numbers(admitted=MAX_TOKEN_ID)))
+    with pytest.raises(MessageError, match="it ends before what it announces"):
+        decode_step(body_of(("int", 1), numbers(items=MAX_TOKEN_ID // 2, plain=1)))
     with pytest.raises(MessageError, match="has no tokens"):
-        decode_step(body_of(("int", 1), ("ints", ()), ("int", 1), ("int", 0), ("int", 5), ("ints", ()), ("int", 1)))
+        decode_step(body_of(("int", 1), numbers(admitted=1), ("int", 0), ("int", 5), ("ints", ()), ("int", 1)))

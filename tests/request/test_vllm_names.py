@@ -105,7 +105,7 @@ def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
     ("options", "words"),
     [
         ({"data_parallel_size": 2}, "put a router in front"),
-        ({"nnodes": True}, "not in this version"),
+        ({"nnodes": True}, "a whole number from 1 to 4096 works"),
         ({"tensor_parallel_size": True}, "a whole number from 1 to 4096 works"),
         ({"enable_lora": True}, "merge the adapter"),
         ({"speculative_config": {"model": "x"}}, "proposals come from n-grams alone here"),

@@ -17,6 +17,7 @@ import torch
 
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.kernels import triton_compat
 from holdfast.kernels.gemm import linear
 from holdfast.loading.model_files import open_model
@@ -29,6 +30,7 @@ from holdfast.runner.sampling import sampler as sampling
 from holdfast.runner.sampling.device_sampler import DeviceSampler
 from holdfast.runner.step_inputs import BatchBuffers
 from runner.gpu_traffic import SMALL, write_model
+from runner.mirror_exchange import MirrorExchange
 
 CPU = torch.device("cpu")
 NUM_SMS = 132
@@ -44,6 +46,8 @@ def argument_form(value: object, is_constant: bool, is_count: bool) -> object:
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, float):
         return "float"
+    if isinstance(value, tuple):  # the rooms of all ranks
+        return tuple(argument_form(one, is_constant, is_count) for one in value)
     assert isinstance(value, int), f"{value!r} is no argument of a kernel"
     width = "int32" if -(2**31) <= value < 2**31 else "int64"
     return width if is_count else (width, value == 1, value % 16 == 0)
@@ -117,14 +121,21 @@ def _device_sampler(vocab_size: int, max_rows: int) -> DeviceSampler:
 
 
 @contextmanager
-def recorded_runner(folder: Path, name: str = "qwen3", **options: Any) -> Iterator[tuple[Runner, set[Form]]]:
-    """A runner of a tiny model, warmed as on an H200, and the forms of all launches, to which its steps add."""
+def recorded_runner(
+    folder: Path, name: str = "qwen3", mesh: Mesh = ALONE, **options: Any
+) -> Iterator[tuple[Runner, set[Form]]]:
+    """A runner of a tiny model, warmed as on an H200, and the forms of all launches, to which its steps add.
+
+    With `mesh` that of a rank, whose peers say what it says.
+    """
     config = EngineConfig(**(SMALL | {"kv_cache_memory": "16MiB"} | options))
     model = open_model(str(write_model(folder, name)), "dummy")
-    load, plan = building.plan_model(config, model, gpu_target(H200))
+    load, plan = building.plan_model(config, model, gpu_target(H200), mesh=mesh)
     build = building.RunnerBuild(config, model, plan, Ledger(), CPU)
     try:
         build.load(load, lambda done, total: None)
+        if plan.exchange_needs is not None:
+            build.connect(MirrorExchange(mesh, plan.exchange_needs, CPU))
         with pytest.MonkeyPatch.context() as monkeypatch:
             forms = _record_kernels(monkeypatch)
             _take_no_product(monkeypatch)
@@ -150,7 +161,8 @@ def recorded_runner(folder: Path, name: str = "qwen3", **options: Any) -> Iterat
                     specs, storage, bounds, NUM_SMS, invariant, **keys
                 )
             )
-            runner.sampler._has_kernels = True
+            own = runner.sampler if mesh.is_alone else runner.sampler._sampler
+            own._has_kernels = True
             runner._stream = SimpleNamespace(synchronize=lambda: None)
             runner._on_stream = runner._handing_over = nullcontext
             monkeypatch.setattr(build, "_device", SimpleNamespace(type="cuda"))

@@ -12,9 +12,10 @@ from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.loading.model_files import open_model
+from holdfast.planning.exactness import EXACT_ROWS, exact_rows
 from holdfast.planning.target import Target
 from holdfast.runner import build as building
-from holdfast.runner.build import EXACT_ROWS, exact_rows, plan_model, refuse_unequal_shares
+from holdfast.runner.build import plan_model, refuse_unequal_shares
 from holdfast.runner.weight_load import plan_weights
 from kernels.exactness import require_native
 from loading.compressed_models import CONFIG as COMPRESSED
@@ -143,7 +144,14 @@ def test_shares_whose_products_differ_are_refused(monkeypatch):
     shares = {"a": (12, 40), "b": (40, 40), "c": (24,), "d": (40, 20)}
     whole = {"a": (48, 40), "b": (40, 40), "c": (48,), "d": (40, 40)}
     others = "float32", torch.device("cpu"), 16
-    refuse_unequal_shares(shares, whole, *others)
+    told = []
+    refuse_unequal_shares(
+        shares | {"e": (12, 40), "f": (6, 40)},
+        whole | {"e": (48, 40), "f": (48, 40)},
+        *others,
+        lambda *counts: told.append(counts),
+    )
+    assert told == [(0, 2), (1, 2), (2, 2)], "shapes that differ, as they are compared"
 
     def changing(x_TK, weight_NK, bias_N):
         y_TN = linear(x_TK, weight_NK, bias_N)

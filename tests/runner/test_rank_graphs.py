@@ -1,4 +1,4 @@
-"""A rank's step by itself: eager it neither allocates nor waits for the device, captured it is the same to the bit."""
+"""A rank's step by itself, of one stage or several: eager it neither allocates nor waits for the device, captured it is the same to the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from holdfast.config import EngineConfig
-from holdfast.distributed.mesh import meshes
+from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.loading.model_files import open_model
 from holdfast.memory.ledger import Ledger
 from holdfast.planning.plan import RunnerPlan
+from holdfast.request.sequence import LiveStep
 from holdfast.runner.build import BuiltRunner, build_runner
+from holdfast.runner.graphs import StepGraphs
 from kernels.triton_cases import assert_allocates_nothing
 from runner.mirror_exchange import MirrorExchange
 from runner.rank_runs import OPTIONS, steps_of, write_model
@@ -36,10 +38,15 @@ def build(
     folder: Path, name: str, num_ranks: int, whole_experts: bool, exact: bool, device: str, options: dict[str, Any]
 ) -> BuiltRunner:
     """The first rank, without its peers."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    config = EngineConfig.from_options(**(OPTIONS | {"device": device, "dtype": dtype} | options))
     mesh, *_ = meshes(num_ranks, has_expert_parallelism=whole_experts, is_exact=exact)
     sizes = WIDE | ({"num_hidden_layers": 3} if name == "deepseek_v3" else {}) | ({"vocab_size": 512} if exact else {})
+    return build_alone(write_model(folder, name, **sizes), mesh, device, options)
+
+
+def build_alone(path: Path, mesh: Mesh, device: str, options: dict[str, Any]) -> BuiltRunner:
+    """Any rank, without its peers."""
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    config = EngineConfig.from_options(**(OPTIONS | {"device": device, "dtype": dtype} | options))
 
     def connect(plan: RunnerPlan, ledger: Ledger) -> MirrorExchange:
         assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
@@ -47,7 +54,7 @@ def build(
 
     return build_runner(
         config,
-        open_model(str(write_model(folder, name, **sizes)), "dummy"),
+        open_model(str(path), "dummy"),
         lambda done, total: None,
         mesh=mesh,
         connect=connect,
@@ -112,5 +119,57 @@ def test_graphs_are_the_kernels_to_the_bit(tmp_path, name, num_ranks, whole_expe
             eager = runner.model.step_logits(batch, plan)[: len(rows)].clone()
             for _ in range(3):
                 assert torch.equal(graphs.replay(size, True)[: len(rows)], eager)
+    finally:
+        built.release()
+
+
+STAGES = pytest.mark.parametrize(
+    ("name", "num_stages", "stage", "tensor_size", "options"),
+    [
+        ("llama", 2, 0, 1, {}),
+        ("llama", 2, 1, 1, {"batch_invariant": True}),
+        ("llama_tied", 3, 1, 2, {"quantization": "fp8"}),
+        ("qwen3_moe", 2, 1, 2, {}),
+        ("gpt_oss", 3, 0, 1, {"kv_cache_dtype": "turboquant_4bit_nc"}),
+        ("deepseek_v3", 3, 0, 1, {}),
+        ("deepseek_v3", 3, 1, 2, {}),
+        ("deepseek_v3", 3, 2, 1, {}),
+    ],
+)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@STAGES
+def test_graphs_of_a_stage_are_its_kernels_to_the_bit(tmp_path, name, num_stages, stage, tensor_size, options, device):
+    """What it sends on and the logits of the last one, of a decode step and a mixed one; on a CPU the same calls twice."""
+    layers = {"num_hidden_layers": 3}
+    windows = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if name == "gpt_oss" else {}
+    path = write_model(tmp_path, name, **WIDE | layers | windows)
+    ranks = meshes(tensor_size, [(0, 1), (1, 2), (2, 3)] if num_stages == 3 else [(0, 2), (2, 3)])
+    built = build_alone(path, ranks[stage * tensor_size], device, options | {"max_num_batched_tokens": 128})
+    try:
+        runner: Any = built.runner
+        exchange, graphs = runner.sampler._exchange, runner.graphs or StepGraphs((4,), (64, 128), 4)
+        assert (runner.graphs is not None) == (device == "cuda")
+
+        def found(step: LiveStep, logits_RV: torch.Tensor, num_logits: int) -> list[torch.Tensor]:
+            sent_TH = exchange.sent_rows(step.num_tokens, WIDE["hidden_size"], getattr(torch, runner.model._dtype))
+            return [sent_TH.clone(), logits_RV[:num_logits].clone()]
+
+        for step, rows in steps_of(runner)[1:]:
+            is_decode = len(rows) == step.num_tokens
+            size = graphs.size_for(step.num_tokens, len(rows), is_decode)
+            assert size is not None
+            num_logits = graphs.logit_rows(size, is_decode)
+            batch = runner.buffers.fill(step, rows, size, num_logits, is_listed=not is_decode)
+            plan = runner.backend.plan(batch, captured=True)
+            eager = found(step, runner._run_captured(batch, plan), len(rows))
+            assert eager[0].abs().sum() > 0 or stage == num_stages - 1, "nothing was sent on"
+            for _ in range(3):
+                logits_RV = runner._run_captured(batch, plan) if device == "cpu" else graphs.replay(size, is_decode)
+                for ours, theirs in zip(found(step, logits_RV, len(rows)), eager, strict=True):
+                    assert torch.equal(ours, theirs)
+                    assert ours.isfinite().all()
     finally:
         built.release()

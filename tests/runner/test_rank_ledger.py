@@ -12,10 +12,11 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import (
-    NCCL_BYTES,
     ExchangeKind,
     ExchangeNeeds,
     exchange_specs,
+    in_stage,
+    nccl_bytes,
     rounding_bytes,
 )
 from holdfast.distributed.mesh import Mesh, meshes
@@ -32,9 +33,11 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import parameters
 from holdfast.models.parameters import Parameter
+from holdfast.planning import fit
 from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.stages import equal_cuts
 from holdfast.planning.target import gpu_target
+from holdfast.planning.terms import graph_term
 from holdfast.runner import build as build_module
 from holdfast.runner import step_inputs
 from holdfast.runner.build import RunnerBuild, plan_model
@@ -158,9 +161,9 @@ def planned_load(config: EngineConfig, name: str, mesh: Mesh, is_thinned: bool) 
 def _exchange_bytes(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict[str, int]:
     """As the exchanges of distributed/symmetric.py and distributed/collectives.py enter them."""
     held = {owner: spec.aligned_bytes for owner, spec in exchange_specs(needs, mesh, kind).items()}
-    if kind == "symmetric":
-        held["exchange/rounding"] = rounding_bytes(needs, mesh)
-    return held | ({"collectives/nccl": NCCL_BYTES} if kind == "nccl" else {})
+    if kind in ("symmetric", "linked"):
+        held["exchange/rounding"] = rounding_bytes(*(in_stage(needs, mesh) if kind == "linked" else (needs, mesh)))
+    return held | ({"collectives/nccl": nccl_bytes(mesh)} if kind in ("nccl", "linked") else {})
 
 
 def _line(owner: str) -> str:
@@ -180,7 +183,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of pages compiles its kernel when it is made, which the meta device has no numbers for; bytes are counted also
     of ranks whose sums a GPU could not make exact."""
     monkeypatch.setattr(step_inputs, "scatter_pages", lambda *tensors: None)
-    monkeypatch.setattr(build_module, "_refuse_ranks", lambda config, plan: None)
+    monkeypatch.setattr(fit, "refuse_inequality", lambda *arguments: None)
     monkeypatch.setattr(build_module, "centre_keys", lambda *arguments: 0)
 
 
@@ -196,6 +199,8 @@ def test_the_ledger_of_a_rank_is_its_plan(name, size, num_stages, way, options) 
     for mesh in ranks_of(name, size, num_stages, way):
         held, planned = held_and_planned(name, mesh, options)
         assert +held == +planned, mesh
+        num_layers = len(mesh.layer_range(declare_config(CATALOGUE[name], name).num_layers))
+        assert held["cuda graphs"] == graph_term(num_layers, 16, 512).num_bytes, "stages have graphs of their layers"
 
 
 def runnable() -> list[str]:

@@ -203,6 +203,18 @@ def test_steps_that_are_padded_to_a_least_number_of_rows_give_the_same(model, mi
         assert all(same_bits(row, rigs[1].logits[sequence_id][position]) for position, row in rows.items())
 
 
+@pytest.mark.parametrize("min_rows", [1, 16, 64])
+def test_no_product_of_a_step_has_fewer_rows_than_it_may(model, min_rows, monkeypatch):
+    """The head too, where log-probabilities of prompts are wanted and rows are taken block by block and one by one."""
+    rig, plain = (Rig(model, "native_paged", LIMITS, 100, min_rows=rows) for rows in (min_rows, 1))
+    logits, asked = rig.decoder.logits, []
+    monkeypatch.setattr(rig.decoder, "logits", lambda rows_RH: (asked.append(len(rows_RH)), logits(rows_RH))[1])
+    parts = [(make_sequence(3, 70, 40, prompt_logprobs=1), 0, 70), (make_sequence(4, 3, 60), 0, 3)]
+    assert run(rig, *parts) == run(plain, *parts)
+    assert len(asked) == 4, "two blocks of the prompt, and two rows that are chosen from"
+    assert min(asked) >= min_rows
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged", "triton_paged"])
 @pytest.mark.parametrize(

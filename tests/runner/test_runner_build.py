@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.chunks import ring_tables
 from holdfast.errors import ConfigError, MemoryPlanError
-from holdfast.kernels.gemm.linear import linear
+from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import aligned
 from holdfast.models.spec import ModelSpec
@@ -58,8 +58,13 @@ def test_a_model_without_biases_has_none_to_read() -> None:
         key_bias_norms({}, spec(qkv_bias=False))
 
 
-def weights() -> list[torch.Tensor]:
-    return [random(40, 24, seed=1), random(24, seed=2), random(7, 64, seed=3), random(40, 24, seed=4)]
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        "a": random(40, 24, seed=1),
+        "b": random(24, seed=2),
+        "c": random(7, 64, seed=3),
+        "d": random(40, 24, seed=4),
+    }
 
 
 @pytest.mark.parametrize("most_rows", [1, 16, 17, 100, 10_000])
@@ -78,7 +83,21 @@ def test_a_product_that_changes_with_the_number_of_rows_is_refused(monkeypatch, 
     monkeypatch.setattr(building, "linear", changing)
     with pytest.raises(ConfigError, match=r"16 and \d+ rows by a weight of \[7, 64\] differently"):
         refuse_variant_products(weights(), 16, 1000)
-    refuse_variant_products(weights()[:1], 16, 1000)
+    refuse_variant_products({"a": weights()["a"]}, 16, 1000)
+
+
+def test_logits_are_compared_as_they_are_computed(monkeypatch):
+    """In float32, whose kernels are others."""
+
+    def changing(x_TK, weight_NK, out_TN):
+        linear_float32(x_TK, weight_NK, out_TN)
+        out_TN[0, 0] += 1e-3 * (len(x_TK) > 16)
+        return out_TN
+
+    monkeypatch.setattr(building, "linear_float32", changing)
+    refuse_variant_products(weights(), 16, 1000)
+    with pytest.raises(ConfigError, match=r"16 and \d+ rows by a weight of \[40, 24\] differently"):
+        refuse_variant_products(weights() | {"lm_head.weight": random(40, 24, seed=5)}, 16, 1000)
 
 
 def test_every_shape_is_asked_once_and_vectors_not_at_all(monkeypatch):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from holdfast.distributed.mesh import meshes
 from holdfast.kernels import triton_compat
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe import routing
@@ -75,6 +76,28 @@ def test_no_step_takes_a_form_that_was_not_warmed(tmp_path: Path, name, options)
         run_traffic(runner, 20)
         assert forms == warmed, "\n".join(map(str, sorted(forms - warmed, key=str)))
     assert {"norm._rms_norm_kernel", "sampling.sample._choose_kernel"} <= {kernel for kernel, _ in warmed}
+
+
+@pytest.mark.parametrize(
+    ("name", "whole_experts", "options"),
+    [
+        pytest.param("qwen3", False, {}, id="dense"),
+        pytest.param("qwen3", False, {"quantization": "fp8"}, id="dense in fp8", marks=pytest.mark.slow),
+        pytest.param("experts", True, {}, id="whole experts", marks=pytest.mark.slow),
+        pytest.param("shared", False, {"quantization": "int8"}, id="sliced experts in int8", marks=pytest.mark.slow),
+    ],
+)
+def test_nor_does_one_of_a_rank(tmp_path: Path, name, whole_experts, options):
+    """Small batches take the fused decode path there too, and add up parts with the next norm deferred."""
+    mesh, *_ = meshes(2, has_expert_parallelism=whole_experts)
+    limits = {"enforce_eager": True, "max_num_batched_tokens": 140}
+    with recorded_runner(tmp_path, name, mesh, **limits, **options) as (runner, forms):
+        warmed = set(forms)
+        run_every_size(runner)
+        run_traffic(runner, 20)
+        assert forms == warmed, "\n".join(map(str, sorted(forms - warmed, key=str)))
+    forms_of = [form for kernel, form in warmed if kernel == "exchange.add_rows._add_kernel"]
+    assert forms_of, "parts are added up elsewhere"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    nnodes: int | None
     enable_expert_parallel: bool
     tensor_parallel_sums: str
     core_process: bool

@@ -379,6 +379,7 @@ ENGINE_SETTINGS = (
     _engine("max_queue", MEMORY, "Most sequences that may wait.", "N", read_count),
     _engine("tensor_parallel_size", MODEL, "GPUs that share every layer.", "N", read_count),
     _engine("pipeline_parallel_size", MODEL, "Stages of layers, each on GPUs of its own.", "N", read_count),
+    _engine("nnodes", MODEL, "Nodes that these GPUs are on; torchrun starts the ranks there.", "N", read_count),
     _engine("enable_expert_parallel", MODEL, "These GPUs hold whole experts, not slices of each."),
     _engine(
         "tensor_parallel_sums",
@@ -411,7 +412,7 @@ PLAN_SETTINGS = _among(
     ),
     *("kv_protected_layers", "kv_protected_dtype", "max_model_len", "memory_utilization", "page_tokens"),
     *("index_cache_dtype", "max_num_seqs", "max_num_batched_tokens"),
-    *("pipeline_parallel_size", "enable_expert_parallel", "tensor_parallel_sums"),
+    *("pipeline_parallel_size", "nnodes", "enable_expert_parallel", "tensor_parallel_sums", "batch_invariant"),
 )
 """Those that change how much memory is needed; how many GPUs share a layer a plan asks for by itself, since a GPU may say it too."""
 

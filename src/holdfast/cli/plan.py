@@ -19,7 +19,7 @@ from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.families import FAMILIES
 from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import PlanRequest, settle
-from holdfast.planning.ranks import RankPlans, check_ranks, worst_request
+from holdfast.planning.ranks import RankPlans, check_ranks, sums_exactly, worst_request
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
 DOES_NOT_FIT = 1
@@ -98,6 +98,8 @@ def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPl
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         check_ranks(config, declared)
         return PlanRequest(config, declared, target), None
+    if target.kind == "cuda" and sums_exactly(config):
+        config = replace(config, batch_invariant=True)  # which a GPU cannot do without, and the command below says
     return worst_request(config, declared, target)
 
 

@@ -35,7 +35,7 @@ STARTING = (
     *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
     *("kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
-    *("pipeline_parallel_size", "tensor_parallel_sums"),
+    *("pipeline_parallel_size", "nnodes", "tensor_parallel_sums"),
 )
 """Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
 
@@ -96,8 +96,6 @@ def start_command(request: PlanRequest, model: str | None, change: Alternative |
     if asked is None or "gpu" in asked:
         return None
     asked = _rank_options(request) | asked
-    if request.mesh.is_exact and request.target.kind == "cuda":
-        asked["batch_invariant"] = True  # without it a GPU refuses to gather
     # A chat is planned for one sequence unless it is told otherwise.
     asked.setdefault("max_num_seqs", settle(request)[1].limits.max_num_seqs)
     device = ["--device", "cpu"] if request.target.kind == "cpu" else []
@@ -126,7 +124,7 @@ def _rank_options(request: PlanRequest) -> dict[str, object]:
 
 def _asked(request: PlanRequest, change: Alternative | None) -> dict[str, object] | None:
     """Options that are not at their default, with those of a change; None where a plan has no option for one of them."""
-    names = (*STARTING, "enable_expert_parallel", "enforce_eager", "max_num_seqs")
+    names = (*STARTING, "enable_expert_parallel", "batch_invariant", "enforce_eager", "max_num_seqs")
     asked: dict[str, object] = {name: getattr(request.config, name) for name in names}
     asked = {name: value for name, value in asked.items() if value != _default(name)}
     if change is not None:

@@ -5,23 +5,39 @@ S ranks that share layers; T, H, X, Y, R, V, W as in distributed/exchange.py
 Sums are gathered and added here, in float32 and in the order of ranks: an all-reduce adds in an order of its own, which depends
 on the size. So every rank has the same bits, and the same as over symmetric memory.
 
-Gloo has a group for the ranks of a stage and one for all, without any state of the process. NCCL has one communicator for all: each
-takes more than half a GiB. Calls among some of its ranks are sends and receives in one group there.
+Gloo has a group for the ranks of a stage and one for all, without any state of the process. NCCL has one communicator for all, made
+at once; calls among some of its ranks are sends and receives in one group there. On a GPU calls are enqueued and waited for in the
+stream, never by the host: they work in memory that was taken before, so that a graph of one stage's steps may capture them.
 """
 
-from datetime import timedelta
+import threading
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
-from holdfast.distributed.exchange_plan import NCCL_BYTES, ExchangeNeeds, exchange_specs
+from holdfast.distributed.exchange_plan import NCCL_REASON, ExchangeNeeds, exchange_specs, nccl_bytes
 from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
-from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
+from holdfast.distributed.rendezvous import (
+    OPEN_SECONDS,
+    Check,
+    Place,
+    Store,
+    lost_peers,
+    make_gloo,
+    make_nccl,
+    open_store,
+)
+from holdfast.kernels.exchange.add_rows import add_rows
 from holdfast.kernels.exchange.gather_rows import gather_columns_reference
 from holdfast.kernels.exchange.sum_rows import add_parts
 from holdfast.memory.ledger import Ledger
+from holdfast.memory.sizes import format_bytes
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.observability.log import get_logger
 
+log = get_logger(__name__)
 CALL_SECONDS = 120.0
 """Of patience with a peer inside a call. Who is dead is found sooner: its connection ends, and its heart does not beat."""
 
@@ -45,6 +61,18 @@ class Peers(Protocol):
         """Waits, on a GPU in its stream."""
         ...
 
+    def send_head(self, tensor: torch.Tensor) -> None:
+        """From a rank of the last stage to rank 0; waits, on a GPU in its stream."""
+        ...
+
+    def receive_head(self, tensor: torch.Tensor, place: int) -> None:
+        """On rank 0, from that one of the last stage; waits, on a GPU in its stream."""
+        ...
+
+    def abandon(self) -> None:
+        """From any thread: whatever waits for peers waits no longer."""
+        ...
+
     def close(self) -> None:
         """End all connections."""
         ...
@@ -55,6 +83,7 @@ class GlooPeers:
 
     def __init__(self, store: Store, mesh: Mesh, timeout_s: float) -> None:
         self._store = store  # rank 0's serves the others
+        self._first_of_last = (mesh.num_stages - 1) * mesh.tensor_size
         self._stage = make_gloo(store, f"stage{mesh.stage}", mesh.tensor_rank, mesh.tensor_size, timeout_s)
         self._all = (
             make_gloo(store, "all", mesh.rank, mesh.num_ranks, timeout_s) if mesh.num_stages > 1 else self._stage
@@ -72,22 +101,39 @@ class GlooPeers:
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         self._all.recv([tensor], rank, 0).wait()
 
+    def send_head(self, tensor: torch.Tensor) -> None:
+        self.send(tensor, 0).wait()
+
+    def receive_head(self, tensor: torch.Tensor, place: int) -> None:
+        self.receive(tensor, self._first_of_last + place)
+
+    def abandon(self) -> None:
+        """Nothing: the connection of a peer that is gone ends, and so does every wait for it."""
+
     def close(self) -> None:
         for group in {self._stage, self._all}:
             group.abort()
 
 
 class NcclPeers:
-    """One communicator, connected when it is made."""
+    """One communicator among all, connected when it is made; with stages another between the last one and rank 0.
+
+    Calls over a communicator run in the order in which each rank makes them, and a send ends when it is received. Rank 0 sends the rows
+    of a step before it asks for the logits of an earlier one, and the last stage sends those before it takes the rows: over one
+    communicator both would wait for each other.
+    """
 
     def __init__(self, store: Store, mesh: Mesh, timeout_s: float, device: torch.device) -> None:
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
         self._mesh = mesh
         self._store = store
-        self._all = c10d.ProcessGroupNCCL(c10d.PrefixStore("nccl", store), mesh.rank, mesh.num_ranks, options)
-        self._all.eager_connect_single_device(device)
         self._first = mesh.stage * mesh.tensor_size
+        self._all = make_nccl(store, "nccl", mesh.rank, mesh.num_ranks, timeout_s, device)
+        self._head = self._all
+        if mesh.num_stages > 1 and (mesh.rank == 0 or mesh.is_last_stage):
+            place = 0 if mesh.rank == 0 else 1 + mesh.tensor_rank
+            self._head = make_nccl(store, "nccl-head", place, 1 + mesh.tensor_size, timeout_s, device)
+        self._ending = threading.Lock()
+        self._open_groups = [self._head, self._all]
 
     def gather(self, part_N: torch.Tensor, out_SN: torch.Tensor) -> None:
         if self._mesh.num_stages == 1:
@@ -119,8 +165,22 @@ class NcclPeers:
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
         self._all.recv([tensor], rank, 0).wait()
 
+    def send_head(self, tensor: torch.Tensor) -> None:
+        self._head.send([tensor], 0, 0).wait()
+
+    def receive_head(self, tensor: torch.Tensor, place: int) -> None:
+        first = 0 if self._head is self._all else 1
+        self._head.recv([tensor], first + place, 0).wait()
+
+    def abandon(self) -> None:
+        """End every call at once. NCCL then waits for graphs that have captured it, and so does whoever called this."""
+        with self._ending:
+            for group in dict.fromkeys(self._open_groups):
+                group.abort()
+            self._open_groups.clear()
+
     def close(self) -> None:
-        self._all.abort()
+        self.abandon()
 
     def _others(self) -> list[int]:
         return [place for place in range(self._mesh.tensor_size) if place != self._mesh.tensor_rank]
@@ -129,18 +189,28 @@ class NcclPeers:
 class CollectiveExchange:
     """The exchange of one rank; see distributed/exchange.py. A peer that dies makes every call an EngineDeadError."""
 
-    def __init__(self, mesh: Mesh, needs: ExchangeNeeds, peers: Peers, device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        needs: ExchangeNeeds,
+        peers: Peers,
+        device: torch.device,
+        ledger: Ledger,
+        specs: Mapping[str, TensorSpec] | None = None,
+    ) -> None:
+        """`specs` are what it holds, where that is not all of what the plan has."""
         kind = "gloo" if device.type == "cpu" else "nccl"
-        specs = exchange_specs(needs, mesh, kind)
+        specs = exchange_specs(needs, mesh, kind) if specs is None else specs
         tensors, self._arenas = allocate_held(specs, device, ledger, f"exchange of {mesh.num_ranks} ranks by {kind}")
         self._held = HeldMemory(tensors, needs, mesh)
-        self._wide_F = tensors["exchange/signals"].view(torch.float32)
+        self._wide_F = tensors["exchange/signals"].view(torch.float32) if "exchange/signals" in tensors else None
+        self._device = device
         self.mesh = mesh
         self._peers: Peers | None = peers
         self._ledger = ledger
         self._nccl_owner = "collectives/nccl" if kind == "nccl" else None
         if self._nccl_owner is not None:
-            ledger.record(self._nccl_owner, NCCL_BYTES, "NCCL's communicator; measured on one H200")
+            ledger.record(self._nccl_owner, nccl_bytes(mesh), NCCL_REASON)
         self._num_sent = 0
         self._under_way: list[Any] = [None] * mesh.num_stages
 
@@ -163,7 +233,20 @@ class CollectiveExchange:
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         assert out_TH.is_contiguous(), f"{out_TH.stride()=}: a sum is dense"
         parts_STH = self._gather("sum_rows", part_TH)
+        assert self._wide_F is not None, "the exchange is closed"
         return add_parts(parts_STH.unbind(), out_TH, self._wide_F)
+
+    def add_rows(
+        self,
+        part_TH: torch.Tensor,
+        x_TH: torch.Tensor,
+        norm_weight_H: torch.Tensor,
+        scaled_TH: torch.Tensor,
+        squares: torch.Tensor,
+        amax: torch.Tensor | None,
+    ) -> int:
+        parts_STH = self._gather("add_rows", part_TH)
+        return add_rows(parts_STH.unbind(), x_TH, norm_weight_H, scaled_TH, squares, amax)
 
     def _gather(self, verb: str, part: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks, rank by rank."""
@@ -190,15 +273,14 @@ class CollectiveExchange:
                 assert part_RV is not None, "a rank of the last stage has a part"
                 dense = part_RV if part_RV.is_contiguous() else self._held.share_room(*part_RV.shape).copy_(part_RV)
                 if dense.numel():
-                    self._open.send(dense, 0).wait()
+                    self._open.send_head(dense)
                 return
-            first = (self.mesh.num_stages - 1) * self.size
             for place, slot_RV in enumerate(self._shares(out_RW)):
                 if part_RV is not None and place == self.rank:
                     slot_RV.copy_(part_RV)
                 elif slot_RV.numel():
                     given_RV = self._held.share_room(*slot_RV.shape)
-                    self._open.receive(given_RV, first + place)
+                    self._open.receive_head(given_RV, place)
                     slot_RV.copy_(given_RV)
 
     def _shares(self, out_RW: torch.Tensor) -> list[torch.Tensor]:
@@ -212,9 +294,9 @@ class CollectiveExchange:
                 if self.size > 1:
                     self._open.gather(out_SRX[self.rank], out_SRX)
                 if self.mesh.num_stages > 1 and self.rank == 0:
-                    self._open.send(out_SRX, 0).wait()
+                    self._open.send_head(out_SRX)
             else:
-                self._open.receive(out_SRX, (self.mesh.num_stages - 1) * self.size)
+                self._open.receive_head(out_SRX, 0)
         return out_SRX
 
     def share_tokens(self, ids_T: torch.Tensor) -> None:
@@ -241,7 +323,9 @@ class CollectiveExchange:
         self._held.turn = 0  # parts are copied inside of each call, so that no peer reads a room
 
     def abandon(self) -> None:
-        """Nothing: the connection of a peer that is gone ends, and so does every wait for it."""
+        peers = self._peers
+        if peers is not None:
+            peers.abandon()
 
     def close(self) -> None:
         if self._peers is None:
@@ -250,7 +334,7 @@ class CollectiveExchange:
         self._peers = None
         self._held.tensors.clear()
         self._under_way.clear()
-        del self._wide_F
+        self._wide_F = None
         for arena in self._arenas:
             arena.release()
         if self._nccl_owner is not None:
@@ -259,15 +343,15 @@ class CollectiveExchange:
     def warm(self) -> None:
         """Every kind of call, so that all are known to be there and nothing connects or allocates later.
 
-        NCCL connects an algorithm when it is first chosen, by the size: smallest and largest.
+        NCCL connects an algorithm when it is first chosen, by the size: smallest and largest, in the memory that is there for them.
         """
         is_nccl = self._nccl_owner is not None
-        room_bytes = self._held.tensors["exchange/rows"][0].nbytes if self.size > 1 else 0
-        for num_elements in {1, room_bytes // 4} if is_nccl else {1}:
-            if self.size > 1:
+        if "exchange/rows" in self._held.tensors:
+            room_bytes = self._held.tensors["exchange/rows"][0].nbytes
+            for num_elements in {1, room_bytes // 4} if is_nccl else {1}:
                 self._warm_rows(num_elements)
-        for num_rows in {1, self._held.needs.num_logit_rows} if is_nccl else {1}:
-            if self.mesh.is_last_stage or self.mesh.rank == 0:
+        if "exchange/logits" in self._held.tensors:
+            for num_rows in {1, self._held.needs.num_logit_rows} if is_nccl else {1}:
                 self._warm_head(num_rows)
         if self.mesh.num_stages > 1:
             hidden_bytes = self._held.tensors["pipeline/hidden"][0].nbytes
@@ -276,27 +360,27 @@ class CollectiveExchange:
         self.end_step()
 
     def _warm_rows(self, num_elements: int) -> None:
-        device = self._held.tensors["exchange/rows"].device
-        room = self.room(1, num_elements, torch.float32).fill_(1.0)
-        self.sum_rows(room, torch.empty(1, num_elements, device=device))
-        room = self.room(1, num_elements, torch.float32).fill_(1.0)
-        self.gather_columns(room, torch.empty(1, num_elements * self.size, device=device))
-        self.share_tokens(torch.zeros(1, dtype=torch.int64, device=device))
+        room, other = (self._held.room_at(turn, 1, num_elements, torch.float32) for turn in (0, 1))
+        self._held.turn = 0
+        self.sum_rows(room.fill_(1.0), other)
+        room = self.room(1, 1, torch.float32).fill_(1.0)
+        self.gather_columns(room, torch.empty(1, self.size, device=self._device))
+        self.share_tokens(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     def _warm_head(self, num_rows: int) -> None:
-        device = self._held.tensors["exchange/signals"].device
+        device = self._device
         is_last, width = self.mesh.is_last_stage, self._held.share_width(self.rank)
-        part_RV = torch.zeros(num_rows, width, device=device) if is_last else None
+        part_RV = self._held.share_room(num_rows, width) if is_last else None
         self.gather_logits(part_RV, self.whole_logits(num_rows) if self.mesh.rank == 0 else None)
         part_RX = torch.zeros(num_rows, 2, device=device) if is_last else None
         self.gather_small(part_RX, torch.zeros(self.size, num_rows, 2, device=device))
 
     def _warm_stages(self, num_elements: int) -> None:
-        row = torch.zeros(1, num_elements, device=self._held.tensors["pipeline/hidden"].device)
+        row_1H = self._held.tensors["pipeline/hidden"][-1][: 4 * num_elements].view(torch.float32).view(1, -1)
         if not self.mesh.is_first_stage:
-            self.receive_rows(row)
+            self.receive_rows(row_1H)
         if not self.mesh.is_last_stage:
-            self.send_rows(row)
+            self.send_rows(row_1H)
 
 
 def open_collectives(
@@ -314,15 +398,42 @@ def open_collectives(
     """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
     store = open_store(place, mesh, timeout_s, secret, check)
     with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
-        peers: Peers
-        if device.type == "cpu":
-            peers = GlooPeers(store, mesh, call_timeout_s)
-        else:
-            peers = NcclPeers(store, mesh, call_timeout_s, device)
+        peers, connected_bytes = open_peers(store, mesh, call_timeout_s, device)
     exchange = CollectiveExchange(mesh, needs, peers, device, ledger)
+    warm_up(exchange, device, connected_bytes)
+    return exchange
+
+
+def open_peers(store: Store, mesh: Mesh, timeout_s: float, device: torch.device) -> tuple[Peers, int]:
+    """All ranks connected, and what that took of a GPU."""
+    if device.type == "cpu":
+        return GlooPeers(store, mesh, timeout_s), 0
+    before = _used_bytes(device)
+    peers = NcclPeers(store, mesh, timeout_s, device)
+    return peers, _used_bytes(device) - before
+
+
+def warm_up(exchange: CollectiveExchange, device: torch.device, connected_bytes: int) -> None:
+    """Make every call once, and tell what NCCL took of a GPU; one that fails is closed."""
     try:
+        before = _used_bytes(device)
         exchange.warm()
+        called_bytes = _used_bytes(device) - before
     except BaseException:
         exchange.close()
         raise
-    return exchange
+    if device.type == "cuda":
+        log.info(
+            "NCCL took %s when it connected and %s at its first calls; %s are planned",
+            *(format_bytes(max(0, num_bytes)) for num_bytes in (connected_bytes, called_bytes)),
+            format_bytes(nccl_bytes(exchange.mesh)),
+        )
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Of the whole device, by everybody, once this process's work there is done; 0 of a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return total_bytes - free_bytes

@@ -43,6 +43,22 @@ class Exchange(Protocol):
         """
         ...
 
+    def add_rows(
+        self,
+        part_TH: torch.Tensor,
+        x_TH: torch.Tensor,
+        norm_weight_H: torch.Tensor,
+        scaled_TH: torch.Tensor,
+        squares: torch.Tensor,
+        amax: torch.Tensor | None,
+    ) -> int:
+        """x += the sum of `sum_rows`, of a small batch, with the next RMSNorm deferred (kernels/exchange/add_rows.py): x * norm_weight
+        into `scaled_TH`, and by block of a row the sum of squares of x, and the largest magnitude of `scaled_TH` where it is wanted.
+
+        How many blocks a row has. `part_TH` is the last room.
+        """
+        ...
+
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         """out[:, r * X : (r + 1) * X] = the part of rank r, on every rank; `part_TX` is the last room, Y = size * X."""
         ...

@@ -7,28 +7,54 @@ exchange/signals   who has written and who has read
 exchange/rounding  of symmetric memory: what the driver adds to the whole of it
 pipeline/hidden    rows on their way between stages
 sampling/shares    beside an exchange, of who chooses: the argmax of every share and its logit
-collectives/nccl   what NCCL takes for its communicator; measured; 0 on one node
+collectives/nccl   what NCCL takes for its communicators; measured, call by call; 0 on one node
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.planner import PAGE_PHASES, Term
 from holdfast.memory.workspace_plan import TensorSpec, aligned, arena_bytes
 
-ExchangeKind = Literal["symmetric", "gloo", "nccl"]
-"""Symmetric memory among GPUs of a node, gloo among CPUs, NCCL between nodes."""
+ExchangeKind = Literal["symmetric", "gloo", "nccl", "linked"]
+"""Symmetric memory among GPUs of a node, gloo among CPUs, NCCL between nodes; linked: symmetric memory in each stage, NCCL between them."""
+NODE_GPUS = 8
+"""That are linked so that each reads the memory of all."""
 SIGNAL_BYTES = 2**14
-NCCL_BYTES = 560 * 2**20
-"""Measured on an H200 for one rank (NCCL 2.28.9): 558 MiB when it is made, 2 more when a graph captures it."""
-
-
+NCCL_CONNECT_BYTES = 186 * 2**20
+NCCL_CALLS_BYTES = 186 * 2**20
+NCCL_HEAD_BYTES = 4 * 2**20
+"""What NCCL 2.28.9 took on an H200: when it connected, when every call had been made, and for a second communicator. 2 and 4 ranks
+that pretended to be nodes, and two stages, took 370, 370 and 376 MiB each in engines: most of it is code, so that it does not depend
+on how many ranks there are. (In a process that does nothing else a first send adds 58 MiB, which kernels of an engine have taken before.)"""
 SYMMETRIC_UNIT_BYTES = 2 * 2**20
 """In which the driver gives out memory that other processes may map."""
 TORCH_SIGNAL_BYTES = 2048
 """Which torch keeps beside every symmetric allocation, for collectives of its own."""
 LOCAL_OWNERS = ("exchange/whole_logits",)
 """What peers do not read."""
+
+
+def can_be_captured(kind: ExchangeKind, mesh: Mesh) -> bool:
+    """Whether a CUDA graph may hold a rank's calls: all of those over symmetric memory; of NCCL's not the rows between stages."""
+    return mesh.is_alone or kind == "symmetric" or (kind == "nccl" and mesh.num_stages == 1)
+
+
+def find_exchange(device_kind: str, nodes: Sequence[object], tensor_size: int) -> ExchangeKind:
+    """How ranks exchange; `nodes` is that of each of them, in order."""
+    if device_kind == "cpu":
+        return "gloo"
+    if len(set(nodes)) == 1:
+        return "symmetric"
+    stages = [set(nodes[start : start + tensor_size]) for start in range(0, len(nodes), tensor_size)]
+    return "linked" if tensor_size > 1 and all(len(stage) == 1 for stage in stages) else "nccl"
+
+
+def planned_nodes(num_ranks: int, num_nodes: int | None) -> list[int]:
+    """The node of each rank, spread evenly over so many; None: over as many as have NODE_GPUS each."""
+    num_nodes = num_nodes or -(-num_ranks // NODE_GPUS)
+    return [rank * num_nodes // num_ranks for rank in range(num_ranks)]
 
 
 class ExchangeNeeds(NamedTuple):
@@ -53,13 +79,14 @@ def exchange_specs(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> dict
     if mesh.tensor_size > 1:
         room = aligned(needs.room_bytes)
         found["exchange/rows"] = TensorSpec("rows", (2, room), "uint8")
-        if kind != "symmetric":
+        if kind in ("gloo", "nccl"):
             found["exchange/gathered"] = TensorSpec("gathered", (mesh.tensor_size, room), "uint8")
+    has_logits = not mesh.is_alone and needs.num_logit_rows > 0
     # On rank 0 they go through here as well; symmetric memory is as large on every rank.
-    if (mesh.is_last_stage or mesh.rank == 0 or kind == "symmetric") and not mesh.is_alone:
+    if (mesh.is_last_stage or mesh.rank == 0 or kind == "symmetric") and has_logits:
         share = needs.num_logit_rows * needs.vocab_share(mesh)
         found["exchange/logits"] = TensorSpec("logits", (share,), "float32")
-    if mesh.rank == 0 and not mesh.is_alone:
+    if mesh.rank == 0 and has_logits:
         found["exchange/whole_logits"] = TensorSpec("whole_logits", (needs.num_logit_rows, needs.vocab_size), "float32")
     if not mesh.is_alone:
         found["exchange/signals"] = TensorSpec("signals", (SIGNAL_BYTES,), "uint8")
@@ -72,6 +99,11 @@ def shared_specs(needs: ExchangeNeeds, mesh: Mesh) -> dict[str, TensorSpec]:
     """Those that lie in symmetric memory, one behind the other: the same on every rank."""
     specs = exchange_specs(needs, mesh, "symmetric")
     return {owner: spec for owner, spec in specs.items() if owner not in LOCAL_OWNERS}
+
+
+def in_stage(needs: ExchangeNeeds, mesh: Mesh) -> tuple[ExchangeNeeds, Mesh]:
+    """Of a linked exchange what the ranks of one stage exchange among themselves: no logits, and no rows between stages."""
+    return needs._replace(num_logit_rows=0), mesh.all_layers
 
 
 def rounding_bytes(needs: ExchangeNeeds, mesh: Mesh) -> int:
@@ -91,6 +123,15 @@ def choice_specs(needs: ExchangeNeeds, mesh: Mesh) -> tuple[TensorSpec, TensorSp
     return own, TensorSpec("all", (mesh.tensor_size * rows * CHOICE_FIELDS,), "float32")
 
 
+NCCL_REASON = "NCCL's communicators; measured on an H200"
+
+
+def nccl_bytes(mesh: Mesh) -> int:
+    """What NCCL takes on a rank once it has made every call."""
+    has_head = mesh.num_stages > 1 and (mesh.is_last_stage or mesh.rank == 0)
+    return NCCL_CONNECT_BYTES + NCCL_CALLS_BYTES + (NCCL_HEAD_BYTES if has_head else 0)
+
+
 def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tuple[Term, ...]:
     """Lines of the plan."""
     reasons = {
@@ -105,12 +146,13 @@ def exchange_terms(needs: ExchangeNeeds, mesh: Mesh, kind: ExchangeKind) -> tupl
         Term(owner, spec.aligned_bytes, reasons[owner], PAGE_PHASES)
         for owner, spec in exchange_specs(needs, mesh, kind).items()
     ]
-    if kind == "symmetric" and not mesh.is_alone:
+    if kind in ("symmetric", "linked") and not mesh.is_alone:
         reason = "memory that peers map comes in pieces of 2 MiB"
-        terms.append(Term("exchange/rounding", rounding_bytes(needs, mesh), reason, PAGE_PHASES))
+        shared = (needs, mesh) if kind == "symmetric" else in_stage(needs, mesh)
+        terms.append(Term("exchange/rounding", rounding_bytes(*shared), reason, PAGE_PHASES))
     if not mesh.is_alone:
         num_bytes = sum(spec.num_bytes for spec in choice_specs(needs, mesh))
         terms.append(Term("sampling/shares", num_bytes, "the argmax of every share of the vocabulary", PAGE_PHASES))
-    if kind == "nccl" and not mesh.is_alone:
-        terms.append(Term("collectives/nccl", NCCL_BYTES, "NCCL's communicator; measured on one H200"))
+    if kind in ("nccl", "linked") and not mesh.is_alone:
+        terms.append(Term("collectives/nccl", nccl_bytes(mesh), NCCL_REASON, PAGE_PHASES))
     return tuple(terms)

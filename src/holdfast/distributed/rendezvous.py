@@ -3,13 +3,15 @@
 Nothing of torch.distributed's that is one for a process is touched, so that several engines may live in one process.
 """
 
+import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed
 
 from holdfast.distributed.mesh import Mesh
@@ -71,15 +73,65 @@ def open_store(
 
 
 def make_gloo(store: Store, name: str, rank: int, size: int, timeout_s: float) -> Any:  # noqa: ANN401 no stub has it
-    """A group of its own over gloo, connected; on loopback where the store is."""
+    """A group of its own over gloo, connected; over the network by which this rank reaches the store, or on loopback."""
     options = c10d.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    host = store.underlying_store.host
-    if host.startswith("127.") or host == "localhost":
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    else:
-        options._devices = [c10d.ProcessGroupGloo.create_default_device()]
+    server = store
+    while isinstance(server, c10d.PrefixStore):
+        server = server.underlying_store
+    own = own_address(server.host, server.port)
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=own)]
     return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine as that place would see it: what its name resolves to is often loopback."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, kind, protocol) as way:
+            way.connect(address)  # of datagrams: nothing is sent
+            return way.getsockname()[0]
+    return LOOPBACK
+
+
+QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+"""How torch is told that peers are watched by us (engine/ranks.py): else it ends this process where one is gone, asks the store for
+news of it all the time, says so, and holds up the end of a group for a minute, in which something could be written down. It reads
+these when a group is made."""
+
+
+def make_nccl(
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    device: torch.device,
+) -> Any:  # noqa: ANN401 no stub has it
+    """A group of its own over NCCL: one communicator, connected, for collectives and for sends and receives."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    with _while_told(QUIET, os.environ):
+        group = c10d.ProcessGroupNCCL(c10d.PrefixStore(name, store), rank, size, options)
+    group.eager_connect_single_device(device)
+    return group
+
+
+@contextmanager
+def _while_told(told: Mapping[str, str], environment: MutableMapping[str, str]) -> Iterator[None]:
+    before = {key: value for key, value in environment.items() if key in told}
+    environment.update(told)
+    try:
+        yield
+    finally:
+        for key in told:
+            environment.pop(key, None)
+        environment.update(before)
 
 
 def _key(rank: int) -> str:

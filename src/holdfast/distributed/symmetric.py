@@ -21,6 +21,7 @@ from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.errors import ConfigError
+from holdfast.kernels.exchange.add_rows import add_rows_triton
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_triton,
     gather_small_triton,
@@ -152,7 +153,7 @@ class SymmetricExchange:
         first, last = mesh.stage * mesh.tensor_size, (mesh.num_stages - 1) * mesh.tensor_size
         stage = everybodys[first : first + mesh.tensor_size]
         self._peer_rooms = [views["exchange/rows"] for views in stage if mesh.tensor_size > 1]
-        self._peer_logits = [views["exchange/logits"] for views in everybodys[last:]]
+        self._peer_logits = [views["exchange/logits"] for views in everybodys[last:] if "exchange/logits" in views]
         self._everybodys = everybodys
         self._typed_rooms: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self.ranks = self._make_ranks(stage, agree_blocks(store, mesh, device, waiting_share))
@@ -219,6 +220,19 @@ class SymmetricExchange:
             sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=False)
             if may_take_two_passes(dtype, out_TH.dtype, self.size):
                 sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=True)
+
+    def add_rows(
+        self,
+        part_TH: torch.Tensor,
+        x_TH: torch.Tensor,
+        norm_weight_H: torch.Tensor,
+        scaled_TH: torch.Tensor,
+        squares: torch.Tensor,
+        amax: torch.Tensor | None,
+    ) -> int:
+        assert part_TH.shape == x_TH.shape, f"{part_TH.shape=} {x_TH.shape=}"
+        rooms = self._take(part_TH)
+        return add_rows_triton(rooms, x_TH, norm_weight_H, scaled_TH, squares, amax, self.ranks)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         num_rows, num_columns = out_TY.shape

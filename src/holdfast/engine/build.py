@@ -69,7 +69,7 @@ def build_core(
         vocabulary = _vocabulary(model, lambda: _reopened_tokenizer(config))
     grammars = Grammars(vocabulary)
     if config.num_ranks == 1:
-        if config.enable_expert_parallel:
+        if config.enable_expert_parallel or config.nnodes is not None:
             check_ranks(config, declare_opened(model, model.name))
         built = build_runner(config, model, on_progress, on_prepare)
         runner, release, ranks, watch = built.runner, built.release, (), None

@@ -69,6 +69,18 @@ class Channel:
         with self._sending:
             self._write(make(), is_owner)
 
+    def send_frame(self, frame: bytes) -> None:
+        """The same for a frame that is made already, by a thread that does not read; at once, as nearly always."""
+        with self._sending:
+            try:
+                num_sent = self._socket.send(frame)
+            except BlockingIOError:
+                num_sent = 0
+            except OSError as error:
+                raise ChannelClosedError("the other side has closed the channel") from error
+            if num_sent < len(frame):
+                self._write(memoryview(frame)[num_sent:], is_owner=False)
+
     def try_send(self, make: Callable[[], bytes]) -> bool:
         """The same for a small frame of another thread, if nobody else sends and there is room."""
         if not self._sending.acquire(blocking=False):
@@ -126,7 +138,7 @@ class Channel:
             self._is_ended = True
         return True
 
-    def _write(self, frame: bytes, is_owner: bool) -> None:
+    def _write(self, frame: bytes | memoryview, is_owner: bool) -> None:
         left, most = memoryview(frame), self._silence_seconds
         look_seconds = None if most is None else min(LOOK_SECONDS, most)
         silent_seconds = 0.0

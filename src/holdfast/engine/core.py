@@ -10,7 +10,8 @@
 
 **Pipelines.** With stages, run_ahead is one less than their number: a step is in each of them, with sequences of its own
 (engine/scheduler.py). So every token that a step begins with is known when it is launched, and nothing of it is surplus but by
-a stop string or an abort.
+a stop string or an abort. What can run next is launched before a step's tokens are handed out: the first stage would wait else
+while text is made of them, and a lone sequence with it.
 
 **Surplus.** With steps in flight the end of a sequence is learned late: by eos or stop token a step late, by a stop
 string or an abort whenever the front says so. What steps in flight still bring to it is dropped and counted nowhere.
@@ -305,7 +306,10 @@ class EngineCore:
             assert len(self._live) == len(self._held), f"nobody is scheduled of {len(self._live)} that want to run"
             return CoreOutputs((), self.stats())
         result = self._collect(waiting)
-        return CoreOutputs(tuple(self._book(self._in_flight.popleft(), result.results)), self.stats())
+        outputs = tuple(self._book(self._in_flight.popleft(), result.results))
+        if self._live and self.scheduler.num_stages > 1:
+            self._fill()
+        return CoreOutputs(outputs, self.stats())
 
     def settle(self, waiting: Waiting = nullcontext) -> None:
         """Wait for steps in flight, where nobody waits for what they bring: the pages of their sequences come back."""

@@ -3,8 +3,9 @@
     rank 0       listens, and leaves its address and a secret in the launcher's store
     other ranks  read both there, connect, and serve rank 0 until it ends: for them `LLM(...)` does not return
 
-Whoever connects without the secret is turned away. Ranks give signs of life over the connection. Who ends processes on other nodes
-is the launcher, which ends all where one has failed.
+Whoever connects without the secret is turned away. Ranks give signs of life over the connection, and rank 0 over a second one
+(engine/life_line.py). Who ends processes on other nodes
+is the launcher, which ends all where one has failed. Ranks of several nodes exchange by NCCL, on CPUs by gloo.
 """
 
 import contextlib
@@ -18,19 +19,30 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from holdfast.config import EngineConfig
 from holdfast.engine.channel import Channel, ChannelClosedError
+from holdfast.engine.life_line import PLACE_BYTES, LifeLine, ZeroSigns, own_place, pid_at
 from holdfast.engine.messages import Heartbeat
 from holdfast.engine.pulse import Pulse, open_pulse_file
-from holdfast.engine.rank_process import RankServer, open_rank
+from holdfast.engine.rank_server import OpenRank, RankServer
 from holdfast.engine.ranks import PEER_SECONDS, check_world
 from holdfast.errors import ConfigError, EngineDeadError
+from holdfast.observability.log import get_logger
+
+log = get_logger(__name__)
 
 HEARTBEAT_SECONDS = 0.25
+GRACE_SECONDS = 0.5
+"""For a rank to end by itself where rank 0 has; one that waits on its device for a peer does not."""
+UNANSWERED_SECONDS = 2.0
+"""For the other node's system to say that it has got what was sent."""
 SECRET_BYTES = 32
-_HELLO = struct.Struct(f"<{SECRET_BYTES}sI")
+_HELLO = struct.Struct(f"<{SECRET_BYTES}sI{PLACE_BYTES}s")
+_LIFE_LINE = 2**31
+"""Added to the number of a rank by its second connection."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -43,6 +55,9 @@ class Launched(NamedTuple):
     port: int
     has_store: bool
     """The launcher keeps the store; else rank 0 does."""
+    local_rank: int = 0
+    """Among those of its node: which GPU is its own."""
+    num_local: int = 1
 
 
 def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Launched | None:
@@ -61,26 +76,45 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
         raise ConfigError(
             "core_process=True was asked of ranks that a launcher has started",
             "each of its processes is one rank",
-            "leave out core_process, or the launcher",
+            "add --no-core-process to holdfast serve, leave out core_process elsewhere; or do without the launcher",
         )
-    num_here = environment.get("LOCAL_WORLD_SIZE", str(num_ranks))
-    if num_here != str(num_ranks) and config.device != "cpu":
-        raise ConfigError(
-            f"{num_ranks} ranks on several nodes were asked, {num_here} of them here",
-            "GPUs exchange through memory that they share, which is inside a node; between nodes no plan has what NCCL takes yet",
-            "take GPUs of one node, and several servers behind a router; or device='cpu'",
-        )
+    local_rank, num_local = _local(environment, int(rank), num_ranks)
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launched(int(rank), num_ranks, environment["MASTER_ADDR"], int(port), has_store)
+    return Launched(int(rank), num_ranks, environment["MASTER_ADDR"], int(port), has_store, local_rank, num_local)
+
+
+def _local(environment: Mapping[str, str], rank: int, num_ranks: int) -> tuple[int, int]:
+    """Which of its node this rank is, and of how many; a launcher that says neither has started all on one."""
+    own, size = environment.get("LOCAL_RANK"), environment.get("LOCAL_WORLD_SIZE")
+    if own is None and size in (None, str(num_ranks)):
+        return rank, num_ranks
+    if own is not None and own.isdecimal():
+        known = int(own) + 1 if size is None else int(size) if size.isdecimal() else 0
+        if int(own) < known <= num_ranks:
+            return int(own), known
+    raise ConfigError(
+        f"a launcher has set LOCAL_RANK={own} and LOCAL_WORLD_SIZE={size}",
+        f"a node has 1 to {num_ranks} of the {num_ranks} ranks, and they are numbered from 0",
+        "start every node with torchrun, which sets both",
+    )
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Of the machine that this process is on; what a launcher takes for another node is another one."""
+    boot = ""
+    with contextlib.suppress(OSError):  # elsewhere than on Linux the name must do
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return "-".join(filter(None, (socket.gethostname(), boot, environment.get("GROUP_RANK"))))
 
 
 class _Elsewhere:
     """In the place of a process that is not ours to end: its connection is."""
 
-    pid = 0
-
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, line: LifeLine, pid: int) -> None:
+        self.pid = pid
+        """0 where it is on another machine."""
         self._connection = connection
+        self._line = line
 
     def poll(self) -> int | None:
         return None
@@ -91,6 +125,7 @@ class _Elsewhere:
     def kill(self) -> None:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+        self._line.close()
 
 
 class _NoLines:
@@ -103,12 +138,13 @@ class _NoLines:
 
 
 class Peer:
-    """A rank at the other end of a connection, as RankGroup sees it."""
+    """A rank at the other end of two connections, as RankGroup sees it."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: socket.socket, line: socket.socket, pid: int) -> None:
+        _prepare(connection)
         self.channel = Channel(connection, silence_seconds=PEER_SECONDS)
-        self.process = _Elsewhere(connection)
+        self.life_line = LifeLine(line)
+        self.process = _Elsewhere(connection, self.life_line, pid)
         self.last_lines = _NoLines()
         number = open_pulse_file()
         self.pulse = Pulse(number)
@@ -116,73 +152,91 @@ class Peer:
         os.close(number)
 
 
+def _prepare(connection: socket.socket) -> None:
+    """Small frames go at once; and a node that is gone without a word ends the connection, since signs of life are not answered."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNANSWERED_SECONDS))
+
+
 def meet_ranks(launched: Launched) -> list[Peer]:
     """On rank 0: connections to ranks 1, 2, ..., once all have come."""
     secret = secrets.token_bytes(SECRET_BYTES)
-    found: dict[int, Peer] = {}
+    found: dict[int, tuple[socket.socket, int]] = {}
+    due = [line + rank for line in (0, _LIFE_LINE) for rank in range(1, launched.num_ranks)]
     until = time.monotonic() + PEER_SECONDS
     with socket.create_server((launched.host, 0)) as listening:
         port = listening.getsockname()[1]
-        _store(launched).set(_next_key(launched), f"{port}:{secret.hex()}")
-        while len(found) < launched.num_ranks - 1:
+        store = _store(launched)  # where it is this rank's own it serves the others until they have come
+        store.set(_next_key(launched), f"{port}:{secret.hex()}")
+        while len(found) < len(due):
             listening.settimeout(max(until - time.monotonic(), 0.01))
             try:
                 connection, _ = listening.accept()
             except TimeoutError:
-                missing = [rank for rank in range(1, launched.num_ranks) if rank not in found]
+                missing = [number % _LIFE_LINE for number in due if number not in found]
                 raise EngineDeadError(
                     f"{launched.num_ranks} ranks were to meet at {launched.host}:{port}",
                     f"rank {missing[0]} did not come within {PEER_SECONDS:.0f} seconds",
                     "look at what it said, and start all ranks again",
                 ) from None
-            rank = _rank_of(connection, secret, launched.num_ranks)
-            if rank is None or rank in found:
+            number, pid = _caller(connection, secret)
+            if number not in due or number in found:
                 connection.close()  # a stranger, or one that is here already
             else:
-                found[rank] = Peer(connection)
-    return [found[rank] for rank in sorted(found)]
+                found[number] = connection, pid
+    return [Peer(found[rank][0], *found[_LIFE_LINE + rank]) for rank in range(1, launched.num_ranks)]
 
 
-def _rank_of(connection: socket.socket, secret: bytes, num_ranks: int) -> int | None:
-    """Which rank has connected; None for a stranger, who gets two seconds and no word."""
+def _caller(connection: socket.socket, secret: bytes) -> tuple[int, int]:
+    """Which rank has connected, and for what, and its process; zeros for a stranger, who gets two seconds and no word."""
     connection.settimeout(2.0)
     data = b""
     with contextlib.suppress(OSError):
         while len(data) < _HELLO.size and (more := connection.recv(_HELLO.size - len(data))):
             data += more
     if len(data) < _HELLO.size:
-        return None
-    told, rank = _HELLO.unpack(data)
-    return rank if secrets.compare_digest(told, secret) and 0 < rank < num_ranks else None
+        return 0, 0
+    told, number, place = _HELLO.unpack(data)
+    return (number, pid_at(place)) if secrets.compare_digest(told, secret) else (0, 0)
 
 
-def serve_launched(config: EngineConfig, launched: Launched) -> NoReturn:
+def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
     """On every other rank: serve rank 0 until it ends, then end this program."""
     port, _, secret = _store(launched).get(_next_key(launched)).decode().partition(":")
-    with socket.create_connection((launched.host, int(port)), PEER_SECONDS) as connection:
+    place = launched.host, int(port)
+    with (
+        socket.create_connection(place, PEER_SECONDS) as connection,
+        socket.create_connection(place, PEER_SECONDS) as line,
+    ):
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_HELLO.pack(bytes.fromhex(secret), launched.rank))
+        _prepare(connection)
+        for caller, number in ((connection, launched.rank), (line, _LIFE_LINE + launched.rank)):
+            caller.sendall(_HELLO.pack(bytes.fromhex(secret), number, own_place()))
         channel = Channel(connection)
         number = open_pulse_file()
         server = RankServer(channel, Pulse(number))
         os.close(number)
-        threading.Thread(target=_beat, args=(server, channel), name="holdfast-pulse", daemon=True).start()
+        threading.Thread(target=_beat, args=(server, channel, line), name="holdfast-pulse", daemon=True).start()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         server.run(open_rank)
     sys.exit(0)
 
 
-def _beat(server: RankServer, channel: Channel) -> None:
+def _beat(server: RankServer, channel: Channel, line: socket.socket) -> None:
     """A thread: tells again and again that this process lives, and ends it where rank 0 does not."""
-    with contextlib.suppress(ChannelClosedError):
+    with contextlib.suppress(ChannelClosedError, OSError):
+        zero = ZeroSigns(line)  # which rank 0 begins once all ranks have come
         while not channel.is_other_side_gone():
             channel.try_send(lambda: server.encoded(Heartbeat(0.0)))
+            if zero.look(server.pulse.look().step_seconds > 0, server.num_received):
+                log.error("rank 0 is silent for %.1f seconds: this rank ends", zero.silent_seconds)
+                os._exit(1)
             channel.wait_for_end(HEARTBEAT_SECONDS)
-        time.sleep(0.5)
-        if not channel.is_closed:
-            os._exit(1)
+    time.sleep(GRACE_SECONDS)
+    if not channel.is_closed:
+        os._exit(1)
 
 
 _NUM_MET = {"engines": 0}

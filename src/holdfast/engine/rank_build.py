@@ -16,7 +16,7 @@ Rank 0 does all of this in its step thread: whoever waits for it learns at once 
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -26,8 +26,9 @@ import torch
 from holdfast.config import EngineConfig
 from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.linked import open_linked
 from holdfast.distributed.rendezvous import LOOPBACK, Place, listen_for_ranks
-from holdfast.engine.launched import find_launcher, meet_ranks, serve_launched
+from holdfast.engine.launched import Launched, find_launcher, meet_ranks, node_name, serve_launched
 from holdfast.engine.rank_messages import (
     RankConnect,
     RankLoaded,
@@ -36,7 +37,7 @@ from holdfast.engine.rank_messages import (
     RankReported,
     RankStart,
 )
-from holdfast.engine.rank_process import RankServer
+from holdfast.engine.rank_server import RankServer
 from holdfast.engine.ranked_runner import CLOSE_SECONDS, RankedRunner
 from holdfast.engine.ranks import (
     COMMAND,
@@ -53,15 +54,25 @@ from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.report import RankMemory
+from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
 from holdfast.planning.plan import RunnerPlan
-from holdfast.planning.ranks import Agreement, RankReport, check_ranks, plan_ranks, rank_meshes, report_rank
+from holdfast.planning.ranks import (
+    Agreement,
+    RankReport,
+    check_nodes,
+    check_ranks,
+    plan_ranks,
+    rank_meshes,
+    report_rank,
+)
 from holdfast.planning.target import choose_device, device_target
 from holdfast.request.sequence import SequenceResult, StepResult
 from holdfast.request.step import Step
 from holdfast.runner.build import BuiltRunner, Connect, build_runner
 from holdfast.runner.runner import Runner
 
+log = get_logger(__name__)
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """Set where several ranks may share a GPU, which only measurements want."""
 
@@ -91,10 +102,12 @@ def build_ranks(
     check_world(config, os.environ)
     launched = find_launcher(config)
     if launched is not None and launched.rank > 0:
-        serve_launched(config, launched)
-    check_devices(config)
+        serve_launched(launched, build_rank)
+    check_devices(config, launched)
     check_ranks(config, declare_opened(model, model.name))  # before a process is started
-    own = report(config, model, 0)
+    own = report(config, model, 0, launched)
+    if launched is None:
+        check_nodes(config, (own,) * config.num_ranks)
     meet = None if launched is None else partial(meet_ranks, launched)
     group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote, meet=meet)
     thread = StepThread()
@@ -140,7 +153,9 @@ class RankZero:
         """From the reports of all ranks to all of them ready."""
         group, model = self._group, self._model
         others = (RankReport.of(message.told) for message in group.expect(RankReported, OPENING_SECONDS))
-        agreement = plan_ranks(self._config, declare_opened(model, model.name), (self._own, *others)).agreement
+        reports = self._own, *others
+        check_places(self._config, reports)
+        agreement = plan_ranks(self._config, declare_opened(model, model.name), reports).agreement
         group.send_all(RankPlanned(agreement.as_dict()))
         telling = self._tell_progress, self._tell_preparing
         built = build_share(self._config, model, self._own, agreement, *telling, self._connect)
@@ -206,7 +221,10 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
     config, rank = start.config, start.rank
     model = open_model(config.model, config.load_format, config.revision)
     try:
-        own = report(config, model, rank)
+        launched = find_launcher(config)
+        if launched is not None:
+            check_devices(config, launched)
+        own = report(config, model, rank, launched)
         server.send(RankReported(own.as_dict()))
         agreement = Agreement.of(server.expect(RankPlanned).told)
 
@@ -236,8 +254,9 @@ def build_share(
 ) -> BuiltRunner:
     """A rank's runner, once all have agreed."""
     rank = own.rank
+    own_config = replace(config, device=own.target.name)
     return build_runner(
-        *(rank_config(config, rank), model, on_progress, on_prepare),
+        *(own_config, model, on_progress, on_prepare),
         mesh=rank_meshes(config, agreement.cuts)[rank],
         target=agreement.target(rank, own.target),
         agreed=agreement.agreed,
@@ -246,22 +265,24 @@ def build_share(
     )
 
 
-def rank_config(config: EngineConfig, rank: int) -> EngineConfig:
-    """The same on the device of a rank: of GPUs, one each."""
+def rank_device(config: EngineConfig, rank: int, launched: Launched | None) -> str:
+    """The device of a rank: of GPUs, one each, counted in its node."""
     device, _ = choose_device(config)
     if device == "cpu":
-        return replace(config, device="cpu")
-    first = int(device.partition(":")[2])
-    count = torch.cuda.device_count()
-    return replace(config, device=f"cuda:{(first + rank) % count}")
+        return device
+    first, place = int(device.partition(":")[2]), rank if launched is None else launched.local_rank
+    return f"cuda:{(first + place) % torch.cuda.device_count()}"
 
 
-def check_devices(config: EngineConfig) -> None:
-    """More ranks than devices are refused before anything is started."""
+def check_devices(config: EngineConfig, launched: Launched | None = None) -> None:
+    """More ranks of this node than devices are refused before anything is started."""
     device, _ = choose_device(config)
     if device == "cpu" or os.environ.get(OVERLAPPING) == "1":
         return
-    first, count, asked = int(device.partition(":")[2]), torch.cuda.device_count(), config.num_ranks
+    first, count = int(device.partition(":")[2]), torch.cuda.device_count()
+    asked = config.num_ranks if launched is None else launched.num_local
+    if launched is not None and count == 1:
+        return  # a launcher may show each process one of its own; what they report says whether it did
     if first + asked > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
@@ -272,10 +293,33 @@ def check_devices(config: EngineConfig) -> None:
         )
 
 
-def report(config: EngineConfig, model: OpenModel, rank: int) -> RankReport:
+def check_places(config: EngineConfig, reports: Sequence[RankReport]) -> None:
+    """Two ranks on one GPU are refused; ranks of a stage on several nodes are told what that costs."""
+    on_device: dict[str, int] = {}
+    for report in reports:
+        first = on_device.setdefault(report.device, report.rank)
+        if first != report.rank and report.target.kind == "cuda" and os.environ.get(OVERLAPPING) != "1":
+            raise ConfigError(
+                f"ranks {first} and {report.rank} were to have a GPU each",
+                f"both are on {report.device}",
+                "have the launcher set LOCAL_RANK, or show every process a GPU of its own (CUDA_VISIBLE_DEVICES)",
+            )
+    size = config.tensor_parallel_size
+    stages = [reports[start : start + size] for start in range(0, len(reports), size)]
+    if any(len({report.node for report in stage}) > 1 for stage in stages):
+        log.warning(
+            "Ranks that share layers are on several nodes: two exchanges a layer go over the network. "
+            "Fewer ranks to a stage (tensor_parallel_size) and more stages (pipeline_parallel_size) send less."
+        )
+
+
+def report(config: EngineConfig, model: OpenModel, rank: int, launched: Launched | None = None) -> RankReport:
     """What a rank has to tell before all are planned."""
-    device = rank_config(config, rank).device
-    return report_rank(rank, device_target(device), headers_digest(model), device)
+    device = rank_device(config, rank, launched)
+    # Ranks of two nodes may both have cuda:0, and those that are told of as two nodes may be on one.
+    is_cpu = device == "cpu"
+    place = f"cpu of {node_name({})}" if is_cpu else f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    return report_rank(rank, device_target(device), headers_digest(model), place, node_name())
 
 
 def headers_digest(model: OpenModel) -> str:
@@ -292,8 +336,10 @@ def open_exchange(
     device = torch.device(plan.target.name)
     assert plan.exchange_needs is not None, f"{plan.mesh} exchanges nothing"
     opening = plan.mesh, plan.exchange_needs, place, device, ledger
-    if device.type == "cpu":
+    if plan.exchange_kind in ("gloo", "nccl"):
         return open_collectives(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
+    if plan.exchange_kind == "linked":
+        return open_linked(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)
     from holdfast.distributed.symmetric import open_symmetric  # its kernels are for GPUs
 
     return open_symmetric(*opening, timeout_s=PEER_SECONDS, secret=secret, check=check)

@@ -16,18 +16,19 @@ ranks. What is cut short, altered, repeated or foreign is refused with a sentenc
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from holdfast.config import EngineConfig
 from holdfast.engine.messages import Died, Heartbeat, Message, Refused, Shutdown, decode_message, encode_message
 from holdfast.errors import HoldfastError, MessageError
 from holdfast.memory.report import RankMemory
-from holdfast.request.sequence import NO_TOKEN, StepResult
-from holdfast.request.step import MAX_TOKEN_ID, Step, read_step, write_step
-from holdfast.request.wire import Reader, Writer, body_length, open_frame, refuse
+from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
+from holdfast.request.step import MAX_TOKEN_ID, Step, read_step, step_numbers, write_admitted
+from holdfast.request.wire import Reader, Writer, body_length, open_frame, pack_lists, refuse, seal
 
 MAX_RANK_BODY_BYTES = 2**26
 """More than the largest step with its admissions takes."""
@@ -124,25 +125,26 @@ _KINDS: dict[type, int] = {
     RankLook: 59,
 }
 _OTHERS = (Shutdown, Refused, Died, Heartbeat)
+_token_ids: Callable[[SequenceResult], tuple[int, ...]] = itemgetter(SequenceResult._fields.index("token_ids"))
 
 
 def encode_frame(results: Sequence[StepResult], step: Step, number: int) -> bytes:
     """A RankFrame as bytes, which are the same for every rank."""
     numbers: list[int] = []
     for result in results:
-        tokens = [one.token_ids for one in result.results]
-        flat = list(chain.from_iterable(tokens))
-        # One token each, as in nearly every step: then nobody is told how many each has.
-        is_plain = len(flat) == len(tokens) and all(tokens)
-        numbers.append(2 * len(tokens) + is_plain)
-        if not is_plain:
-            numbers += map(len, tokens)
-        numbers += flat
-    writer = Writer()
-    writer.int(number)
-    writer.ints(numbers)
-    write_step(writer, step)
-    return writer.frame(_FRAME_KIND)
+        try:
+            # One token each, as in nearly every step: then nobody is told how many each has.
+            flat = [token_id for (token_id,) in map(_token_ids, result.results)]
+            numbers += (2 * len(flat) + 1, *flat)
+        except ValueError:
+            tokens = list(map(_token_ids, result.results))
+            numbers += (2 * len(tokens), *map(len, tokens), *chain.from_iterable(tokens))
+    body = pack_lists(number, numbers, step.number, step_numbers(step))
+    if step.admitted:
+        writer = Writer()
+        write_admitted(writer, step)
+        body += writer.body()
+    return seal(_FRAME_KIND, body)
 
 
 def encode_rank_message(message: RankMessage, number: int) -> bytes:
@@ -231,7 +233,7 @@ def _read_frame(reader: Reader) -> RankFrame:
         num_items, is_plain = divmod(numbers[place], 2)
         place += 1
         if is_plain:
-            tokens = [(token_id,) for token_id in numbers[place : place + num_items]]
+            tokens = zip(numbers[place : place + num_items])
             place += num_items
         else:
             counts = numbers[place : place + num_items]

@@ -6,7 +6,7 @@
 
 **Death.** The thread sees at once where a channel ends, and silence after 1.5 s (engine/vital_signs.py). Then all ranks are killed
 and reaped, and whoever waits, or comes later, gets `EngineDeadError` with the rank and its words. It is also what beats the pulse
-of this process, by which the ranks watch rank 0; they are started by it, since a child that is to die with its parent dies with
+of this process, by which the ranks watch rank 0 (those of a launcher by a life line, engine/life_line.py); they are started by it, since a child that is to die with its parent dies with
 the thread that started it.
 """
 
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from holdfast.config import EngineConfig
 from holdfast.engine.channel import ChannelClosedError
 from holdfast.engine.child_process import Child
+from holdfast.engine.life_line import LifeLine
 from holdfast.engine.messages import Died, Heartbeat, Numbering, Refused, Shutdown
 from holdfast.engine.pulse import Pulse, open_pulse_file
 from holdfast.engine.rank_messages import (
@@ -133,6 +134,8 @@ class RankGroup:
         """
         self._changed = threading.Condition()
         self._links: list[_Link] = []
+        self._life_lines: list[LifeLine] = []
+        """To ranks that a launcher has started, which do not see this process's pulse."""
         self._death: str | None = None
         self._refusal: HoldfastError | None = None
         self._is_serving = False
@@ -176,7 +179,7 @@ class RankGroup:
         self.raise_if_dead()
         for link in self._links:
             try:
-                link.child.channel.send(lambda: frame, is_owner=False)
+                link.child.channel.send_frame(frame)
             except (ChannelClosedError, MessageError) as error:
                 self._await_death(error)
 
@@ -289,7 +292,9 @@ class RankGroup:
                 for rank in range(1, num_ranks):
                     self._links.append(_Link(rank, Child(command, PEER_SECONDS, (number,))))
             else:
-                self._links += [_Link(rank, peer) for rank, peer in enumerate(meet(), 1)]
+                peers = meet()
+                self._links += [_Link(rank, peer) for rank, peer in enumerate(peers, 1)]
+                self._life_lines += [peer.life_line for peer in peers]
         except BaseException as error:
             for link in self._links:
                 link.child.process.kill()
@@ -321,6 +326,8 @@ class RankGroup:
                 if now - looked_at >= LOOK_SECONDS:
                     looked_at = now
                     pulse.beat()
+                    for line in self._life_lines:
+                        line.beat()
                     for link in self._links:
                         link.signs.look()
                 self._look()

@@ -20,7 +20,8 @@ from holdfast.kernels.moe.hash_routing import route_by_table
 from holdfast.kernels.moe.normed_routing import route_normed
 from holdfast.kernels.moe.routing import ExpertOrder, Routing, order_experts, route_tokens
 from holdfast.layers.mlp import GatedMLP, MLPBuffers, RMSNorm
-from holdfast.layers.shared_experts import ExpertSharing
+from holdfast.layers.shared_experts import ExpertSharing, OwnPairs
+from holdfast.layers.shared_linear import add_part
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
@@ -133,15 +134,16 @@ class ExpertLayer:
             )
             route_by_table(buffers.logits_TE, table_VS, token_ids_T, self._routing, ids_TS, shares_TS, biases.router_E)
         if self._sharing is not None:
-            return self._multiply_shared(self._sharing, x_TH, buffers, out_TH)
+            made = self._multiply_shared(self._sharing, x_TH, buffers, is_coded=False)
+            return self._sharing.combine(made, out_TH)
         self._multiply(x_TH, buffers)
         shared_TH, logit_T1 = (None, None) if self.shared is None else self._share(self.shared, x_TH, buffers)
         return sum_experts(buffers.routed_PH, shares_TS, shared_TH, logit_T1, out_TH)
 
     def _multiply_shared(
-        self, sharing: ExpertSharing, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor
-    ) -> torch.Tensor:
-        """On ranks: the products of this one, and the sum of what all of them give.
+        self, sharing: ExpertSharing, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool
+    ) -> OwnPairs:
+        """On ranks: the products of this one.
 
         The expert that every row takes comes first: parts of routed pairs may lie where peers read, which it uses too.
         """
@@ -150,11 +152,11 @@ class ExpertLayer:
             shared_TX, logit_T1 = self._share(self.shared, x_TH, buffers)
         ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
         order = order_experts(ids_TS, len(self.router_EH), buffers.order, sharing.num_local)
-        active_PI = self._gate_and_up(x_TH, order, buffers, False, sharing.room_for_inputs(buffers.active_PI))
+        active_PI = self._gate_and_up(x_TH, order, buffers, is_coded, sharing.room_for_inputs(buffers.active_PI))
         active_PI = sharing.whole_inputs(active_PI)
         pairs_PX, bias_EX = sharing.room_for_pairs(buffers.routed_PH), self._biases.down_EH
         expert_linear(active_PI, self.down, order, pairs_PX, False, buffers.quantized, bias_EX)
-        return sharing.combine(pairs_PX, buffers.routed_PH, ids_TS, buffers.shares_TS, shared_TX, logit_T1, out_TH)
+        return OwnPairs(pairs_PX, buffers.routed_PH, ids_TS, buffers.shares_TS, shared_TX, logit_T1)
 
     @property
     def has_table(self) -> bool:
@@ -199,6 +201,9 @@ class ExpertLayer:
             # From the same logits: by scores, groups and their bias.
             route_tokens(buffers.logits_TE, self._routing, ids_TS, shares_TS, biases.router_E, biases.score_E)
         is_coded = codes is not None
+        if self._sharing is not None:
+            made = self._multiply_shared(self._sharing, finished_TH, buffers, is_coded)
+            return add_part(self._sharing.exchange, self._sharing.leave_part(made), x_TH, norm, scaled_TH, scratch)
         if len(x_TH) == 1 and self.shared is None and all(map(takes_deep_loads, (self.gate_up, self.down))):
             active_PI = self._gate_and_up(
                 finished_TH, order_experts(ids_TS, len(self.router_EH), buffers.order), buffers, is_coded

@@ -12,6 +12,8 @@ Rows are the same on all ranks, so that nothing is sent before the products: `di
 makes outputs whole. Where rows are apart (all-to-all) these two are what changes.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from holdfast.kernels.moe.expert_sum import sum_experts
@@ -19,12 +21,27 @@ from holdfast.kernels.moe.routing import local_ids
 from holdfast.layers.shared_linear import OutputSharing
 
 
+class OwnPairs(NamedTuple):
+    """What a rank has made of its pairs."""
+
+    pairs_PX: torch.Tensor
+    """What `room_for_pairs` gave, filled."""
+    routed_PH: torch.Tensor
+    """The buffer for pairs, whether or not they lie in it."""
+    ids_TS: torch.Tensor
+    """What `dispatch` gave."""
+    shares_TS: torch.Tensor
+    shared_TX: torch.Tensor | None
+    """Of the expert that every row takes, and the logit of its gate, each where there is one."""
+    shared_logit_T1: torch.Tensor | None
+
+
 class ExpertSharing:
     """One rank's part in a mixture of experts."""
 
     def __init__(self, outputs: OutputSharing, first_expert: int = 0, num_local: int | None = None) -> None:
         """A rank has `num_local` whole experts from `first_expert` on; None: a slice of each."""
-        self._exchange = outputs.exchange
+        self.exchange = outputs.exchange
         self._gathering = outputs.gathering
         self._first_expert = first_expert
         self.num_local = num_local
@@ -41,7 +58,7 @@ class ExpertSharing:
     @property
     def adds_bias(self) -> bool:
         """Whether biases behind the experts are added here; elsewhere they would be added more than once."""
-        return self._gathering is not None or self.has_whole_experts or self._exchange.rank == 0
+        return self._gathering is not None or self.has_whole_experts or self.exchange.rank == 0
 
     @property
     def keeps_columns(self) -> bool:
@@ -67,7 +84,7 @@ class ExpertSharing:
         """As much of a tensor as a rank's columns take, dense."""
         if not self.keeps_columns:
             return room_XH
-        num_rows, width = room_XH.shape[0], room_XH.shape[1] // self._exchange.size
+        num_rows, width = room_XH.shape[0], room_XH.shape[1] // self.exchange.size
         return room_XH.view(-1)[: num_rows * width].view(num_rows, width)
 
     def room_for_pairs(self, routed_PH: torch.Tensor) -> torch.Tensor:
@@ -77,33 +94,24 @@ class ExpertSharing:
         if self._gathering is None:
             return routed_PH
         num_pairs, hidden = routed_PH.shape
-        return self._exchange.room(num_pairs, hidden, routed_PH.dtype).zero_()
+        return self.exchange.room(num_pairs, hidden, routed_PH.dtype).zero_()
 
-    def combine(
-        self,
-        pairs_PX: torch.Tensor,
-        routed_PH: torch.Tensor,
-        ids_TS: torch.Tensor,
-        shares_TS: torch.Tensor,
-        shared_TX: torch.Tensor | None,
-        shared_logit_T1: torch.Tensor | None,
-        out_TH: torch.Tensor,
-    ) -> torch.Tensor:
-        """out = the sum over all experts of every row, on every rank; `pairs_PX` is what `room_for_pairs` gave, filled.
+    def leave_part(self, own: OwnPairs) -> torch.Tensor:
+        """Where ranks add up: this one's part of every row, in the last room."""
+        part_TH = self.exchange.room(own.shares_TS.shape[0], own.pairs_PX.shape[1], own.pairs_PX.dtype)
+        local_ids_TS = own.ids_TS if self.has_whole_experts else None
+        return sum_experts(own.pairs_PX, own.shares_TS, own.shared_TX, own.shared_logit_T1, part_TH, local_ids_TS)
 
-        `ids_TS` is what `dispatch` gave.
-        """
-        exchange, (num_rows, hidden) = self._exchange, out_TH.shape
+    def combine(self, own: OwnPairs, out_TH: torch.Tensor) -> torch.Tensor:
+        """out = the sum over all experts of every row, on every rank."""
+        exchange, (num_rows, hidden) = self.exchange, out_TH.shape
         if num_rows == 0:
             return out_TH
         if self._gathering is None:
-            part_TH = exchange.room(num_rows, hidden, out_TH.dtype)
-            local_ids_TS = ids_TS if self.has_whole_experts else None
-            sum_experts(pairs_PX, shares_TS, shared_TX, shared_logit_T1, part_TH, local_ids_TS)
-            return exchange.sum_rows(part_TH, out_TH)
+            return exchange.sum_rows(self.leave_part(own), out_TH)
         if self.sums_pairs:
-            exchange.sum_rows(pairs_PX, routed_PH)
-            return sum_experts(routed_PH, shares_TS, shared_TX, shared_logit_T1, out_TH)
+            exchange.sum_rows(own.pairs_PX, own.routed_PH)
+            return sum_experts(own.routed_PH, own.shares_TS, own.shared_TX, own.shared_logit_T1, out_TH)
         part_TX = exchange.room(num_rows, hidden // exchange.size, out_TH.dtype)
-        sum_experts(pairs_PX, shares_TS, shared_TX, shared_logit_T1, part_TX)
+        sum_experts(own.pairs_PX, own.shares_TS, own.shared_TX, own.shared_logit_T1, part_TX)
         return exchange.gather_columns(part_TX, out_TH)

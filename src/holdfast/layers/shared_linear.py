@@ -12,9 +12,10 @@ Nothing in here waits for the host, and nothing is allocated: parts lie where pe
 import torch
 
 from holdfast.distributed.exchange import Exchange
+from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.linear import linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-from holdfast.layers.mlp import Linear
+from holdfast.layers.mlp import Linear, RMSNorm
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
@@ -48,6 +49,20 @@ class Gathering:
         return self.exchange.gather_columns(part_TX, gathered_TY)
 
 
+def add_part(
+    exchange: Exchange,
+    part_TH: torch.Tensor,
+    x_TH: torch.Tensor,
+    norm: RMSNorm,
+    scaled_TH: torch.Tensor,
+    scratch: SmallBatchScratch,
+) -> NormedRows:
+    """On the fused decode path: x += the parts of all ranks, with the next norm deferred; `part_TH` is the last room."""
+    amax = None if scratch.amax is None else scratch.amax.normed
+    num_squares = exchange.add_rows(part_TH, x_TH, norm.weight_H, scaled_TH, scratch.squares, amax)
+    return NormedRows(scaled_TH, num_squares, norm.eps)
+
+
 class SummedLinear(Linear):
     """y = the sum over ranks of x @ weight.T, plus the bias once: the first rank adds it."""
 
@@ -55,7 +70,7 @@ class SummedLinear(Linear):
         self, weight_NK: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None, exchange: Exchange
     ) -> None:
         super().__init__(weight_NK, bias_N if exchange.rank == 0 else None)
-        self._exchange = exchange
+        self.exchange = exchange
 
     def __call__(
         self, x_TK: torch.Tensor, out_TN: torch.Tensor, quantized: QuantizedRows | None = None, is_coded: bool = False
@@ -63,9 +78,9 @@ class SummedLinear(Linear):
         num_rows, size_n = out_TN.shape
         if num_rows == 0:
             return out_TN
-        part_TN = self._exchange.room(num_rows, size_n, out_TN.dtype)
+        part_TN = self.exchange.room(num_rows, size_n, out_TN.dtype)
         linear(x_TK, self.weight_NK, self.bias_N, part_TN, quantized, is_coded)
-        return self._exchange.sum_rows(part_TN, out_TN)
+        return self.exchange.sum_rows(part_TN, out_TN)
 
 
 class GatheredLinear(Linear):

@@ -298,8 +298,9 @@ def embed_request(spec: ModelSpec, num_rows: int, dtype: str) -> Request:
 def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: WeightRecipe = AS_STORED) -> bool:
     """Whether small batches take the fused decode path, as model, type and device have it: bfloat16 on a GPU, norm first, gate with silu.
 
-    One rank has the layers, all of them; no index chooses tokens (DSA), no table their experts, the residual is one stream. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow. Two
-    more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
+    Ranks add up parts, and gather none (`exact` keeps the products of one rank); no index chooses tokens (DSA), no table their experts, the residual is one
+    stream. Weights beside experts are plain, or have eight bits and a scale a row. In float16 an x whose RMSNorm is deferred could overflow.
+    Two more have a say: the weights that were loaded (`declined` in models/fused_decode.py) and a step's rows (`fits_fused_decode`).
     """
     products = ((spec.hidden_size, spec.query_size),) if spec.latent is None else spec.attention_products
     widths = (*(size for shape in products for size in shape), *((spec.intermediate_size,) if spec.has_mlp else ()))
@@ -307,9 +308,7 @@ def takes_fused_decode(spec: ModelSpec, dtype: str, device_kind: str, recipe: We
     return (
         device_kind == "cuda"
         and dtype == "bfloat16"
-        and spec.num_ranks == 1
-        and spec.is_first_stage
-        and spec.is_last_stage
+        and not spec.gathers
         and (spec.latent is None or spec.latent.index is None)
         and spec.compressed is None
         and spec.streams is None
@@ -353,7 +352,8 @@ def fits_fused_decode(num_rows: int) -> bool:
 
 def fused_decode_request(spec: ModelSpec, recipe: WeightRecipe = AS_STORED) -> Request:
     """Sums of squares by block, partial sums of split-K, counters of splits that have arrived; and amax, where weights are quantized."""
-    widest = max(spec.vocab_size, *(size_n for size_n, _ in spec.attention_products))
+    head = spec.vocab_size if spec.is_last_stage else 0
+    widest = max(head, *(size_n for size_n, _ in spec.attention_products))
     num_squares = max(
         FUSED_DECODE_ROWS * -(-spec.hidden_size // SMALL_BATCH_BLOCK_N), -(-spec.hidden_size // GEMV_MIN_BLOCK_N)
     )

@@ -2,6 +2,10 @@
 
 T rows, H hidden, X any other width
 
+Where ranks share layers (tensor parallel), a residual product leaves its part where peers read, and the sum of all parts is added
+to the stream with the next norm deferred: x has the same bits on every rank. A stage of a pipeline begins with the stream that it
+received, and ends with the one that it sends.
+
 `takes_fused_decode` (models/activations.py) says which models take it, `declined` which weights do not, and
 `fits_fused_decode` which steps of a model that does.
 """
@@ -20,27 +24,31 @@ from holdfast.kernels.gemm.deferred_rms_norm import (
     defer_rms_norm,
     row_amax,
 )
-from holdfast.kernels.gemm.small_batch import linear_add, normed_linear
+from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear
 from holdfast.kernels.gemm.small_batch_quantized import takes_weight
 from holdfast.kernels.geometry import NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear, MLPBuffers, RMSNorm
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
+from holdfast.layers.shared_linear import GatheredLinear, SummedLinear, add_part
 from holdfast.models.decoder_layer import DecoderLayer, Norm
 from holdfast.models.model import Stream
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 
-def declined(
-    layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | QuantizedWeight, num_ranks: int = 1
-) -> str | None:
-    """None, or why these weights of a model that `takes_fused_decode` cannot: all must be plain, or all have eight bits and scales by row."""
-    if num_ranks > 1:
-        return f"{num_ranks} ranks add up their parts behind a product, and this path adds the residual inside of it"
+def declined(layers: Sequence[DecoderLayer[Any]], head: torch.Tensor | QuantizedWeight | None) -> str | None:
+    """None, or why these weights of a model that `takes_fused_decode` cannot: all must be plain, or all have eight bits and scales by row.
+
+    `head` is None where another stage has it.
+    """
     blocks = [layer.mlp for layer in layers]
     if any(isinstance(block, ExpertLayer) and block.has_table for block in blocks):
         return "experts of some layer come from a table by token id, and this path has no token ids"
     if any(isinstance(block, GatedMLP) and block.limit is not None for block in blocks):
         return "the MLP of some layer has a limit on its gate, and this path has none"
+    if any(isinstance(layer.attention.o, GatheredLinear) for layer in layers):
+        return (
+            "ranks gather (exact), so that every number is computed as one rank alone computes it on the ordinary way"
+        )
     weights = [weight for layer in layers for weight in _products(layer)]
     plain = sum(isinstance(weight, torch.Tensor) for weight in weights)
     code_dtypes = {weight.scheme.code_dtype for weight in weights if isinstance(weight, QuantizedWeight)}
@@ -69,15 +77,22 @@ class FusedDecode:
         self,
         layers: Sequence[DecoderLayer[Any]],
         final_norm: Norm | None,
-        head: torch.Tensor | QuantizedWeight,
+        head: torch.Tensor | QuantizedWeight | None,
         scratch: SmallBatchScratch,
     ) -> None:
+        """Norm and head are None where another stage has them."""
         self._layers = layers
-        self._norms = [*(layer.attn_norm for layer in layers[1:]), final_norm]
+        # Behind the last layer of a stage a norm is deferred in vain: the stream alone goes on.
+        self._norms = [*(layer.attn_norm for layer in layers[1:]), final_norm or layers[-1].mlp_norm]
         self._head = head
         self.scratch = scratch
 
-    def logits(
+    def logits(self, rows: NormedRows, logits_TV: torch.Tensor) -> torch.Tensor:
+        """float32 logits of every row behind the last layer, into `logits_TV`."""
+        assert self._head is not None, "the head is in another stage"
+        return normed_linear(rows, self._head, None, False, logits_TV, self.scratch)
+
+    def run_layers(
         self,
         batch: Batch,
         plan: Any,  # noqa: ANN401 the backend's own type
@@ -85,9 +100,8 @@ class FusedDecode:
         attention_buffers: Callable[[int], Any],
         mlp_buffers: Callable[[int], MLPBuffers],
         expert_buffers: Callable[[int], ExpertBuffers],
-        logits_TV: Callable[[int], torch.Tensor],
-    ) -> torch.Tensor:
-        """float32 logits of every row. `stream` is as `embed` leaves it."""
+    ) -> NormedRows:
+        """All layers of this stage: x of the stream, which is as `embed` leaves it, and the norm of it deferred."""
         x_TH, scaled_TH, delta_TH, _ = stream
         scratch, num_rows = self.scratch, batch.num_rows
         norm = _rms(self._layers[0].attn_norm)
@@ -97,17 +111,17 @@ class FusedDecode:
             buffers = attention_buffers(num_rows)
             attended_TX = attention.attend_normed(rows, batch, plan, buffers, scratch)
             amax = self._input_amax(attended_TX, attention.o)
-            rows = self._add(attended_TX, attention.o, x_TH, _rms(layer.mlp_norm), scaled_TH, amax)
+            rows = self._add(attended_TX, attention.o, stream, _rms(layer.mlp_norm), amax)
             if isinstance(mlp, GatedMLP):
                 active_TI = mlp_buffers(num_rows).active_TI
                 normed_linear(rows, mlp.gate_up.weight_NK, mlp.gate_up.bias_N, True, active_TI, scratch)
                 amax = None if scratch.amax is None else RowAmax(scratch.amax.gated, NUM_GATE_AMAX)
-                rows = self._add(active_TI, mlp.down, x_TH, after, scaled_TH, amax)
+                rows = self._add(active_TI, mlp.down, stream, after, amax)
             else:
                 assert isinstance(mlp, ExpertLayer), f"{mlp} is neither gated nor experts"
                 routing = expert_buffers(num_rows)
                 rows = mlp.add_normed(rows, routing, x_TH, after, scaled_TH, delta_TH, scratch)
-        return normed_linear(rows, self._head, None, False, logits_TV(num_rows), scratch)
+        return rows
 
     def _input_amax(self, a_TX: torch.Tensor, product: Linear) -> RowAmax | None:
         """The amax of what a residual product takes from elsewhere; those of the gate that follows are cleared on the way."""
@@ -120,13 +134,17 @@ class FusedDecode:
         self,
         a_TX: torch.Tensor,
         product: Linear,
-        x_TH: torch.Tensor,
+        stream: Stream,
         norm: RMSNorm,
-        scaled_TH: torch.Tensor,
         amax: RowAmax | None,
     ) -> NormedRows:
-        weight, bias_N = product.weight_NK, product.bias_N
-        return linear_add(a_TX, weight, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, self.scratch, amax)
+        """x += the product, of all ranks together where they share it, with the next norm deferred."""
+        weight, bias_N, (x_TH, scaled_TH, _, _) = product.weight_NK, product.bias_N, stream
+        if not isinstance(product, SummedLinear):
+            return linear_add(a_TX, weight, bias_N, x_TH, norm.weight_H, norm.eps, scaled_TH, self.scratch, amax)
+        part_TH = product.exchange.room(x_TH.shape[0], x_TH.shape[1], x_TH.dtype)
+        small_batch_linear(a_TX, weight, bias_N, part_TH, self.scratch, amax)
+        return add_part(product.exchange, part_TH, x_TH, norm, scaled_TH, self.scratch)
 
 
 def make_scratch(held: Mapping[str, torch.Tensor]) -> SmallBatchScratch:

@@ -78,30 +78,23 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
 
     def step_logits(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again; none before the last stage."""
-        if not self._spec.is_last_stage:
-            return self.hidden(batch, plan)
         if self.fused is not None and batch.logits is None and activations.fits_fused_decode(batch.num_rows):
             return self._fused_logits(batch, plan, self.fused)
-        return self.logits(self.hidden(batch, plan))
+        hidden_RH = self.hidden(batch, plan)
+        return self.logits(hidden_RH) if self._spec.is_last_stage else hidden_RH
 
     def _fused_logits(self, batch: Batch, plan: Any, fused: FusedDecode) -> torch.Tensor:  # noqa: ANN401
-        """The same on the fused decode path."""
-        return fused.logits(
-            batch,
-            plan,
-            self.embed(batch),
-            self._attention_buffers,
-            self._mlp_buffers,
-            self._expert_buffers,
-            lambda num_rows: self._acquire(activations.head_request(self._spec, num_rows, self._dtype))["logits"],
-        )
+        """The same on the fused decode path; stages need not agree on it, since what goes between them is the stream."""
+        stream, buffers = self.embed(batch), (self._attention_buffers, self._mlp_buffers, self._expert_buffers)
+        rows = fused.run_layers(batch, plan, stream, *buffers)
+        if not self._spec.is_last_stage:
+            return self._send(stream)
+        head = self._acquire(activations.head_request(self._spec, batch.num_rows, self._dtype))
+        return fused.logits(rows, head["logits"])
 
     def fused_decode_declined(self) -> str | None:
         """None, or why what was loaded cannot take the fused decode path, in words."""
-        if self._head_VE is None or not self._spec.is_first_stage:
-            return "this is one stage of a pipeline, and the path goes from the embedding to the head"
-        num_ranks = 1 if self._exchange is None else self._exchange.size
-        return fused_decode.declined(self._layers, self._head_VE, num_ranks)
+        return fused_decode.declined(self._layers, self._head_VE)
 
     def _fused_decode(self) -> FusedDecode | None:
         """The fused decode path, unless what was loaded cannot take it."""
@@ -109,7 +102,6 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         if reason is not None:
             log.info("small batches do not take the fused decode path because %s", reason)
             return None
-        assert self._head_VE is not None, "declined without a head"
         scratch = fused_decode.make_scratch(self._acquire(activations.fused_decode_request(self._spec, self._recipe)))
         return FusedDecode(self._layers, self._final_norm, self._head_VE, scratch)
 

@@ -1,4 +1,4 @@
-"""What is made before a model can answer, kernels and graphs, and how far it is; no torch."""
+"""What is made or compared before a model can answer, kernels, graphs, products, and how far it is; no torch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Preparing(NamedTuple):
 
 
 OnPrepare = Callable[[Preparing], None]
-"""Told where something is made that a later start may find made; never where there is nothing to wait for."""
+"""Told where somebody waits for what is made, or compared, before a model can answer; never where there is nothing to wait for."""
 
 
 def prepare_silently(preparing: Preparing) -> None:

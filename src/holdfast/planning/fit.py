@@ -10,7 +10,7 @@ from holdfast.cache.compressed import StateKind
 from holdfast.cache.groups import CacheGroup, unrewindable
 from holdfast.cache.spec import CacheSpec
 from holdfast.config import NGRAM, EngineConfig, Limits
-from holdfast.distributed.exchange_plan import ExchangeKind, ExchangeNeeds
+from holdfast.distributed.exchange_plan import ExchangeKind, ExchangeNeeds, find_exchange, planned_nodes
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import PAGE_PHASES, MemoryPlan, Term, plan_memory
@@ -19,6 +19,7 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.memory.workspace_plan import WorkspacePlan
 from holdfast.models.activations import Request
 from holdfast.models.declared_model import DeclaredModel
+from holdfast.planning.exactness import refuse_inequality, refuse_variant_attention, refuse_variant_weights
 from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
@@ -35,6 +36,8 @@ class Agreed(NamedTuple):
     max_model_len: int
     num_pages: int | None = None
     """None: not settled yet."""
+    exchange: ExchangeKind | None = None
+    """None: as ranks would that are spread evenly over the nodes of the config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class PlanRequest:
     """What loading holds beside the weights, or who knows it once dtype and recipe are settled; None: the most that it may."""
     agreed: Agreed | None = None
     """What all ranks have settled together; None: this one is asked what it would have by itself."""
+    exchange: ExchangeKind | None = None
+    """How ranks exchange, where that is known before all else."""
     _settled: list[tuple[Layout, Resolved]] = field(default_factory=list, init=False, compare=False, repr=False)
     """What the request became: everything that is asked of it later goes on from there."""
 
@@ -237,6 +242,7 @@ def unfitting_runner(request: PlanRequest) -> RunnerPlan:
 
 def _runner_plan(request: PlanRequest, fit: Fit) -> RunnerPlan:
     layout, resolved = fit.layout, fit.resolved
+    refuse_variant_attention(request.config, request.declared, resolved, fit.needs.declaration)
     return RunnerPlan(
         declared=request.declared,
         resolved=resolved,
@@ -347,11 +353,13 @@ def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
     if not request._settled:
         request.declared.check_ranks(request.mesh)
         resolved = resolve(request.config, request.declared, request.target)
+        refuse_variant_weights(request.config, resolved, request.target)
+        refuse_inequality(request.config, request.declared, resolved, request.target, request.mesh)
         staging = request.staging(resolved) if callable(request.staging) else request.staging
         agreed, eager = request.agreed, request.config.enforce_eager
         num_pages = None if agreed is None else agreed.num_pages
-        invariant = request.config.batch_invariant
-        layout = Layout(request.declared, request.target, request.mesh, eager, staging, num_pages, invariant)
+        invariant, kind = request.config.batch_invariant, _exchange_kind(request)
+        layout = Layout(request.declared, request.target, request.mesh, eager, staging, num_pages, invariant, kind)
         if agreed is not None:
             if agreed.max_model_len != resolved.limits.max_model_len:
                 resolved = resolved.with_max_model_len(agreed.max_model_len, AGREED_CONTEXT)
@@ -359,6 +367,14 @@ def settle(request: PlanRequest) -> tuple[Layout, Resolved]:
         _check_rewinding(layout, resolved)
         request._settled.append((layout, resolved))
     return request._settled[0]
+
+
+def _exchange_kind(request: PlanRequest) -> ExchangeKind:
+    """As ranks have agreed on by where they are; of devices that are not here, as the config says."""
+    agreed, mesh = request.agreed, request.mesh
+    nodes = planned_nodes(mesh.num_ranks, request.config.nnodes)
+    known = request.exchange or (None if agreed is None else agreed.exchange)
+    return known or find_exchange(request.target.kind, nodes, mesh.tensor_size)
 
 
 def _check_rewinding(layout: Layout, resolved: Resolved) -> None:

@@ -16,6 +16,7 @@ from json import dumps
 from typing import Any, NamedTuple
 
 from holdfast.config import EngineConfig
+from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, shown
 from holdfast.memory.sizes import format_bytes
@@ -42,6 +43,8 @@ class RankReport(NamedTuple):
     versions: Mapping[str, str]
     model: str
     """A digest of what the model's headers say."""
+    node: str = ""
+    """Which node it is on: ranks with another one are reached over a network."""
 
     def as_dict(self) -> dict[str, Any]:
         """As values of JSON."""
@@ -53,12 +56,12 @@ class RankReport(NamedTuple):
         target = dict(told["target"])
         capability = target.pop("capability")
         own = Target(**target, capability=None if capability is None else (capability[0], capability[1]))
-        return cls(told["rank"], own, told["device"], told["versions"], told["model"])
+        return cls(told["rank"], own, told["device"], told["versions"], told["model"], told["node"])
 
 
-def report_rank(rank: int, target: Target, model: str, device: str = "") -> RankReport:
+def report_rank(rank: int, target: Target, model: str, device: str = "", node: str = "") -> RankReport:
     """The report of this process; `device` is left out where ranks of one name are on one device."""
-    return RankReport(rank, target, device or target.name, installed_versions(), model)
+    return RankReport(rank, target, device or target.name, installed_versions(), model, node)
 
 
 def installed_versions() -> dict[str, str]:
@@ -98,11 +101,13 @@ class Agreement(NamedTuple):
     """Of each rank: how many ranks share its device."""
     summaries: tuple[Mapping[str, Any], ...]
     """Of each rank: what its plan must be."""
+    exchange: ExchangeKind
+    """How they exchange, which follows from the nodes that they are on."""
 
     @property
     def agreed(self) -> Agreed:
         """For a rank's own `PlanRequest`."""
-        return Agreed(self.max_model_len, self.num_pages)
+        return Agreed(self.max_model_len, self.num_pages, self.exchange)
 
     def target(self, rank: int, target: Target) -> Target:
         """What a rank may count on of the device that it reported."""
@@ -126,6 +131,7 @@ class Agreement(NamedTuple):
             None if cuts is None else tuple((first, last) for first, last in cuts),
             tuple(told["num_sharing"]),
             tuple(told["summaries"]),
+            told["exchange"],
         )
 
 
@@ -147,12 +153,15 @@ def plan_ranks(config: EngineConfig, declared: DeclaredModel, reports: Sequence[
     """Every rank's plan, with the pages and the context of the one that has least; whatever does not fit or match raises."""
     _refuse_unlike_reports(config, reports)
     check_ranks(config, declared)
+    check_nodes(config, reports)
+    nodes = [report.node for report in reports]
+    kind = find_exchange(reports[0].target.kind, nodes, config.tensor_parallel_size)
     counts = Counter(report.device for report in reports)
     num_sharing = tuple(counts[report.device] for report in reports)
     targets = [shared_target(report.target, count) for report, count in zip(reports, num_sharing, strict=True)]
-    cuts = cut_stages(config, declared, targets)
+    cuts = cut_stages(config, declared, targets, kind)
     requests = [
-        PlanRequest(config, declared, target, mesh)
+        PlanRequest(config, declared, target, mesh, exchange=kind)
         for target, mesh in zip(targets, rank_meshes(config, cuts), strict=True)
     ]
     longest = [plan.resolved.limits.max_model_len for plan in _each(requests)]
@@ -162,7 +171,19 @@ def plan_ranks(config: EngineConfig, declared: DeclaredModel, reports: Sequence[
     plans = _each(requests)
     summaries = tuple(plan_summary(plan) for plan in plans)
     _refuse_unlike_plans(summaries)
-    return RankPlans(plans, Agreement(min(longest), min(least), cuts, num_sharing, summaries), least)
+    agreement = Agreement(min(longest), min(least), cuts, num_sharing, summaries, kind)
+    return RankPlans(plans, agreement, least)
+
+
+def check_nodes(config: EngineConfig, reports: Sequence[RankReport]) -> None:
+    """Raise where ranks are not on as many nodes as were asked for."""
+    num_nodes = len({report.node for report in reports})
+    if config.nnodes not in (None, num_nodes):
+        raise ConfigError(
+            f"nnodes={config.nnodes} was asked",
+            f"the {len(reports)} ranks are on {num_nodes}: a launcher decides where they are, and without one they are all here",
+            f"start {config.nnodes} nodes with torchrun, or leave nnodes out",
+        )
 
 
 def worst_request(
@@ -175,9 +196,14 @@ def worst_request(
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     check_ranks(config, declared)
     first = report_rank(0, target, declared.name)
-    is_shared = target.kind == "cpu"
+    is_shared, nodes = target.kind == "cpu", planned_nodes(num_ranks, config.nnodes)
     reports = [
-        first._replace(rank=rank, device="cpu" if is_shared else f"{target.name} {rank}") for rank in range(num_ranks)
+        first._replace(
+            rank=rank,
+            device="cpu" if is_shared else f"{target.name} {rank}",
+            node=str(nodes[rank]),
+        )
+        for rank in range(num_ranks)
     ]
     own = shared_target(target, num_ranks if is_shared else 1)
     cuts = cut_stages(config, declared, [own] * num_ranks)
@@ -192,6 +218,13 @@ def worst_request(
 
 def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:
     """What cannot be shared by so many ranks raises, whatever memory they have."""
+    num_ranks = config.num_ranks
+    if config.nnodes is not None and config.nnodes > num_ranks:
+        raise ConfigError(
+            f"nnodes={config.nnodes} was asked",
+            f"there {'is one rank' if num_ranks == 1 else f'are {num_ranks} ranks'}, and every node has one at least",
+            f"take {num_ranks} or fewer, or leave it out",
+        )
     declared.check_ranks(rank_meshes(config)[0])
     if config.enable_expert_parallel and (declared.spec is None or declared.spec.experts is None):
         raise ConfigError(
@@ -204,12 +237,14 @@ def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:
         declared.check_ranks(Mesh(num_stages=num_stages))
 
 
-def cut_stages(config: EngineConfig, declared: DeclaredModel, targets: Sequence[Target]) -> Cuts | None:
+def cut_stages(
+    config: EngineConfig, declared: DeclaredModel, targets: Sequence[Target], exchange: ExchangeKind | None = None
+) -> Cuts | None:
     """The layers of each stage, for ranks with this memory; None where there is one stage."""
     num_stages, size = config.pipeline_parallel_size, config.tensor_parallel_size
     if num_stages == 1:
         return None
-    costs = stage_costs(config, declared, targets)
+    costs = stage_costs(config, declared, targets, exchange)
     heads = declared.declaration.heads(rank_meshes(config)[0])
     shared = frozenset() if heads is None else heads.shared_layers
     cuts = best_cuts(declared.num_layers, num_stages, costs.count_pages, costs.weigh, shared)
@@ -224,7 +259,9 @@ def cut_stages(config: EngineConfig, declared: DeclaredModel, targets: Sequence[
     return cuts
 
 
-def stage_costs(config: EngineConfig, declared: DeclaredModel, targets: Sequence[Target]) -> StageCosts:
+def stage_costs(
+    config: EngineConfig, declared: DeclaredModel, targets: Sequence[Target], exchange: ExchangeKind | None = None
+) -> StageCosts:
     """What layers cost in each stage, by the rank of it that may take least."""
     size = config.tensor_parallel_size
     by_rank = [(resolve(config, declared, target), target) for target in targets]
@@ -234,7 +271,8 @@ def stage_costs(config: EngineConfig, declared: DeclaredModel, targets: Sequence
     ]
     resolved, own = [one for one, _ in smallest], [target for _, target in smallest]
     return StageCosts(
-        *(declared, rank_meshes(config)[0], own, resolved, config.enforce_eager), is_invariant=config.batch_invariant
+        *(declared, rank_meshes(config)[0], own, resolved, config.enforce_eager, config.batch_invariant),
+        exchange or find_exchange(targets[0].kind, planned_nodes(len(targets), config.nnodes), size),
     )
 
 
@@ -287,6 +325,7 @@ def plan_summary(plan: RunnerPlan) -> dict[str, Any]:
     choices = {one.name: one.value for one in resolved.choices if one.name not in OWN_CHOICES}
     settled = {
         "dtype": resolved.dtype,
+        "exchange": plan.exchange_kind,
         "kv_cache_dtype": resolved.kv_format.name,
         "attention": "none" if plan.declaration is None else plan.declaration.name,
         "max_num_seqs": limits.max_num_seqs,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from holdfast.distributed.exchange_plan import ExchangeKind
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.planner import PAGE_PHASES
 from holdfast.models.declared_model import DeclaredModel
@@ -98,10 +99,12 @@ class StageCosts:
         resolved: Sequence[Resolved],
         enforce_eager: bool,
         is_invariant: bool = False,
+        exchange: ExchangeKind = "symmetric",
     ) -> None:
         """`mesh` stands for the ranks of a stage; of targets and what is resolved for them there is one a stage, the smallest."""
         self._declared, self._mesh, self._targets, self._resolved = declared, mesh, targets, resolved
         self._enforce_eager, self._is_invariant = enforce_eager, is_invariant
+        self._exchange: ExchangeKind = exchange
         self._sums, self._ends = _weigh_layers(declared, mesh, resolved[0])
         self._kinds = _layer_kinds(declared, mesh, resolved[0])
         self._known: dict[object, tuple[int, int]] = {}
@@ -132,6 +135,7 @@ class StageCosts:
             layout = Layout(
                 *(self._declared, self._targets[stage], mesh, self._enforce_eager, None),
                 is_invariant=self._is_invariant,
+                exchange_kind=self._exchange,
             )
             terms = needs_beside_weights(layout, self._resolved[stage]).terms
             beside = max(sum(term.num_bytes for term in terms if phase in term.phases) for phase in PAGE_PHASES)

@@ -25,7 +25,13 @@ from holdfast.cache.compressed import StateKind, state_terms
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
 from holdfast.config import Limits
-from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeKind, ExchangeNeeds, exchange_terms
+from holdfast.distributed.exchange_plan import (
+    CHOICE_FIELDS,
+    ExchangeKind,
+    ExchangeNeeds,
+    can_be_captured,
+    exchange_terms,
+)
 from holdfast.distributed.mesh import Mesh
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
 from holdfast.memory.devices import SPLIT_K_BYTES
@@ -307,8 +313,6 @@ ROUNDING_BYTES = 26 * 2**20
 """What torch's allocator holds beyond what it was asked for: arenas in whole 2 MiB, small ones in 20 MiB; measured.
 
 No other term has a share of it: owners are planned at the bytes that they ask for."""
-NODE_GPUS = 8
-"""That are linked so that each reads the memory of all."""
 STAGING_BYTES = 64 * 2**20
 """Most that loading may hold on a GPU beside the final weights."""
 
@@ -348,13 +352,8 @@ class Layout(NamedTuple):
     """As many as every rank has; None: as many as fit."""
     is_invariant: bool = False
     """Products do not depend on their company (batch_invariant): cuBLAS has no workspace to split them along K in."""
-
-    @property
-    def exchange_kind(self) -> ExchangeKind:
-        """How ranks exchange: through each other's memory on one node, by NCCL where there are more GPUs than one has."""
-        if self.target.kind == "cpu":
-            return "gloo"
-        return "symmetric" if self.mesh.num_ranks <= NODE_GPUS else "nccl"
+    exchange_kind: ExchangeKind = "symmetric"
+    """With other ranks, where there are any."""
 
     @property
     def all_layers(self) -> "Layout":
@@ -497,8 +496,7 @@ def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
         *_device_terms(
             layout,
             resolved,
-            # Rows go from stage to stage outside of any graph.
-            (declaration is None or declaration.can_be_captured) and layout.mesh.num_stages == 1,
+            (declaration is None or declaration.can_be_captured) and can_be_captured(layout.exchange_kind, layout.mesh),
         ),
     ]
     exchange = exchange_needs(layout, resolved)

@@ -14,6 +14,7 @@ sequences in place of slots.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.step import NO_STEP, Step
@@ -139,9 +140,8 @@ class TokenLogprobs:
     """(token id, log-probability), most likely first."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
-    """One sequence's part of a step."""
+class SequenceResult(NamedTuple):
+    """One sequence's part of a step. One for every token of a step, on every rank: therefore a tuple."""
 
     token_ids: tuple[int, ...] = ()
     """The accepted proposals and one token more, or that one alone, which may be NO_TOKEN; none where the step did not

@@ -12,8 +12,11 @@ there (runner/slots.py) before anything has changed.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
-from itertools import starmap
+from functools import partial
+from itertools import compress, repeat
+from operator import ge
 from typing import NamedTuple
 
 from holdfast.errors import MessageError, RequestError
@@ -22,6 +25,9 @@ from holdfast.request.wire import Reader, Writer, open_frame, refuse
 
 STEP_KIND = 1
 MAX_TOKEN_ID = 2**31 - 1
+MAX_GROUPS = 64
+_HOLE = -1
+"""In place of a page (HOLE of cache/groups.py): counted from there no page is below 0."""
 _WORD = 2**63
 
 
@@ -51,8 +57,8 @@ class StepItem(NamedTuple):
     samples: bool
     """The step reaches its last token, known or coming, so that the next one is chosen."""
     pages: tuple[tuple[int, ...], ...] = ()
-    """By cache group, what is new at the end of each page table; () where no group has anything new. HOLE (-1) stands for
-    a place behind a window."""
+    """By cache group, what is new at the end of each page table; () where no group has anything new. HOLE stands for a place
+    behind a window."""
     proposals: tuple[int, ...] = ()
     """What is guessed to follow the last token: the last of the new tokens."""
 
@@ -85,25 +91,35 @@ def encode_step(step: Step) -> bytes:
 def write_step(writer: Writer, step: Step) -> None:
     """The same as part of another message."""
     writer.int(step.number)
-    writer.ints(step.released)
-    writer.int(len(step.admitted))
-    for admitted in step.admitted:
-        _write_admitted(writer, admitted)
+    writer.ints(step_numbers(step))
+    write_admitted(writer, step)
+
+
+def step_numbers(step: Step) -> list[int]:
+    """All of a step but its number and what is admitted."""
     items = step.items
+    num_items = len(items)
     # Column by column, which takes a third of the time: a step goes to other ranks while they wait for it.
     slots, starts, counts, samples, all_pages, all_proposals = zip(*items, strict=True) if items else ((),) * 6
-    writer.ints((*slots, *starts, *counts, *samples))
+    # One token each, and the next one chosen, as in nearly every step: then counts and samples are not told.
+    is_decode = counts.count(1) == num_items and samples.count(True) == num_items
     # Few sequences bring pages or proposals in a step, so these are listed by the place of their item.
-    grown = [place for place, pages in enumerate(all_pages) if pages] if any(all_pages) else []
-    guessed = [place for place, own in enumerate(all_proposals) if own] if any(all_proposals) else []
-    writer.ints(grown)
-    for place in grown:
-        writer.int(len(items[place].pages))
-        for pages in items[place].pages:
-            writer.ints(pages)
-    writer.ints(guessed)
-    for place in guessed:
-        writer.ints(items[place].proposals)
+    grown = list(compress(items, all_pages)) if all_pages.count(()) < num_items else []
+    guessed = list(compress(items, all_proposals)) if all_proposals.count(()) < num_items else []
+    head = len(step.admitted), 2 * num_items + is_decode, len(grown), len(guessed), len(step.released)
+    numbers = [*head, *step.released, *slots, *starts]
+    if not is_decode:
+        numbers += (*counts, *samples)
+    if guessed:
+        numbers += compress(range(num_items), all_proposals)
+        numbers += [len(item.proposals) for item in guessed]
+        numbers += [token_id for item in guessed for token_id in item.proposals]
+    if grown:
+        numbers += compress(range(num_items), all_pages)
+        numbers += [len(item.pages) for item in grown]
+        numbers += [len(pages) for item in grown for pages in item.pages]
+        numbers += [page - _HOLE for item in grown for pages in item.pages for page in pages]
+    return numbers
 
 
 def decode_step(frame: bytes) -> Step:
@@ -119,43 +135,91 @@ def decode_step(frame: bytes) -> Step:
 def read_step(reader: Reader) -> Step:
     """What `write_step` wrote."""
     number = reader.int(1)
-    released = reader.ints(0, MAX_TOKEN_ID)
-    admitted = tuple(_read_admitted(reader) for _ in range(reader.int(0, MAX_TOKEN_ID)))
-    numbers = reader.ints(0, MAX_TOKEN_ID)
-    if len(numbers) % 4:
-        refuse(f"{len(numbers)} numbers describe its sequences, and each takes 4")
-    num_items = len(numbers) // 4
-    pages = {
-        place: tuple(reader.ints(-1, MAX_TOKEN_ID) for _ in range(reader.int(1, 64)))
-        for place in _places(reader, num_items)
-    }
-    proposals = {place: reader.ints(0, MAX_TOKEN_ID) for place in _places(reader, num_items)}
-    columns = [numbers[nth * num_items : (nth + 1) * num_items] for nth in range(4)]
-    if max(columns[3], default=0) > 1:
-        slot = columns[0][next(place for place, times in enumerate(columns[3]) if times > 1)]
-        refuse(f"its sequence in slot {slot} samples {max(columns[3])} times")
-    items = list(starmap(StepItem, zip(*columns[:3], map(bool, columns[3]), strict=True)))
-    for place in {**pages, **proposals}:
-        items[place] = items[place]._replace(pages=pages.get(place, ()), proposals=proposals.get(place, ()))
-    return Step(number, released, admitted, tuple(items))
+    numbers = _Numbers(reader.ints(0, MAX_TOKEN_ID))
+    num_admitted, num_items, num_grown, num_guessed, num_released = numbers.take(5)
+    num_items, is_decode = divmod(num_items, 2)
+    released = numbers.take(num_released)
+    slots, starts = numbers.take(num_items), numbers.take(num_items)
+    counts = repeat(1, num_items) if is_decode else numbers.take(num_items)
+    samples = repeat(True, num_items) if is_decode else _as_bools(slots, numbers.take(num_items))
+    proposals = _read_proposals(numbers, num_guessed, num_items) if num_guessed else repeat((), num_items)
+    pages = _read_pages(numbers, num_grown, num_items) if num_grown else repeat((), num_items)
+    items = tuple(map(_new_item, zip(slots, starts, counts, samples, pages, proposals, strict=True)))
+    numbers.end()
+    admitted = tuple(_read_admitted(reader) for _ in range(num_admitted))
+    return Step(number, released, admitted, items)
 
 
-def _places(reader: Reader, num_items: int) -> tuple[int, ...]:
-    places = reader.ints(0, max(num_items - 1, 0))
-    if list(places) != sorted(set(places)) or (places and not num_items):
-        refuse(f"it lists places {list(places)[:8]} of {num_items} sequences out of order")
-    return places
+def _read_proposals(numbers: "_Numbers", num_guessed: int, num_items: int) -> list[tuple[int, ...]]:
+    """Of each item."""
+    proposals: list[tuple[int, ...]] = [()] * num_items
+    for place, count in zip(numbers.places(num_guessed, num_items), numbers.take(num_guessed), strict=True):
+        proposals[place] = numbers.take(count)
+    return proposals
 
 
-def _write_admitted(writer: Writer, admitted: Admitted) -> None:
-    writer.int(admitted.slot)
-    writer.int(admitted.sequence_id)
-    writer.ints(admitted.token_ids)
-    writer.int(admitted.num_prompt_tokens)
-    write_params(writer, admitted.params)
-    writer.int(admitted.seed - _WORD)
-    write_words(writer, admitted.bad_word_ids)
-    writer.int(admitted.num_stored)
+def _read_pages(numbers: "_Numbers", num_grown: int, num_items: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Of each item, by cache group."""
+    pages: list[tuple[tuple[int, ...], ...]] = [()] * num_items
+    places, counts = numbers.places(num_grown, num_items), numbers.take(num_grown)
+    if not 1 <= min(counts) <= max(counts) <= MAX_GROUPS:
+        refuse(f"its pages are of {min(counts)} to {max(counts)} cache groups where 1 to {MAX_GROUPS} are possible")
+    lengths = _Numbers(numbers.take(sum(counts)))
+    for place, count in zip(places, counts, strict=True):
+        pages[place] = tuple(tuple([page + _HOLE for page in numbers.take(length)]) for length in lengths.take(count))
+    return pages
+
+
+_new_item = partial(tuple.__new__, StepItem)
+"""An item of a tuple of its six values: its constructor takes longer, and there is one for every token of a step."""
+
+
+class _Numbers:
+    """A list of numbers, taken apart from the left; never past its end."""
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self._numbers = numbers
+        self._place = 0
+
+    def take(self, count: int) -> tuple[int, ...]:
+        end = self._place + count
+        if end > len(self._numbers):
+            refuse("it ends before what it announces")
+        taken = self._numbers[self._place : end]
+        self._place = end
+        return taken
+
+    def places(self, count: int, num_items: int) -> tuple[int, ...]:
+        """Of items about which something follows, in order."""
+        places = self.take(count)
+        if max(places) >= num_items or any(map(ge, places, places[1:])):
+            refuse(f"it lists places {list(places)[:8]} of {num_items} sequences out of order")
+        return places
+
+    def end(self) -> None:
+        """Everything was taken."""
+        if self._place != len(self._numbers):
+            refuse(f"{len(self._numbers) - self._place} numbers follow its end")
+
+
+def _as_bools(slots: tuple[int, ...], samples: tuple[int, ...]) -> Iterator[bool]:
+    if max(samples, default=0) > 1:
+        slot = slots[next(place for place, times in enumerate(samples) if times > 1)]
+        refuse(f"its sequence in slot {slot} samples {max(samples)} times")
+    return map(bool, samples)
+
+
+def write_admitted(writer: Writer, step: Step) -> None:
+    """What a step admits, behind its numbers."""
+    for admitted in step.admitted:
+        writer.int(admitted.slot)
+        writer.int(admitted.sequence_id)
+        writer.ints(admitted.token_ids)
+        writer.int(admitted.num_prompt_tokens)
+        write_params(writer, admitted.params)
+        writer.int(admitted.seed - _WORD)
+        write_words(writer, admitted.bad_word_ids)
+        writer.int(admitted.num_stored)
 
 
 def _read_admitted(reader: Reader) -> Admitted:

@@ -54,7 +54,7 @@ ENGINE_ALIASES: Mapping[str, str] = {
 SAME_ENGINE_NAMES = (
     *("model", "tokenizer", "dtype", "kv_cache_dtype", "quantization", "load_format", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager", "device", "seed"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes"),
 )
 """Engine options that are called the same in both."""
 
@@ -112,7 +112,6 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only(_POOL, "auto", "none", names="convert"),
     **_only(_POOL, names="pooler_config override_pooler_config"),
     **_only("start a server for each and put a router in front of them", 1, names="data_parallel_size"),
-    **_only("start every node with torchrun, which tells how many there are", 1, names="nnodes"),
     **_only(_SHARED, 1, names="prefill_context_parallel_size decode_context_parallel_size"),
     **_only(_SHARED, False, names="enable_eplb enable_dbo data_parallel_hybrid_lb"),
     **_only("use memory_limit, quantization or a KV format", 0, 0.0, names="cpu_offload_gb kv_offloading_size"),

@@ -11,9 +11,7 @@ values of those through constructors that check.
 
 import builtins
 import struct
-import sys
 import zlib
-from array import array
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -22,6 +20,7 @@ from holdfast.errors import MessageError
 MAGIC = b"HFST"
 VERSION = 1
 MAX_BODY_BYTES = 2**30
+MAX_INT32 = 2**31 - 1
 _HEADER = struct.Struct("<4sHHII")
 HEADER_BYTES = _HEADER.size
 _INT = struct.Struct("<q")
@@ -42,15 +41,14 @@ class Writer:
 
     def ints(self, numbers: Iterable[builtins.int]) -> None:
         """A list of integers below 2**63 either way."""
-        numbers = numbers if isinstance(numbers, list | tuple) else list(numbers)
+        if not isinstance(numbers, (list, tuple)):
+            numbers = list(numbers)
+        count = len(numbers)
         try:
-            packed = array("i", numbers)
-        except OverflowError:
-            packed = array("q", numbers)
-        if sys.byteorder == "big":
-            packed.byteswap()
-        self._parts.append(_INT.pack(2 * len(packed) + (packed.itemsize == 8)))
-        self._parts.append(packed.tobytes())
+            packed = struct.pack(f"<q{count}i", 2 * count, *numbers)
+        except struct.error:
+            packed = struct.pack(f"<q{count}q", 2 * count + 1, *numbers)
+        self._parts.append(packed)
 
     def bytes(self, data: bytes) -> None:
         self._parts.append(_INT.pack(len(data)))
@@ -59,10 +57,33 @@ class Writer:
     def text(self, text: str) -> None:
         self.bytes(text.encode())
 
+    def body(self) -> builtins.bytes:
+        """Everything so far."""
+        return b"".join(self._parts)
+
     def frame(self, kind: builtins.int) -> builtins.bytes:
         """Everything so far as a whole message."""
-        body = b"".join(self._parts)
-        return _HEADER.pack(MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
+        return seal(kind, self.body())
+
+
+def seal(kind: int, body: bytes) -> bytes:
+    """A body as a whole message."""
+    return _HEADER.pack(MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
+
+
+def pack_lists(first: int, numbers: list[int], second: int, others: list[int]) -> bytes:
+    """An int and a list, twice, as a Writer writes them, in one call: for what others wait for."""
+    sizes = len(numbers), len(others)
+    try:
+        form = f"<qq{sizes[0]}iqq{sizes[1]}i"
+        return struct.pack(form, first, 2 * sizes[0], *numbers, second, 2 * sizes[1], *others)
+    except struct.error:  # a number that does not fit into four bytes
+        writer = Writer()
+        writer.int(first)
+        writer.ints(numbers)
+        writer.int(second)
+        writer.ints(others)
+        return writer.body()
 
 
 class Reader:
@@ -84,13 +105,14 @@ class Reader:
     def ints(self, low: builtins.int = -(2**63), high: builtins.int = 2**63 - 1) -> tuple[builtins.int, ...]:
         """A list of integers, each within the bounds."""
         count, is_wide = divmod(self.int(0, 2 * MAX_BODY_BYTES), 2)
-        packed = array("q" if is_wide else "i")
-        packed.frombytes(self._take(count * packed.itemsize))
-        if sys.byteorder == "big":
-            packed.byteswap()
-        if packed and not (low <= min(packed) and max(packed) <= high):
-            refuse(f"it lists {min(packed)} to {max(packed)} where {low} to {high} are possible")
-        return tuple(packed)
+        data = self._take(count * (8 if is_wide else 4))
+        numbers = struct.unpack(f"<{count}{'q' if is_wide else 'i'}", data)
+        # Nearly every list is of counts or ids: then its bytes show at once that none is below 0, and none can be too large.
+        if not is_wide and low <= 0 and high >= MAX_INT32 and data[3::4].isascii():
+            return numbers
+        if numbers and not (low <= min(numbers) and max(numbers) <= high):
+            refuse(f"it lists {min(numbers)} to {max(numbers)} where {low} to {high} are possible")
+        return numbers
 
     def bytes(self) -> bytes:
         return self._take(self.int(0, MAX_BODY_BYTES))

@@ -4,7 +4,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.exchange_plan import can_be_captured
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.kernels.attention.write_kv import Rotary
@@ -46,6 +47,7 @@ from holdfast.models.rope import key_turns, rope_tables
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
+from holdfast.planning.exactness import INVARIANT_ROWS, exact_rows
 from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Resolved, by_key_bias, listed
@@ -65,15 +67,12 @@ from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 log = get_logger(__name__)
 
-INVARIANT_ROWS = 16
-"""From this many rows on cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
-EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
-"""By the most ranks: from so many rows on it multiplies by a share of a weight, cut along N, as by all of it; measured."""
 HEADS = ("lm_head.weight", "embed.weight")
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
 CAPTURING = "Capturing CUDA graphs"
+COMPARING = "Comparing products of shares with the whole's"
 COMPANIES = (24, 64, 200)
 """Rows of other products, of which the first are those of the smallest."""
 Connect = Callable[[RunnerPlan, Ledger], Exchange]
@@ -137,7 +136,7 @@ def build_runner(
     build = RunnerBuild(config, model, plan, ledger, torch.device(device))
     try:
         start = time.monotonic()
-        report = build.load(load, on_progress)
+        report = build.load(load, on_progress, on_prepare)
         load_seconds = time.monotonic() - start
         log.info("Model loading took %s memory and %.2f seconds", format_bytes(ledger.total_bytes), load_seconds)
         log.info("Weights: %s", load_words(report))
@@ -202,8 +201,7 @@ def plan_model(
 
     declared = declare_opened(model, model.name)
     plan = plan_runner(PlanRequest(config, declared, target, mesh, staging=staging, agreed=agreed))
-    _refuse_ranks(config, plan)
-    _refuse_variance(config, plan)
+    _refuse_ranks(plan)
     (load,) = loads
     return load, plan
 
@@ -244,20 +242,23 @@ class RunnerBuild:
         mesh, most_rows = self._plan.mesh, self._plan.resolved.limits.max_num_batched_tokens
         return min((mesh.is_exact and exact_rows(mesh.tensor_size)) or INVARIANT_ROWS, most_rows)
 
-    def load(self, load: WeightLoad, on_progress: Callable[[int, int], None]) -> LoadReport:
+    def load(
+        self, load: WeightLoad, on_progress: Callable[[int, int], None], on_prepare: OnPrepare = prepare_silently
+    ) -> LoadReport:
         """Bring the weights to the device; the source is closed afterwards."""
         if self._plan.mesh.is_exact and self._device.type == "cuda":
             # Before the first weight: what it takes for a moment is less than they will.
             whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
             shares = {weight.name: weight.shape for weight in load.plan.weights if weight.scheme is None}
-            refuse_unequal_shares(shares, whole, self._plan.resolved.dtype, self._device, self._least_rows)
+            others = self._plan.resolved.dtype, self._device, self._least_rows
+            refuse_unequal_shares(shares, whole, *others, lambda *counts: on_prepare(Preparing(COMPARING, *counts)))
             torch.cuda.empty_cache()
         loaded = load.run(str(self._device), self._ledger, on_progress)
         self._weights = loaded.weights
         self._releases.append(self._weights.clear)
         if self._config.batch_invariant and self._device.type == "cuda":
             most_rows = self._plan.resolved.limits.max_num_batched_tokens
-            refuse_variant_products(self._weights.values(), self._least_rows, most_rows)
+            refuse_variant_products(self._weights, self._least_rows, most_rows)
             torch.cuda.empty_cache()
         return loaded.report
 
@@ -481,11 +482,11 @@ class RunnerBuild:
         if self._device.type != "cuda":
             return
         limits, start = runner.limits, time.monotonic()
-        graphs, declaration = None, self._plan.declaration
-        is_staged = self._plan.mesh.num_stages > 1
-        if is_staged and not enforce_eager:
-            log.info("steps launch kernel by kernel because stages send and receive between them, outside of any graph")
-        if not enforce_eager and not is_staged and declaration is not None and declaration.can_be_captured:
+        graphs, declaration, kind = None, self._plan.declaration, self._plan.exchange_kind
+        is_exchange_captured = can_be_captured(kind, self._plan.mesh)
+        if not is_exchange_captured and not enforce_eager:
+            log.info("steps launch kernel by kernel because no graph holds what stages send each other by %s", kind)
+        if not enforce_eager and is_exchange_captured and declaration is not None and declaration.can_be_captured:
             least = self._least_rows
             decode = tuple(
                 max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
@@ -547,7 +548,7 @@ def _warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, on_pre
     log.info("Triton compiled %d kernels and found %d compiled", counted.num_compiled, counted.num_found)
 
 
-def _refuse_ranks(config: EngineConfig, plan: RunnerPlan) -> None:
+def _refuse_ranks(plan: RunnerPlan) -> None:
     """What ranks cannot do, or not to the bit."""
     mesh = plan.mesh
     if not mesh.is_alone and plan.cache is not None and plan.cache.has_states:
@@ -556,8 +557,6 @@ def _refuse_ranks(config: EngineConfig, plan: RunnerPlan) -> None:
             "compressed attention and streams (DeepSeek-V4) are planned for ranks and run on one",
             "take one rank",
         )
-    if mesh.is_exact and plan.target.kind == "cuda":
-        _refuse_unequal(config, plan)
     if mesh.is_exact and plan.target.kind == "cpu" and native_library() is None:
         raise ConfigError(
             "tensor_parallel_sums=exact was asked",
@@ -566,70 +565,24 @@ def _refuse_ranks(config: EngineConfig, plan: RunnerPlan) -> None:
         )
 
 
-def _refuse_unequal(config: EngineConfig, plan: RunnerPlan) -> None:
-    """What ranks that gather would not compute on a GPU as one rank does."""
-    mesh, least_rows = plan.mesh, exact_rows(plan.mesh.tensor_size)
-    if not config.batch_invariant:
-        has = "on a GPU products of few rows take kernels that cut a sum by the size of a weight, which ranks change"
-        raise ConfigError("tensor_parallel_sums=exact was asked", has, "add batch_invariant=True, or leave it out")
-    num_kv_heads = plan.declared.num_kv_heads
-    if mesh.tensor_size > num_kv_heads:
-        raise ConfigError(
-            f"tensor_parallel_sums=exact was asked of {mesh.tensor_size} ranks",
-            f"they share {num_kv_heads} key heads, each with fewer query heads: attention takes other tiles on a GPU",
-            f"take at most {num_kv_heads} ranks, or tensor_parallel_sums=reduce",
-        )
-    most_rows = plan.resolved.limits.max_num_batched_tokens
-    if least_rows is None or most_rows < least_rows:
-        few = f"is equal to that by all of it from {least_rows} rows on, and a step has at most {most_rows}"
-        raise ConfigError(
-            f"tensor_parallel_sums=exact was asked of {mesh.tensor_size} ranks",
-            f"the product of cuBLAS by a share of a weight {'was never compared' if least_rows is None else few}",
-            "take 2 or 4 ranks, steps of more tokens, or tensor_parallel_sums=reduce",
-        )
-
-
-def exact_rows(num_ranks: int) -> int | None:
-    """Rows from which on cuBLAS multiplies by a share of a weight as by all of it; None where nobody has measured it."""
-    return next((rows for ranks, rows in EXACT_ROWS.items() if num_ranks <= ranks), None)
-
-
-def _refuse_variance(config: EngineConfig, plan: RunnerPlan) -> None:
-    declaration, scheme = plan.declaration, plan.resolved.recipe.scheme
-    if config.batch_invariant and scheme is not None and plan.target.kind == "cuda":
-        raise ConfigError(
-            "batch_invariant=True was asked",
-            f"products with weights in {scheme.name} choose their kernels by the number of rows on a GPU",
-            "leave out batch_invariant, or take the model without quantized weights",
-        )
-    if config.batch_invariant and declaration is not None and not declaration.can_be_invariant:
-        raise ConfigError(
-            "batch_invariant=True was asked",
-            f"{declaration.name} in {plan.resolved.dtype} on {plan.resolved.device} rounds differently in other company",
-            "leave it out: compressed attention has no such kernels"
-            if plan.cache is not None and plan.cache.has_states
-            else "leave it out: latents (MLA) have no such kernels"
-            if plan.declared.keeps_latents
-            else "run in half precision on a GPU, in float32 on a CPU with a C compiler, or leave it out",
-        )
-
-
-def refuse_variant_products(weights: Iterable[torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int) -> None:
+def refuse_variant_products(
+    weights: Mapping[str, torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int
+) -> None:
     """Raise if a row of `least_rows` rows is multiplied otherwise among more rows, for any shape of matrix among the weights."""
     seen: set[tuple[int, ...]] = set()
-    for weight_NK in weights:
+    for name, weight_NK in weights.items():
         assert not isinstance(weight_NK, QuantizedWeight), (
             "quantized weights were to be declined before they were loaded"
         )
-        if weight_NK.dim() != 2 or tuple(weight_NK.shape) in seen:
+        if weight_NK.dim() != 2 or (name in HEADS, *weight_NK.shape) in seen:
             continue
-        seen.add(tuple(weight_NK.shape))
+        seen.add((name in HEADS, *weight_NK.shape))
         generator = torch.Generator(weight_NK.device).manual_seed(0)
         rows = max(least_rows, min(most_rows, max(COMPANIES)))
         x_TK = torch.randn(rows, weight_NK.shape[1], generator=generator, device=weight_NK.device).to(weight_NK.dtype)
-        alone_TN = linear(x_TK[:least_rows], weight_NK, None)
+        alone_TN = _product(name, x_TK[:least_rows], weight_NK)
         for num_rows in (*(count for count in COMPANIES if least_rows <= count <= rows), rows):
-            if not torch.equal(linear(x_TK[:num_rows], weight_NK, None)[:least_rows], alone_TN):
+            if not torch.equal(_product(name, x_TK[:num_rows], weight_NK)[:least_rows], alone_TN):
                 raise ConfigError(
                     "batch_invariant=True was asked",
                     f"cuBLAS multiplies {least_rows} and {num_rows} rows by a weight of {list(weight_NK.shape)} differently",
@@ -643,21 +596,20 @@ def refuse_unequal_shares(
     dtype: str,
     device: torch.device,
     least_rows: int,
+    on_compared: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Raise if the product by a share of a weight's rows is not what the whole weight gives, for any shape of them.
 
     Both are shapes by name; random weights stand for all. One number of rows is enough: with more of them neither the share
-    (`refuse_variant_products`) nor, on one rank, the whole multiplies a row otherwise.
+    (`refuse_variant_products`) nor, on one rank, the whole multiplies a row otherwise. `on_compared` counts shapes.
     """
-    seen: set[tuple[int, int, int, bool]] = set()
+    cut: dict[tuple[int, int, int, bool], str] = {}
     for name, shape in shares.items():
-        if len(shape) != 2 or len(whole.get(name, ())) != 2 or whole[name][0] == shape[0]:
-            continue
-        (size_n, size_k), (all_n, all_k) = shape, whole[name]
-        key = size_n, all_n, size_k, name in HEADS
-        if key in seen or size_k != all_k:
-            continue
-        seen.add(key)
+        own = whole.get(name, ())
+        if len(shape) == len(own) == 2 and shape[0] != own[0] and shape[1] == own[1]:
+            cut.setdefault((shape[0], own[0], shape[1], name in HEADS), name)
+    for num_done, ((size_n, all_n, size_k, _), name) in enumerate(cut.items()):
+        on_compared(num_done, len(cut))
         made = {"device": device, "dtype": getattr(torch, dtype), "generator": torch.Generator(device).manual_seed(0)}
         weight_NK, x_TK = torch.randn(all_n, size_k, **made), torch.randn(least_rows, size_k, **made)
         y_TN = _product(name, x_TK, weight_NK)
@@ -669,6 +621,7 @@ def refuse_unequal_shares(
                     f"cuBLAS multiplies {least_rows} rows by {size_n} of the {all_n} rows of {name} differently than by all",
                     "take fewer ranks, or tensor_parallel_sums=reduce",
                 )
+    on_compared(len(cut), len(cut))
 
 
 def _product(name: str, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:

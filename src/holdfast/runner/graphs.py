@@ -6,6 +6,10 @@ A decode step has a row for each sequence and wants all of their logits. A mixed
 some. Both are padded up to the next size that was captured. What a graph reads (rows, tiles, pages, parameters) lies in
 fixed buffers that are filled before it runs; what it works in is the workspace. So its pool holds next to nothing.
 
+On ranks a graph holds a rank's exchanges too: sums and gathers, rows of the stage before it and to the one behind it, and in the
+last stage the argmaxes for rank 0, which fetches them outside of its own graph, when it collects. While graphs are captured a size
+runs once on all ranks before any of them captures it: what runs waits for its peers, and a capture runs nothing and waits for nobody.
+
 Before ready a step is run at every number of rows of `warm_rows`, so that together they take every form of every kernel. A
 form is what Triton compiles a kernel for. Weights, formats and the model decide most of it, and any step shows that much.
 What follows from the number of rows every launcher says of itself in `row_form`, and takes it from there when it launches;
@@ -24,6 +28,7 @@ from holdfast.kernels.attention import (
     quantized_attention,
     tiled_attention,
 )
+from holdfast.kernels.exchange import add_rows
 from holdfast.kernels.gemm import block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles
 from holdfast.kernels.latent import (
     latent_projection,
@@ -36,7 +41,7 @@ from holdfast.models.spec import ExpertsSpec
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """One graph and the logits it leaves: [R, V] in the workspace."""
+    """One graph and the logits it leaves: [R, V] in the workspace; none before the last stage."""
 
     graph: torch.cuda.CUDAGraph
     logits_RV: torch.Tensor
@@ -71,8 +76,12 @@ class StepGraphs:
         run: Callable[[int, bool], torch.Tensor],
         stream: torch.cuda.Stream,
         on_progress: Callable[[int, int], None],
+        meet: Callable[[int, bool], None] | None = None,
     ) -> None:
-        """Capture every size, the largest first; `run(size, is_decode)` is one step on padding, run once before."""
+        """Capture every size, the largest first; `run(size, is_decode)` is one step on padding, run once before.
+
+        `meet` takes the same, and what this rank does behind a step outside of its graph, so that peers' steps can end.
+        """
         pool = torch.cuda.graph_pool_handle()
         keys = [(is_decode, size) for is_decode, sizes in self._sizes.items() for size in reversed(sizes)]
         was_enabled = gc.isenabled()
@@ -81,6 +90,8 @@ class StepGraphs:
         try:
             for number, (is_decode, size) in enumerate(keys):
                 run(size, is_decode)
+                if meet is not None:
+                    meet(size, is_decode)
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream):
@@ -104,7 +115,7 @@ class StepGraphs:
 
 LAUNCHERS = (
     *(tiled_attention, quantized_attention, latent_tiles, latent_projection, sparse_attention),
-    *(block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles, expert_sum, hyper_connections),
+    *(block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles, expert_sum, hyper_connections, add_rows),
 )
 """Those whose form follows from the number of rows alone, whether or not the model has a use for them."""
 

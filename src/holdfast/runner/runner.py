@@ -11,7 +11,10 @@ nothing else does: collect() makes those of the next step when it has read the r
 In a pipeline every rank computes its stage of a step when it is launched. Rank 0 meets the last stage, which has the logits,
 in collect(), so that as many steps are under way as there are stages; a sequence is in one of them. All stages take steps in
 one order: a step that chooses nothing is over for rank 0 before the last stage has computed it, and pages that it writes, or
-gives back, are read and written again only behind it.
+gives back, are read and written again only behind it. Which graph a step takes follows from the step alone, so that all stages
+replay or none does: rows between them are padded to one size on both sides, and rank 0 fetches as many argmaxes as the last
+stage's graph offers. What the host writes for a step is sent in the stream, behind the graphs of the steps before it, and its
+double is written again when that copy has been made (memory/arena.py), however many steps are under way.
 
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
 """
@@ -154,13 +157,8 @@ class Runner:
         flight = _Flight(self._slots.accept(step))
         self._flights.append(flight)
         if self.can_run_ahead or self.sampler.is_behind:
-            with self._on_stream():
-                if is_staged and self._stream is not None and len(self._stage_ends) == MAX_UNDER_WAY:
-                    self._stage_ends.popleft().synchronize()  # what the host wrote for that step is written over
+            with self._on_stream(), self._staying_near() if is_staged else nullcontext():
                 self._begin(flight)
-                if is_staged and self._stream is not None:
-                    self._stage_ends.append(torch.cuda.Event())
-                    self._stage_ends[-1].record(self._stream)
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Where this is interrupted it can be called again, or cancel() on a CPU."""
@@ -251,22 +249,36 @@ class Runner:
                 self._warm_rows(num_rows)
         if graphs is not None and self._stream is not None:
             with self._on_stream():
-                batches = {}
-
-                def run(size: int, is_decode: bool) -> torch.Tensor:
-                    if (size, is_decode) not in batches:
-                        batches.clear()
-                        batch = self._capture_batch(size, is_decode, graphs)
-                        batches[size, is_decode] = batch, self.backend.plan(batch, captured=True)
-                    batch, plan = batches[size, is_decode]
-                    self.sampler.resolve(batch.token_ids_T)
-                    logits_RV = self.model.step_logits(batch, plan)
-                    self.sampler.find_argmax(logits_RV, self._keep_slots(logits_RV.shape[0]))
-                    return logits_RV
-
-                graphs.capture(run, self._stream, on_progress)
+                self._capture(graphs, self._stream, on_progress)
                 self._stream.synchronize()
             self.graphs = graphs
+
+    def _capture(self, graphs: StepGraphs, stream: torch.cuda.Stream, on_progress: Callable[[int, int], None]) -> None:
+        """Every graph of this rank's part of a step. All ranks capture the same sizes in the same order."""
+        batches = {}
+
+        def run(size: int, is_decode: bool) -> torch.Tensor:
+            if (size, is_decode) not in batches:
+                batches.clear()
+                batch = self._capture_batch(size, is_decode, graphs)
+                batches[size, is_decode] = batch, self.backend.plan(batch, captured=True)
+            return self._run_captured(*batches[size, is_decode])
+
+        def meet(size: int, is_decode: bool) -> None:
+            if self.sampler.is_behind:
+                self.sampler.find_argmax(_absent(graphs.logit_rows(size, is_decode)))
+
+        graphs.capture(run, stream, on_progress, meet)
+
+    def _run_captured(self, batch: Batch, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own type
+        """What a graph holds: tokens into their places, this stage's layers, and behind the last one the argmax of every row."""
+        self.sampler.resolve(batch.token_ids_T)
+        logits_RV = self.model.step_logits(batch, plan)
+        if self.sampler.is_behind:
+            self.sampler.end_step()
+        else:
+            self.sampler.find_argmax(logits_RV, self._keep_slots(logits_RV.shape[0]))
+        return logits_RV
 
     def _warm_rows(self, num_rows: int) -> None:
         """Both ways that so many rows can go: a small batch takes the fused decode path where all of its logits are wanted."""
@@ -303,6 +315,19 @@ class Runner:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def _staying_near(self) -> Iterator[None]:
+        """Of a stage on a GPU: the host begins no step before the one before the last has ended here."""
+        if self._stream is None:
+            yield
+            return
+        has_all = len(self._stage_ends) == MAX_UNDER_WAY
+        end = self._stage_ends.popleft() if has_all else torch.cuda.Event()
+        end.synchronize()
+        yield
+        end.record(self._stream)
+        self._stage_ends.append(end)
 
     @contextmanager
     def _handing_over(self) -> Iterator[None]:
@@ -353,8 +378,13 @@ class Runner:
 
     def _compute_stage(self, step: LiveStep, wanted: _WantedRows) -> None:
         """This stage's part of a step, whose rows go on to the next."""
-        batch = self._fill(step, wanted.logit_rows)
-        self.model.hidden(batch, self.backend.plan(batch))
+        found = self._graph_for(step, wanted)
+        if found is not None:
+            self._replay(step, wanted, *found)
+            return
+        if step.scheduled:
+            batch = self._fill(step, wanted.logit_rows)
+            self.model.step_logits(batch, self.backend.plan(batch))
         self.sampler.end_step()
 
     def _meet_last_stage(self, step: LiveStep, wanted: _WantedRows) -> StepResult:
@@ -369,7 +399,11 @@ class Runner:
             return self._prompt_results(step, wanted, None)
         if not wanted.logit_rows:
             return _result_of(step, ())
-        choosing = self.sampler.launch(_absent(len(wanted.logit_rows)), wanted.choices, self.eos_token_ids)
+        num_logits, argmax_S, found = len(wanted.logit_rows), None, self._graph_for(step, wanted)
+        if self.graphs is not None and found is not None:
+            self.sampler.find_argmax(_absent(self.graphs.logit_rows(*found)))
+            argmax_S = self.sampler.argmax_S[:num_logits]
+        choosing = self.sampler.launch(_absent(num_logits), wanted.choices, self.eos_token_ids, argmax_S)
         return _result_of(step, choosing.read())
 
     def _settle(self, flight: _Flight) -> StepResult:
@@ -407,14 +441,33 @@ class Runner:
             self.sampler.resolve(batch.token_ids_T)
         return batch
 
+    def _graph_for(self, step: LiveStep, wanted: _WantedRows) -> tuple[int, bool] | None:
+        """Size and kind (is it a decode step) of the graph that a step takes; None: its kernels are launched one by one.
+
+        Over stages that is all that a step takes which chooses nothing: a graph of the last one would offer rank 0 what it does
+        not wait for, and a long prompt goes on in the first stage before the last has seen it.
+        """
+        num_rows, num_logits, is_staged = step.num_tokens, len(wanted.logit_rows), self.sampler.num_stages > 1
+        if self.graphs is None or not step.scheduled or wanted.has_prompts or (is_staged and not num_logits):
+            return None
+        is_decode = num_logits == num_rows == len(step.scheduled)
+        size = self.graphs.size_for(num_rows, num_logits, is_decode)
+        return None if size is None else (size, is_decode)
+
+    def _replay(self, step: LiveStep, wanted: _WantedRows, size: int, is_decode: bool) -> torch.Tensor:
+        """A step from its graph: the logits, padding included; none before the last stage."""
+        assert self.graphs is not None, "nothing was captured"
+        num_logits = self.graphs.logit_rows(size, is_decode)
+        batch = self.buffers.fill(step, wanted.logit_rows, size, num_logits, wanted.keep_slots, is_listed=not is_decode)
+        self.backend.plan(batch, captured=True)
+        return self.graphs.replay(size, is_decode)
+
     def _choose(self, step: LiveStep, wanted: _WantedRows) -> Choosing:
         """Run the model for a step that wants only rows that are chosen from, and begin to choose."""
-        num_rows, num_logits = step.num_tokens, len(wanted.logit_rows)
+        num_logits, found = len(wanted.logit_rows), self._graph_for(step, wanted)
         if not step.scheduled:
             return self.sampler.launch(None, [], self.eos_token_ids)
-        is_decode = num_logits == num_rows == len(step.scheduled)
-        size = self.graphs.size_for(num_rows, num_logits, is_decode) if self.graphs is not None else None
-        if self.graphs is None or size is None:
+        if found is None:
             batch = self._fill(step, wanted.logit_rows, wanted.keep_slots)
             plan = self.backend.plan(batch)
             if not num_logits:
@@ -422,12 +475,7 @@ class Runner:
                 return self.sampler.launch(None, [], self.eos_token_ids)
             logits_SV, argmax_S = self.model.step_logits(batch, plan)[:num_logits], None
         else:
-            num_padded = self.graphs.logit_rows(size, is_decode)
-            batch = self.buffers.fill(
-                step, wanted.logit_rows, size, num_padded, wanted.keep_slots, is_listed=not is_decode
-            )
-            self.backend.plan(batch, captured=True)
-            logits_SV = self.graphs.replay(size, is_decode)[:num_logits]
+            logits_SV = self._replay(step, wanted, *found)[:num_logits]
             argmax_S = self.sampler.argmax_S[:num_logits]
             if not num_logits:
                 return self.sampler.launch(None, [], self.eos_token_ids)
@@ -453,7 +501,11 @@ class Runner:
     def _logits_of(self, hidden_RH: torch.Tensor | None, first_row: int, num_rows: int) -> torch.Tensor:
         if hidden_RH is None:
             return _absent(num_rows)
-        return self.model.logits(hidden_RH[first_row : first_row + num_rows])
+        # Among others of the step: the head is a product too, and of fewer rows it would round differently.
+        num_multiplied = max(num_rows, min(self._min_rows, len(hidden_RH)))
+        first = min(first_row, len(hidden_RH) - num_multiplied)
+        logits_RV = self.model.logits(hidden_RH[first : first + num_multiplied])
+        return logits_RV[first_row - first :][:num_rows]
 
     def _prompt_logprobs(
         self, item: ScheduledSequence, first_row: int, num_rows: int, hidden_RH: torch.Tensor | None

@@ -18,7 +18,17 @@ from holdfast.kernels.norm import rms_norm_reference
 from holdfast.kernels.triton_compat import INTERPRET_VARIABLE
 from kernels.exactness import random, same_bits
 from kernels.quantized_cases import widest_on
-from kernels.small_batch_cases import EPS, MANY, ROWS, judge_add, judge_normed, run_add, run_normed, small_batch_case
+from kernels.small_batch_cases import (
+    EPS,
+    MANY,
+    ROWS,
+    judge_add,
+    judge_normed,
+    judge_part,
+    run_add,
+    run_normed,
+    small_batch_case,
+)
 from kernels.tiled_cases import NAN
 from kernels.triton_cases import QUIET, assert_allocates_nothing
 
@@ -67,6 +77,15 @@ def test_added_over_every_number_of_rows(device, widest, num_rows, size_k, with_
 @pytest.mark.parametrize("size_n", WIDTHS, ids=lambda size: f"N{size}")
 def test_added_over_every_number_of_outputs(device, widest, num_rows, size_n):
     judge_add(small_batch_case(num_rows, size_n, 256, widest, with_bias=True), device)
+
+
+@pytest.mark.each_value
+@EVERY_ROWS
+@BIAS
+@pytest.mark.parametrize(("size_n", "size_k"), [(65, 192), (64, 1024), (200, 64)])
+def test_a_product_with_nothing_around_it(device, widest, num_rows, size_n, size_k, with_bias):
+    """As a rank leaves its part of a sum."""
+    judge_part(small_batch_case(num_rows, size_n, size_k, widest, with_bias=with_bias), device)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, MANY], ids=lambda count: f"{count} rows")

@@ -42,6 +42,7 @@ from kernels.small_batch_cases import (
     exact_sums,
     judge_add,
     judge_normed,
+    judge_part,
     quantized_case,
     run_add,
     run_normed,
@@ -73,6 +74,13 @@ def test_normed_over_every_number_of_rows(device, scheme, num_rows, gated):
 @ROWS
 def test_added_over_every_number_of_rows(device, scheme, num_rows):
     judge_add(quantized_case(num_rows, 65, 320, widest_on(device), scheme, with_bias=num_rows % 2 == 0), device)
+
+
+@SCHEMES
+@pytest.mark.parametrize("num_rows", [1, 3, FUSED_DECODE_ROWS], ids=lambda count: f"{count} rows")
+def test_a_product_with_nothing_around_it(device, scheme, num_rows):
+    for size_k in (320, 1024):
+        judge_part(quantized_case(num_rows, 65, size_k, widest_on(device), scheme, with_bias=num_rows == 3), device)
 
 
 @BOTH

@@ -24,7 +24,7 @@ from holdfast.kernels.triton_compat import (
     tl,
 )
 
-# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 TWO_PASS_BYTES = 2**20
 """From here on, and from 3 ranks on, what crosses the link counts for more than a second meeting."""
@@ -147,7 +147,7 @@ def sum_rows_triton(
 
 
 @jit
-def _add_rooms(rooms, o_n, m_n, SIZE: constexpr):
+def add_rooms(rooms, o_n, m_n, SIZE: constexpr):
     """float32: the elements of all rooms, in the order of ranks."""
     b_sum = tl.load(rooms[0] + o_n, mask=m_n, other=0.0).to(tl.float32)
     for r in tl.static_range(1, SIZE):
@@ -177,7 +177,7 @@ def _sum_kernel(
     for i_start in range(i_block * BLOCK, num_elements, tl.num_programs(0) * BLOCK):
         o_n = i_start + tl.arange(0, BLOCK)
         m_n = o_n < num_elements
-        b_sum = _add_rooms(rooms, o_n, m_n, SIZE)
+        b_sum = add_rooms(rooms, o_n, m_n, SIZE)
         tl.store(p_out + o_n, b_sum.to(p_out.dtype.element_ty), mask=m_n)
     end_meeting(p_signals, epoch)
 
@@ -207,7 +207,7 @@ def _sum_in_two_passes_kernel(
     for i_start in range(i_block * BLOCK, share, step):
         o_n = rank * share + i_start + tl.arange(0, BLOCK)
         m_n = o_n < num_elements
-        b_sum = _add_rooms(rooms, o_n, m_n, SIZE)
+        b_sum = add_rooms(rooms, o_n, m_n, SIZE)
         b_sum = b_sum.to(p_out.dtype.element_ty)
         for r in tl.static_range(SIZE):
             if r == rank:

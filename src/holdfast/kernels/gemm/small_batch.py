@@ -92,6 +92,45 @@ def normed_linear_reference(
     return y_MN
 
 
+def small_batch_linear(
+    a_MK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias_N: torch.Tensor | None,
+    y_MN: torch.Tensor,
+    scratch: SmallBatchScratch,
+    amax: RowAmax | None = None,
+) -> torch.Tensor:
+    """a @ weight.T + bias into `y_MN`, with nothing before or behind it: a rank's part of a sum; `amax` as in `linear_add`."""
+    if isinstance(weight, QuantizedWeight):
+        launch_quantized(a_MK, weight, bias_N, y_MN, scratch, amax=amax)
+    else:
+        _launch(a_MK, weight, bias_N, y_MN, scratch)
+    return y_MN
+
+
+def small_batch_linear_reference(
+    a_MK: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias_N: torch.Tensor | None,
+    y_MN: torch.Tensor,
+    scratch: SmallBatchScratch,
+    amax: RowAmax | None = None,
+) -> torch.Tensor:
+    """The same in plain torch."""
+    return y_MN.copy_(_sums_reference(a_MK, weight, bias_N, amax))
+
+
+def _sums_reference(
+    a_MK: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None, amax: RowAmax | None
+) -> torch.Tensor:
+    """float32 a @ weight.T + bias."""
+    if isinstance(weight, QuantizedWeight):
+        y = quantized_sums_reference(a_MK, weight, amax)
+    else:
+        y = a_MK.float() @ weight.float().t()
+    return y if bias_N is None else y + bias_N.float()
+
+
 def linear_add(
     a_MK: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
@@ -125,12 +164,7 @@ def linear_add_reference(
     amax: RowAmax | None = None,
 ) -> NormedRows:
     """The same in plain torch; the squares of a row are summed as one block."""
-    if isinstance(weight, QuantizedWeight):
-        y = quantized_sums_reference(a_MK, weight, amax)
-    else:
-        y = a_MK.float() @ weight.float().t()
-    if bias_N is not None:
-        y = y + bias_N.float()
+    y = _sums_reference(a_MK, weight, bias_N, amax)
     x_MN.copy_((x_MN.float() + y.to(x_MN.dtype).float()).to(x_MN.dtype))
     return defer_rms_norm_reference(x_MN, norm_weight_N, eps, scaled_MN, scratch)
 

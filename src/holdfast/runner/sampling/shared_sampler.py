@@ -9,7 +9,8 @@ S rows that are chosen from, V a rank's share of the vocabulary, W all of it, N 
 Which exchanges a step makes follows from its sequences' parameters, which all ranks have.
 
 In a pipeline the logits are those of the last stage, and rank 0, in the first, meets its ranks when it reads the results: it
-passes rows without columns, by which their number is known. Ranks between them take no part.
+passes rows without columns, by which their number is known: where a graph of the last stage has found the argmax, all of the
+graph's. Ranks between them take no part.
 """
 
 from collections.abc import Sequence as SequenceABC
@@ -28,6 +29,8 @@ from holdfast.runner.sampling.masks import MaskSource
 from holdfast.runner.sampling.sampler import Sampler
 
 OWNER = "sampling/shares"
+LINK_FORM_ROWS = 8
+"""Of so many rows argmaxes and logits are a multiple of 16 numbers, for which what brings them to rank 0 has a form of its own."""
 
 
 class SharedSampler:
@@ -78,6 +81,8 @@ class SharedSampler:
         """Compile every kernel, and run every exchange once."""
         if not self._takes_part:
             return
+        for num_rows in (1, LINK_FORM_ROWS):
+            self.find_argmax(logits_SV[: min(num_rows, len(self.argmax_S))])
         whole_1W = self._gather(logits_SV[:1])
         if whole_1W is not None:
             self._sampler.warm(whole_1W)

@@ -1,0 +1,113 @@
+"""LinkedExchange: stages on nodes of their own: each sums and gathers over its node's memory, rows and logits go between them by NCCL.
+
+R, X, S as in distributed/exchange.py
+
+The ranks of a stage have an exchange that knows of no other stage (distributed/symmetric.py); here it stands for every call among
+them. What is sent to another stage, and to rank 0, goes as distributed/collectives.py has it.
+"""
+
+from typing import Any
+
+import torch
+
+from holdfast.distributed.collectives import CALL_SECONDS, CollectiveExchange, Peers, open_peers, warm_up
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, in_stage, shared_specs
+from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, c10d, lost_peers, open_store
+from holdfast.memory.ledger import Ledger
+from holdfast.memory.workspace_plan import TensorSpec
+
+
+class LinkedExchange(CollectiveExchange):
+    """The exchange of one rank; see distributed/exchange.py."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        needs: ExchangeNeeds,
+        stage: Exchange,
+        peers: Peers,
+        device: torch.device,
+        ledger: Ledger,
+    ) -> None:
+        """`stage` is that of the ranks which share these layers."""
+        assert stage.size == mesh.tensor_size > 1, f"{stage.size=} {mesh=}"
+        super().__init__(mesh, needs, peers, device, ledger, link_specs(needs, mesh))
+        self._stage = stage
+
+    def room(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._stage.room(num_rows, width, dtype)
+
+    def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
+        return self._stage.sum_rows(part_TH, out_TH)
+
+    def add_rows(
+        self,
+        part_TH: torch.Tensor,
+        x_TH: torch.Tensor,
+        norm_weight_H: torch.Tensor,
+        scaled_TH: torch.Tensor,
+        squares: torch.Tensor,
+        amax: torch.Tensor | None,
+    ) -> int:
+        return self._stage.add_rows(part_TH, x_TH, norm_weight_H, scaled_TH, squares, amax)
+
+    def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
+        return self._stage.gather_columns(part_TX, out_TY)
+
+    def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
+        if part_RX is not None:
+            self._stage.gather_small(part_RX, out_SRX)
+        with lost_peers(f"rank {self.mesh.rank} gathered {list(out_SRX.shape)}"):
+            if part_RX is None:
+                self._open.receive_head(out_SRX, 0)
+            elif self.rank == 0:
+                self._open.send_head(out_SRX)
+        return out_SRX
+
+    def share_tokens(self, ids_T: torch.Tensor) -> None:
+        self._stage.share_tokens(ids_T)
+
+    def end_step(self) -> None:
+        self._stage.end_step()
+
+    def abandon(self) -> None:
+        self._stage.abandon()
+        super().abandon()
+
+    def close(self) -> None:
+        super().close()
+        self._stage.close()
+
+
+def link_specs(needs: ExchangeNeeds, mesh: Mesh) -> dict[str, TensorSpec]:
+    """What is held beside the memory of the stage: logits and rows on their way."""
+    shared = shared_specs(*in_stage(needs, mesh))
+    return {owner: spec for owner, spec in exchange_specs(needs, mesh, "linked").items() if owner not in shared}
+
+
+def open_linked(
+    mesh: Mesh,
+    needs: ExchangeNeeds,
+    place: Place,
+    device: torch.device,
+    ledger: Ledger,
+    *,
+    timeout_s: float = OPEN_SECONDS,
+    secret: str = "",
+    check: Check | None = None,
+    **options: Any,  # noqa: ANN401 those of SymmetricExchange
+) -> LinkedExchange:
+    """Among all ranks of the mesh, which call this together; those of a stage have GPUs of one node."""
+    from holdfast.distributed.symmetric import SymmetricExchange  # its kernels are for GPUs
+
+    store = open_store(place, mesh, timeout_s, secret, check)
+    with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
+        peers, connected_bytes = open_peers(store, mesh, CALL_SECONDS, device)
+        own_needs, own_mesh = in_stage(needs, mesh)
+        own_store = c10d.PrefixStore(f"stage{mesh.stage}", store)
+        stage = SymmetricExchange(own_mesh, own_needs, own_store, device, ledger, **options)
+    exchange = LinkedExchange(mesh, needs, stage, peers, device, ledger)
+    warm_up(exchange, device, connected_bytes)
+    return exchange

@@ -1,0 +1,167 @@
+"""The parts of all ranks added up and onto the residual stream, with the next RMSNorm deferred: all-reduce, residual and norm of small batches in one launch.
+
+T rows, H columns, J blocks of H; S ranks
+
+What is left is what an epilogue leaves (kernels/gemm/deferred_rms_norm.py): x * norm_weight, the squares of x summed by block, and
+where products quantize their rows the largest magnitude by block. Sums are those of kernels/exchange/sum_rows.py to the bit, in
+one pass: rows are few. How a row is cut is the same for 2 to FUSED_DECODE_ROWS rows, so that its bits do not depend on the others.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from holdfast.kernels.exchange.signals import begin_meeting, end_meeting
+from holdfast.kernels.exchange.sum_rows import Ranks, Tiles, add_rooms, sum_rows_reference, tile_forms
+from holdfast.kernels.geometry import FUSED_DECODE_ROWS
+from holdfast.kernels.triton_compat import (
+    can_run,
+    constexpr,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+
+def row_form(num_rows: int) -> bool:
+    """Whether one row is alone: what of a launch follows from the number of rows."""
+    return num_rows == 1
+
+
+def column_tiles(num_rows: int, size: int, max_blocks: int, pdl: bool = False) -> Tiles:
+    """Columns of a tile, whose rows are one: as many programs as may be, for the most rows that a small batch can have.
+
+    Where ranks share a GPU few may be, and then a tile is wide, so that a program has few of them one after the other.
+    """
+    most_rows, forms = 1 if row_form(num_rows) else FUSED_DECODE_ROWS, (*tile_forms(pdl), Tiles(8192, 16, pdl=pdl))
+    return next((tiles for tiles in forms if most_rows * -(-size // tiles.block) <= max_blocks), forms[-1])
+
+
+def add_rows(
+    parts: Sequence[torch.Tensor],
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    scaled_TH: torch.Tensor,
+    squares: torch.Tensor,
+    amax: torch.Tensor | None,
+) -> int:
+    """x += parts that are all here already, with the next RMSNorm deferred; blocks of a row."""
+    if can_run(x_TH):
+        return add_rows_triton(parts, x_TH, norm_weight_H, scaled_TH, squares, amax, Ranks(0, len(parts), None))
+    return add_rows_reference(parts, x_TH, norm_weight_H, scaled_TH, squares, amax)
+
+
+def add_rows_reference(
+    parts: Sequence[torch.Tensor],
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    scaled_TH: torch.Tensor,
+    squares: torch.Tensor,
+    amax: torch.Tensor | None,
+) -> int:
+    """The same in plain torch; a row is one block."""
+    num_rows = x_TH.shape[0]
+    x_TH.add_(sum_rows_reference(parts, torch.empty_like(x_TH)))
+    scaled_TH.copy_(x_TH.float() * norm_weight_H.float())
+    squares[:num_rows] = x_TH.float().square().sum(-1)
+    if amax is not None:
+        amax[:num_rows] = scaled_TH.float().abs().amax(-1)
+    return 1
+
+
+def add_rows_triton(
+    rooms: Sequence[torch.Tensor],
+    x_TH: torch.Tensor,
+    norm_weight_H: torch.Tensor,
+    scaled_TH: torch.Tensor,
+    squares: torch.Tensor,
+    amax: torch.Tensor | None,
+    ranks: Ranks,
+    tiles: Tiles | None = None,
+    begins_next: bool = True,
+) -> int:
+    """The same as one Triton kernel. Each room begins with its rank's part, dense, as many elements as `x_TH` has.
+
+    `begins_next`: the next kernel may begin with what waits for nobody, once peers are met.
+    """
+    num_rows, size = x_TH.shape
+    for tensor in (x_TH, scaled_TH):
+        assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+    pdl = ranks.signals is not None and supports_pdl(x_TH)
+    tiles = tiles or column_tiles(num_rows, size, ranks.max_blocks, pdl)
+    num_blocks = -(-size // tiles.block)
+    if not num_rows:
+        return num_blocks
+    _add_kernel[(min(num_rows * num_blocks, ranks.max_blocks),)](
+        tuple(rooms),
+        x_TH,
+        norm_weight_H,
+        scaled_TH,
+        squares,
+        squares if amax is None else amax,
+        ranks.signals,
+        ranks.peers,
+        ranks.rank,
+        num_rows,
+        size,
+        SIZE=ranks.size,
+        WIDE_SIZE=next_power_of_two(ranks.size),
+        HAS_AMAX=amax is not None,
+        BLOCK=tiles.block,
+        FORM=tiles.form,
+        PDL=tiles.pdl,
+        BEGINS_NEXT=begins_next,
+        num_warps=tiles.num_warps,
+        **pdl_launch(tiles.pdl),
+    )
+    return num_blocks
+
+
+@jit_counting("rank", "num_rows")
+def _add_kernel(
+    rooms,
+    p_x,
+    p_norm_weight,
+    p_scaled,
+    p_squares,
+    p_amax,
+    p_signals,
+    p_peers,
+    rank,
+    num_rows,
+    size,
+    SIZE: constexpr,
+    WIDE_SIZE: constexpr,
+    HAS_AMAX: constexpr,
+    BLOCK: constexpr,
+    FORM: constexpr,
+    PDL: constexpr,
+    BEGINS_NEXT: constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)
+    if PDL and BEGINS_NEXT:
+        # Not before the meeting: programs that wait for this kernel could take the places of a peer's on the same GPU, which it waits for.
+        tl.extra.cuda.gdc_launch_dependents()
+    num_blocks = tl.cdiv(size, BLOCK)
+    for i_tile in range(tl.program_id(0), num_rows * num_blocks, tl.num_programs(0)):
+        i_row = i_tile // num_blocks
+        o_h = (i_tile - i_row * num_blocks) * BLOCK + tl.arange(0, BLOCK)
+        m_h = o_h < size
+        o_n = i_row.to(tl.int64) * size + o_h
+        b_sum = add_rooms(rooms, o_n, m_h, SIZE).to(p_x.dtype.element_ty).to(tl.float32)
+        b_x = (tl.load(p_x + o_n, mask=m_h, other=0.0).to(tl.float32) + b_sum).to(p_x.dtype.element_ty)
+        b_norm = tl.load(p_norm_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
+        tl.store(p_x + o_n, b_x, mask=m_h)
+        b_x = b_x.to(tl.float32)
+        b_scaled = (b_x * b_norm).to(p_scaled.dtype.element_ty)
+        tl.store(p_scaled + o_n, b_scaled, mask=m_h)
+        tl.store(p_squares + i_tile, tl.sum(b_x * b_x, axis=0))
+        if HAS_AMAX:
+            tl.store(p_amax + i_tile, tl.max(tl.abs(b_scaled.to(tl.float32)), axis=0))
+    end_meeting(p_signals, epoch)

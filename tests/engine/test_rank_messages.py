@@ -1,0 +1,63 @@
+"""Frames between ranks: every step and its results come back as they were; whatever else arrives is a MessageError and nothing more."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.engine.rank_messages import RankFrame, decode_rank_message, encode_frame
+from holdfast.errors import MessageError
+from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
+from holdfast.request.step import MAX_TOKEN_ID, Step, StepItem
+from holdfast.request.wire import HEADER_BYTES, body_length
+from request.frames import sealed
+from request.test_step import STEPS
+
+CHOSEN = st.integers(NO_TOKEN, MAX_TOKEN_ID)
+TOKENS = st.tuples(CHOSEN) | st.lists(CHOSEN, max_size=3).map(tuple)
+RESULTS = st.lists(st.lists(st.tuples(CHOSEN) | TOKENS, max_size=6).map(tuple), max_size=3).map(tuple)
+DECODING = Step(
+    8, items=tuple(StepItem(slot, 40 + slot, 1, True, ((slot,),) if slot == 2 else ()) for slot in range(4))
+)
+EXAMPLES = [
+    ((((5,), (6,), (7,), (8,)),), DECODING),
+    ((((5,), (), (1, NO_TOKEN)),), Step(7, (1,), (), (StepItem(0, 3, 1, True), StepItem(2, 8, 3, True, (), (4, 5))))),
+]
+
+
+def framed(results: tuple[tuple[tuple[int, ...], ...], ...], step: Step, number: int = 3) -> bytes:
+    """As rank 0 sends it."""
+    return encode_frame([StepResult(tuple(map(SequenceResult, tokens))) for tokens in results], step, number)
+
+
+@given(RESULTS, STEPS, st.integers(1, 2**62))
+def test_every_frame_comes_back_as_it_was(results, step, number) -> None:
+    frame = framed(results, step, number)
+    assert decode_rank_message(frame) == (number, RankFrame(results, step))
+
+
+@pytest.mark.parametrize(("results", "step"), EXAMPLES, ids=["decoding", "mixed"])
+def test_a_body_cut_short_or_longer_under_a_right_checksum_is_refused(results, step) -> None:
+    frame = framed(results, step)
+    kind, body = body_length(frame)[0], frame[HEADER_BYTES:]
+    for changed in (*(body[:length] for length in range(len(body))), body + b"\0", body + body):
+        with pytest.raises(MessageError):
+            decode_rank_message(sealed(changed, kind=kind))
+
+
+@pytest.mark.parametrize(("results", "step"), EXAMPLES, ids=["decoding", "mixed"])
+def test_every_flipped_bit_under_a_right_checksum_is_refused_or_is_another_frame(results, step) -> None:
+    frame = framed(results, step)
+    kind, body = body_length(frame)[0], frame[HEADER_BYTES:]
+    num_refused = 0
+    for place in range(8 * len(body)):
+        broken = bytearray(body)
+        broken[place // 8] ^= 1 << place % 8
+        try:
+            number, found = decode_rank_message(sealed(bytes(broken), kind=kind))
+        except MessageError:
+            num_refused += 1
+            continue
+        assert isinstance(found, RankFrame)
+        assert (number, found) != (3, RankFrame(results, step))
+        assert decode_rank_message(framed(found.results, found.step, number)) == (number, found)
+    assert num_refused > 2 * len(body)
