@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from holdfast.engine import rank_build
 from holdfast.engine.rank_messages import RankStart
-from holdfast.engine.rank_process import Rank, RankServer, main, open_rank
+from holdfast.engine.rank_process import main, open_rank
+from holdfast.engine.rank_server import Rank, RankServer
 from holdfast.planning import ranks
 
 UNLIKE = "HOLDFAST_UNLIKE"
