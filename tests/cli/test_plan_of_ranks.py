@@ -61,6 +61,10 @@ def test_ranks_that_gather_are_planned_as_a_gpu_takes_them(here: Here) -> None:
     assert exact["terms"] == both["terms"]
     assert "--batch-invariant" in exact["command"].split()
     assert "--batch-invariant" in both["command"].split()
+    stages = record(
+        here, "Qwen3-8B --gpu h200 --pipeline-parallel-size 2 --tensor-parallel-sums exact --quantization fp8"
+    )
+    assert "--batch-invariant" not in stages["command"].split(), "stages of one rank gather nothing"
 
 
 @pytest.mark.slow

@@ -234,6 +234,23 @@ def test_only_what_was_asked_is_repeated() -> None:
     ]
 
 
+def test_ranks_of_several_nodes_are_started_by_a_launcher() -> None:
+    """Without one such a start is refused."""
+
+    def told(nnodes: int | None) -> str:
+        asked = plan_request(tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=nnodes)
+        return start_command(asked, "Qwen3-8B") or ""
+
+    assert told(None).startswith("holdfast chat Qwen/Qwen3-8B ")
+    command = told(2)
+    assert command == (
+        "torchrun --nnodes 2 --node-rank NODE --nproc-per-node 2 --master-addr FIRST_NODE --master-port 29500 "
+        "-m holdfast serve Qwen/Qwen3-8B --tensor-parallel-size 2 --pipeline-parallel-size 2 --nnodes 2 "
+        "--max-num-seqs 256 --no-core-process"
+    )
+    assert "--nnodes 3 --node-rank NODE --nproc-per-node ITS_RANKS " in told(3)
+
+
 def test_no_protected_layers_are_repeated_too() -> None:
     command = start_command(plan_request(kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=0), "Qwen3-8B")
     assert command is not None

@@ -33,6 +33,10 @@ def test_a_launcher_is_found_where_ranks_are_asked():
         (TWO, {"RANK": "2"}, "RANK=2"),
         (TWO, {"RANK": "-1"}, "RANK=-1"),
         (TWO, {"MASTER_PORT": "high"}, "MASTER_PORT=high"),
+        (TWO, {"MASTER_PORT": "0"}, "MASTER_PORT=0; ranks are 0 to 1, and a port is a number from 1 to 65535"),
+        (TWO, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
+        (TWO, {"MASTER_PORT": ""}, "where its ranks meet is not told: MASTER_PORT is missing"),
+        (TWO, {"MASTER_PORT": "", "MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT are missing"),
         (TWO, {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=None and LOCAL_WORLD_SIZE=1; a node has 1 to 2 of the 2 ranks"),
         (TWO, {"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE=3"),
         (TWO, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"}, "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
@@ -119,6 +123,76 @@ def test_strangers_are_turned_away_and_ranks_are_not(store):
         peer.process.kill()
     for connection in connections:
         connection.close()
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused(store):
+    with pytest.raises(ConfigError, match=r"listen at MASTER_ADDR=203\.0\.113\.7; this machine cannot: "):
+        meet_ranks(Launched(0, 2, "203.0.113.7", 1, True))
+    assert not store.told
+
+
+class Told:
+    """A store in which rank 0 has left its word, or never does."""
+
+    def __init__(self, word: str | None) -> None:
+        self.word = word
+        self.key = ""
+
+    def get(self, key: str) -> bytes:
+        self.key = key
+        if self.word is None:
+            raise RuntimeError("wait timeout after 30000ms\nand a stack of frames")
+        return self.word.encode()
+
+
+def serve(word: str | None, monkeypatch, attempt: str = "0") -> Told:
+    """Rank 1 of two, told this; it does not come to be one."""
+    told = Told(word)
+    monkeypatch.setattr(launched, "_store", lambda place: told)
+    monkeypatch.setattr(launched, "_beat", lambda *_: None)  # which ends the process where rank 0 is gone
+    monkeypatch.setattr(launched.signal, "signal", lambda *_: None)
+    with pytest.raises(EngineDeadError) as refused:
+        launched.serve_launched(
+            Launched(1, 2, "127.0.0.1", 29500, True, attempt=attempt), lambda start, server: pytest.fail("no start")
+        )
+    told.word = str(refused.value)
+    return told
+
+
+def test_rank_0_that_is_not_there_is_told_in_a_sentence(monkeypatch):
+    assert "left no word there within 30 seconds" in str(serve(None, monkeypatch).word)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    assert f"nobody answers at port {port}" in str(serve(f"{port}:{'00' * 32}", monkeypatch).word)
+
+
+def test_a_store_that_nobody_keeps_is_told_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(launched, "PEER_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with pytest.raises(EngineDeadError, match=f"store at 127.0.0.1:{port}; it could not be reached: "):
+        launched.serve_launched(Launched(1, 2, "127.0.0.1", port, True), lambda start, server: pytest.fail("no start"))
+
+
+def test_who_is_turned_away_says_so(monkeypatch):
+    """A process with the number of another would else end as one that has served."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        hanging_up = threading.Thread(target=lambda: [listening.accept()[0].close() for _ in range(2)])
+        hanging_up.start()
+        words = serve(f"{listening.getsockname()[1]}:{'00' * 32}", monkeypatch).word
+        hanging_up.join(10)
+    assert "another process may have the same RANK" in str(words)
+
+
+def test_ranks_that_are_started_anew_do_not_find_the_word_of_those_before(monkeypatch):
+    """torchrun --max-restarts keeps its store."""
+    keys = set()
+    for attempt in ("0", "1"):
+        found = find_launcher(TWO, TOLD | {"TORCHELASTIC_RESTART_COUNT": attempt})
+        assert found is not None
+        monkeypatch.setattr(launched, "_NUM_MET", {"engines": 0})
+        keys.add(serve(None, monkeypatch, found.attempt).key)
+    assert len(keys) == 2
 
 
 def life_line_of_pair() -> tuple[LifeLine, ZeroSigns]:

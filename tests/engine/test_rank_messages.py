@@ -1,13 +1,16 @@
 """Frames between ranks: every step and its results come back as they were; whatever else arrives is a MessageError and nothing more."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.rank_messages import RankFrame, decode_rank_message, encode_frame
+from holdfast.engine.rank_messages import RankFrame, decode_rank_message, encode_frame, for_followers
 from holdfast.errors import MessageError
+from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
-from holdfast.request.step import MAX_TOKEN_ID, Step, StepItem
+from holdfast.request.step import MAX_TOKEN_ID, Admitted, Step, StepItem
 from holdfast.request.wire import HEADER_BYTES, body_length
 from request.frames import sealed
 from request.test_step import STEPS
@@ -61,3 +64,24 @@ def test_every_flipped_bit_under_a_right_checksum_is_refused_or_is_another_frame
         assert (number, found) != (3, RankFrame(results, step))
         assert decode_rank_message(framed(found.results, found.step, number)) == (number, found)
     assert num_refused > 2 * len(body)
+
+
+@pytest.mark.slow
+def test_the_largest_steps_are_taken() -> None:
+    """Prompts whose beginnings are all on pages come in one step, however long they are."""
+    prompt = tuple(range(2**20))
+    step = Step(
+        1, admitted=tuple(Admitted(slot, slot + 1, prompt, len(prompt), SamplingParams(), 0) for slot in range(17))
+    )
+    assert decode_rank_message(framed((), step)) == (3, RankFrame((), step))
+
+
+def test_of_a_million_allowed_tokens_ranks_that_choose_nothing_are_told_that_there_are_some() -> None:
+    """The sequences of one request: whole, their frame would be larger than any that is taken."""
+    params = SamplingParams(allowed_token_ids=tuple(range(2**20)), temperature=0.5, top_k=3)
+    step = Step(1, admitted=tuple(Admitted(slot, slot + 1, (1,), 1, params, slot) for slot in range(128)))
+    own = for_followers(step)
+    assert len(framed((), own)) < 2**16
+    assert {admitted.params for admitted in own.admitted} == {replace(params, allowed_token_ids=(0,))}
+    assert [replace(admitted, params=params) for admitted in own.admitted] == list(step.admitted)
+    assert for_followers(own) is own

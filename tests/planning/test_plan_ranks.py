@@ -167,6 +167,14 @@ def test_ranks_that_are_not_like_rank_0_are_named() -> None:
             plan_ranks(config, model, reports)
 
 
+@pytest.mark.parametrize("change", [{"node": None}, {"target": None}, {"target": {"capability": None, "kind": "cpu"}}])
+def test_the_report_of_another_release_is_refused_in_a_sentence(change) -> None:
+    """Before versions are compared it must be read."""
+    told = {key: value for key, value in (report_rank(1, HOST, "m").as_dict() | change).items() if value}
+    with pytest.raises(ConfigError, match=r"rank 1 was to run with the others; what it tells of itself is not what"):
+        RankReport.of(told)
+
+
 def test_a_choice_that_one_device_would_make_otherwise() -> None:
     """Products in fp8 are not on every GPU: what an option leaves open must be the same everywhere."""
     old = H200._replace(capability=(8, 0))

@@ -98,7 +98,7 @@ def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPl
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         check_ranks(config, declared)
         return PlanRequest(config, declared, target), None
-    if target.kind == "cuda" and sums_exactly(config):
+    if target.kind == "cuda" and config.tensor_parallel_size > 1 and sums_exactly(config):
         config = replace(config, batch_invariant=True)  # which a GPU cannot do without, and the command below says
     return worst_request(config, declared, target)
 

@@ -1,13 +1,16 @@
 """PlanView: one value behind table, JSON and page of a plan, whether it fits or not; its words; the sweep; no torch."""
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from fractions import Fraction
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.config import EngineConfig
+from holdfast.distributed.exchange_plan import planned_nodes
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.memory.devices import GPUS
@@ -99,7 +102,25 @@ def start_command(request: PlanRequest, model: str | None, change: Alternative |
     # A chat is planned for one sequence unless it is told otherwise.
     asked.setdefault("max_num_seqs", settle(request)[1].limits.max_num_seqs)
     device = ["--device", "cpu"] if request.target.kind == "cpu" else []
-    return shlex.join(["holdfast", "chat", *_model_words(request, model), *device, *_option_words(asked)])
+    words = [*_model_words(request, model), *device, *_option_words(asked)]
+    launcher = _launcher_words(request, asked)
+    if not launcher:
+        return shlex.join(["holdfast", "chat", *words])
+    return shlex.join([*launcher, "-m", "holdfast", "serve", *words, "--no-core-process"])
+
+
+def _launcher_words(request: PlanRequest, asked: Mapping[str, object]) -> list[str]:
+    """What starts ranks on several nodes, on each of which it is typed; nothing where there is one."""
+    sizes = (int(str(asked.get(name, 1))) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+    num_ranks, nnodes = prod(sizes), request.config.nnodes
+    if nnodes is None and request.target.kind == "cpu":
+        return []
+    counts = Counter(planned_nodes(num_ranks, nnodes))
+    if len(counts) == 1:
+        return []
+    num_local = str(counts[0]) if len(set(counts.values())) == 1 else "ITS_RANKS"
+    nodes = ["torchrun", "--nnodes", str(len(counts)), "--node-rank", "NODE", "--nproc-per-node", num_local]
+    return [*nodes, "--master-addr", "FIRST_NODE", "--master-port", "29500"]
 
 
 def plan_command(request: PlanRequest, model: str | None, change: Alternative | None = None) -> str | None:

@@ -32,13 +32,19 @@ Place = socket.socket | tuple[str, int]
 def listen_for_ranks(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """On rank 0, before anybody is told: `getsockname()` gives host and port. Loopback unless told otherwise."""
     try:
-        return socket.create_server((host, port))
+        return serve_at(host, port)
     except OSError as error:
         raise ConfigError(
             f"ranks were to meet at {host}:{port}",
             f"nobody can listen there: {error.strerror or error}",
             "take another port, or 0 for any that is free",
         ) from error
+
+
+def serve_at(host: str, port: int) -> socket.socket:
+    """A socket that listens at the first address of that name, whichever kind it is; OSError where nobody can."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family)
 
 
 def open_store(

@@ -40,10 +40,10 @@ GRACE_SECONDS = 0.5
 UNANSWERED_SECONDS = 2.0
 """For the other node's system to say that it has got what was sent."""
 SECRET_BYTES = 32
+MAX_PORT = 2**16 - 1
 _HELLO = struct.Struct(f"<{SECRET_BYTES}sI{PLACE_BYTES}s")
 _LIFE_LINE = 2**31
 """Added to the number of a rank by its second connection."""
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Launched(NamedTuple):
@@ -58,18 +58,27 @@ class Launched(NamedTuple):
     local_rank: int = 0
     """Among those of its node: which GPU is its own."""
     num_local: int = 1
+    attempt: str = "0"
+    """How often it has started all anew; its store is the same."""
 
 
 def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Launched | None:
     """Who started this process as one of several ranks; None where nobody did, or one rank is asked."""
-    if config.num_ranks == 1 or not all(name in environment for name in _NEEDED):
+    if config.num_ranks == 1 or not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return None
     num_ranks = check_world(config, environment)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if missing:  # each of its processes would start all ranks again
+        raise ConfigError(
+            f"a launcher has set RANK={environment['RANK']} and WORLD_SIZE={num_ranks}",
+            f"where its ranks meet is not told: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            "start with torchrun, which sets both, or unset RANK to have ranks started here",
+        )
     rank, port = environment["RANK"], environment["MASTER_PORT"]
-    if not rank.isdecimal() or int(rank) >= num_ranks or not port.isdecimal():
+    if not rank.isdecimal() or int(rank) >= num_ranks or not port.isdecimal() or not 1 <= int(port) <= MAX_PORT:
         raise ConfigError(
             f"a launcher has set RANK={rank} and MASTER_PORT={port}",
-            f"ranks are 0 to {num_ranks - 1}, and a port is a number",
+            f"ranks are 0 to {num_ranks - 1}, and a port is a number from 1 to {MAX_PORT}",
             "start with torchrun, or unset RANK to have ranks started here",
         )
     if config.core_process:
@@ -80,7 +89,9 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
         )
     local_rank, num_local = _local(environment, int(rank), num_ranks)
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launched(int(rank), num_ranks, environment["MASTER_ADDR"], int(port), has_store, local_rank, num_local)
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    place = environment["MASTER_ADDR"], int(port)
+    return Launched(int(rank), num_ranks, *place, has_store, local_rank, num_local, attempt)
 
 
 def _local(environment: Mapping[str, str], rank: int, num_ranks: int) -> tuple[int, int]:
@@ -165,13 +176,16 @@ def meet_ranks(launched: Launched) -> list[Peer]:
     found: dict[int, tuple[socket.socket, int]] = {}
     due = [line + rank for line in (0, _LIFE_LINE) for rank in range(1, launched.num_ranks)]
     until = time.monotonic() + PEER_SECONDS
-    with socket.create_server((launched.host, 0)) as listening:
+    with _listen(launched.host) as listening:
         port = listening.getsockname()[1]
         store = _store(launched)  # where it is this rank's own it serves the others until they have come
         store.set(_next_key(launched), f"{port}:{secret.hex()}")
         while len(found) < len(due):
-            listening.settimeout(max(until - time.monotonic(), 0.01))
+            left_seconds = until - time.monotonic()
             try:
+                if left_seconds <= 0:  # strangers do not make it longer
+                    raise TimeoutError
+                listening.settimeout(left_seconds)
                 connection, _ = listening.accept()
             except TimeoutError:
                 missing = [number % _LIFE_LINE for number in due if number not in found]
@@ -186,6 +200,20 @@ def meet_ranks(launched: Launched) -> list[Peer]:
             else:
                 found[number] = connection, pid
     return [Peer(found[rank][0], *found[_LIFE_LINE + rank]) for rank in range(1, launched.num_ranks)]
+
+
+def _listen(host: str) -> socket.socket:
+    """On rank 0, at a port of its own of the address that the launcher has named."""
+    from holdfast.distributed.rendezvous import serve_at  # torch comes with it
+
+    try:
+        return serve_at(host, 0)
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 was to listen at MASTER_ADDR={host}",
+            f"this machine cannot: {error.strerror or error}",
+            "name an address of the first node, on which rank 0 is",
+        ) from error
 
 
 def _caller(connection: socket.socket, secret: bytes) -> tuple[int, int]:
@@ -203,16 +231,8 @@ def _caller(connection: socket.socket, secret: bytes) -> tuple[int, int]:
 
 def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
     """On every other rank: serve rank 0 until it ends, then end this program."""
-    port, _, secret = _store(launched).get(_next_key(launched)).decode().partition(":")
-    place = launched.host, int(port)
-    with (
-        socket.create_connection(place, PEER_SECONDS) as connection,
-        socket.create_connection(place, PEER_SECONDS) as line,
-    ):
-        connection.settimeout(None)
-        _prepare(connection)
-        for caller, number in ((connection, launched.rank), (line, _LIFE_LINE + launched.rank)):
-            caller.sendall(_HELLO.pack(bytes.fromhex(secret), number, own_place()))
+    connection, line = _call_rank_zero(launched)
+    with connection, line:
         channel = Channel(connection)
         number = open_pulse_file()
         server = RankServer(channel, Pulse(number))
@@ -221,7 +241,39 @@ def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         server.run(open_rank)
+    if not server.num_received:
+        raise EngineDeadError(
+            f"rank {launched.rank} came to rank 0",
+            "it was turned away, or rank 0 ended: another process may have the same RANK",
+            "look at what rank 0 said, and give every process a RANK of its own",
+        )
     sys.exit(0)
+
+
+def _call_rank_zero(launched: Launched) -> tuple[socket.socket, socket.socket]:
+    """Two connections, one for messages and one for signs of life, once rank 0 has left word where it listens."""
+    asked = f"rank {launched.rank} looked for rank 0 by the launcher's store at {launched.host}:{launched.port}"
+    do = "look at what rank 0 said, and start all ranks again"
+    store = _store(launched)
+    try:
+        port, _, secret = store.get(_next_key(launched)).decode().partition(":")
+    except RuntimeError as error:
+        has = f"it has left no word there within {PEER_SECONDS:.0f} seconds, or has ended: {_first_line(error)}"
+        raise EngineDeadError(asked, has, do) from error
+    found = []
+    try:
+        for number in (launched.rank, _LIFE_LINE + launched.rank):
+            connection = socket.create_connection((launched.host, int(port)), PEER_SECONDS)
+            found.append(connection)
+            connection.sendall(_HELLO.pack(bytes.fromhex(secret), number, own_place()))
+    except OSError as error:
+        for connection in found:
+            connection.close()
+        has = f"nobody answers at port {port}, which it has named: {error.strerror or error}"
+        raise EngineDeadError(asked, has, do) from error
+    found[0].settimeout(None)
+    _prepare(found[0])
+    return found[0], found[1]
 
 
 def _beat(server: RankServer, channel: Channel, line: socket.socket) -> None:
@@ -245,7 +297,7 @@ _NUM_MET = {"engines": 0}
 def _next_key(launched: Launched) -> str:
     """Of one engine after the other: every rank makes them in the same order."""
     _NUM_MET["engines"] += 1
-    return f"holdfast/{_NUM_MET['engines']}/{launched.num_ranks}"
+    return f"holdfast/{launched.attempt}/{_NUM_MET['engines']}/{launched.num_ranks}"
 
 
 def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it out
@@ -255,12 +307,31 @@ def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it ou
     is_master = launched.rank == 0 and not launched.has_store
     patience = timedelta(seconds=PEER_SECONDS)
     try:
+        if not is_master:
+            _await_store(launched)
         return c10d.TCPStore(
             launched.host, launched.port, is_master=is_master, wait_for_workers=False, timeout=patience
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise EngineDeadError(
             f"rank {launched.rank} looked for the launcher's store at {launched.host}:{launched.port}",
-            f"it could not be reached: {str(error).partition(chr(10))[0][:160]}",
+            f"it could not be reached: {_first_line(error)}",
             "look whether MASTER_ADDR and MASTER_PORT are those of the first node, and that the port is free",
         ) from error
+
+
+def _await_store(launched: Launched) -> None:
+    """Until somebody listens there; OSError where nobody does in time. Torch would wait longer, and write its stack frames meanwhile."""
+    until = time.monotonic() + PEER_SECONDS
+    while True:
+        try:
+            socket.create_connection((launched.host, launched.port), PEER_SECONDS).close()
+            return
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(HEARTBEAT_SECONDS)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:160]

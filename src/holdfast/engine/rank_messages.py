@@ -17,7 +17,7 @@ ranks. What is cut short, altered, repeated or foreign is refused with a sentenc
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -27,11 +27,8 @@ from holdfast.engine.messages import Died, Heartbeat, Message, Refused, Shutdown
 from holdfast.errors import HoldfastError, MessageError
 from holdfast.memory.report import RankMemory
 from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
-from holdfast.request.step import MAX_TOKEN_ID, Step, read_step, step_numbers, write_admitted
+from holdfast.request.step import MAX_TOKEN_ID, Admitted, Step, read_step, step_numbers, write_admitted
 from holdfast.request.wire import Reader, Writer, body_length, open_frame, pack_lists, refuse, seal
-
-MAX_RANK_BODY_BYTES = 2**26
-"""More than the largest step with its admissions takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +144,21 @@ def encode_frame(results: Sequence[StepResult], step: Step, number: int) -> byte
     return seal(_FRAME_KIND, body)
 
 
+def for_followers(step: Step) -> Step:
+    """The step as ranks that choose nothing need it: of tokens that are allowed one stands for all, which may be a million for
+    each of its sequences; that there are some decides which exchanges a choice takes."""
+    if not any(len(admitted.params.allowed_token_ids or ()) > 1 for admitted in step.admitted):
+        return step
+    return replace(step, admitted=tuple(map(_for_follower, step.admitted)))
+
+
+def _for_follower(admitted: Admitted) -> Admitted:
+    allowed = admitted.params.allowed_token_ids
+    if allowed is None:
+        return admitted
+    return replace(admitted, params=replace(admitted.params, allowed_token_ids=allowed[:1]))
+
+
 def encode_rank_message(message: RankMessage, number: int) -> bytes:
     """Any message but a frame as one frame of the channel."""
     kind = _KINDS.get(type(message))
@@ -161,9 +173,7 @@ def encode_rank_message(message: RankMessage, number: int) -> bytes:
 
 def decode_rank_message(frame: bytes) -> tuple[int, RankMessage]:
     """The number of a message and the message, or MessageError."""
-    kind, length = body_length(frame)
-    if length > MAX_RANK_BODY_BYTES:
-        refuse(f"it has {length} bytes, and at most {MAX_RANK_BODY_BYTES} are taken between ranks")
+    kind, _ = body_length(frame)
     if kind not in _KINDS.values():
         number, message = decode_message(frame)
         if not isinstance(message, _OTHERS):

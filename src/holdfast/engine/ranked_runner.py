@@ -15,7 +15,7 @@ from functools import partial
 
 from holdfast.engine.core import StepRunner
 from holdfast.engine.messages import Numbering
-from holdfast.engine.rank_messages import encode_frame
+from holdfast.engine.rank_messages import encode_frame, for_followers
 from holdfast.engine.ranks import RankGroup, StepThread
 from holdfast.request.sequence import StepResult
 from holdfast.request.step import Step
@@ -74,7 +74,7 @@ class RankedRunner:
         self._advance()
         runner = self._runner
         assert runner is not None, "the runner is closed"
-        self._group.send_frame(encode_frame(self._told, step, self._frames.next()))
+        self._group.send_frame(encode_frame(self._told, for_followers(step), self._frames.next()))
         self._told = []
         launched = self._thread.submit(partial(runner.launch, step))
         self._flights.append(_Flight(launched, self._begin(runner) if self._is_eager else None))

@@ -52,11 +52,18 @@ class RankReport(NamedTuple):
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> "RankReport":
-        """What `as_dict` gave."""
-        target = dict(told["target"])
-        capability = target.pop("capability")
-        own = Target(**target, capability=None if capability is None else (capability[0], capability[1]))
-        return cls(told["rank"], own, told["device"], told["versions"], told["model"], told["node"])
+        """What `as_dict` gave; another release may tell other things."""
+        try:
+            target = dict(told["target"])
+            capability = target.pop("capability")
+            own = Target(**target, capability=None if capability is None else (capability[0], capability[1]))
+            return cls(told["rank"], own, told["device"], told["versions"], told["model"], told["node"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"rank {told.get('rank')} was to run with the others",
+                f"what it tells of itself is not what this release tells ({error!r:.80})",
+                LIKE_RANK_0,
+            ) from error
 
 
 def report_rank(rank: int, target: Target, model: str, device: str = "", node: str = "") -> RankReport:
