@@ -271,6 +271,21 @@ def test_a_failing_scheduler_ends_the_engine(method):
     assert engine.is_dead
 
 
+@pytest.mark.parametrize(("cause", "has_frames"), [(Fault("broken"), True), (EngineDeadError("a", "b", "c"), False)])
+def test_the_log_has_frames_of_a_fault_and_of_a_rank_that_is_gone_its_sentence(cause, has_frames, caplog):
+    engine = make_engine()
+    engine.add_request("a", "Q", PARAMS)
+
+    def fail(*_):
+        raise cause
+
+    engine.core.step = fail
+    engine.step()
+    (record,) = [record for record in caplog.records if record.getMessage().startswith("the engine stopped")]
+    assert str(cause) in record.getMessage()
+    assert bool(record.exc_info) == has_frames
+
+
 def test_an_engine_that_dies_in_an_abort_tells_the_others():
     engine = make_engine()
     for name in "ab":

@@ -407,7 +407,8 @@ class CoreServer:
         except Exception as error:
             is_refusal = core is None and isinstance(error, HoldfastError)
             if not is_refusal:
-                _log.error("the core stopped: %s", describe(error), exc_info=error)
+                is_told = isinstance(error, EngineDeadError)  # of a rank that is gone
+                _log.error("the core stopped: %s", describe(error), exc_info=None if is_told else error)
             with contextlib.suppress(ChannelClosedError):
                 self.send(
                     Refused((), error) if isinstance(error, HoldfastError) and is_refusal else Died(describe(error))

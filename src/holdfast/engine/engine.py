@@ -313,7 +313,9 @@ class Engine:
 
     def _die(self, cause: Exception) -> None:
         """Nothing below can be trusted any more, so it is not touched: every live request is told, and that is all."""
-        _log.error("the engine stopped: %s", describe(cause), exc_info=cause)
+        # Where a rank, or a core, is gone the sentence says all: frames of whoever waited for it are not the cause.
+        is_told = isinstance(cause, EngineDeadError)
+        _log.error("the engine stopped: %s", describe(cause), exc_info=None if is_told else cause)
         self._death = cause
         self.front.end_all(Ending("error", error=f"the engine stopped at {describe(cause)}"))
 

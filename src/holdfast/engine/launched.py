@@ -247,7 +247,9 @@ def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
             "it was turned away, or rank 0 ended: another process may have the same RANK",
             "look at what rank 0 said, and give every process a RANK of its own",
         )
-    sys.exit(0)
+    if not server.was_asked_to_end:
+        log.error("rank 0 is gone: this rank ends")
+    sys.exit(0 if server.was_asked_to_end else 1)  # by which a launcher knows whether all is to be started anew
 
 
 def _call_rank_zero(launched: Launched) -> tuple[socket.socket, socket.socket]:

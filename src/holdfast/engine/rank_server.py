@@ -64,6 +64,8 @@ class RankServer:
         self._frames = Numbering()
         self.pulse = pulse
         self.owns_parent = False
+        self.was_asked_to_end = False
+        """By rank 0, which else is gone."""
 
     @property
     def num_received(self) -> int:
@@ -128,6 +130,7 @@ class RankServer:
             self._channel.wait()
         number, message = decode_rank_message(frame)
         (self._frames if isinstance(message, RankFrame) else self._received).accept(number)
+        self.was_asked_to_end |= isinstance(message, Shutdown)
         return message
 
 
