@@ -161,9 +161,10 @@ def test_a_rank_that_comes_twice_is_there_once(monkeypatch) -> None:
     assert is_told.wait(10)
     port, _, secret = next(iter(store.values())).partition(":")
     connections = []
-    for rank in (1, 1, 2):
+    life_line = launched._LIFE_LINE
+    for number in (1, 1, 2, life_line + 1, life_line + 2):
         connections.append(socket.create_connection(("127.0.0.1", int(port)), 10))
-        connections[-1].sendall(bytes.fromhex(secret) + bytes([rank, 0, 0, 0]))
+        connections[-1].sendall(launched._HELLO.pack(bytes.fromhex(secret), number, launched.own_place()))
         if len(connections) == 2:
             assert connections[-1].recv(1) == b"", "it was hung up on"
     meeting.join(10)
@@ -172,5 +173,6 @@ def test_a_rank_that_comes_twice_is_there_once(monkeypatch) -> None:
     assert found[0].channel.wait(5.0)
     for peer in found:
         peer.channel.close()
+        peer.life_line.close()
     for connection in connections:
         connection.close()
