@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -118,6 +119,28 @@ def test_strangers_are_turned_away_and_ranks_are_not(store):
     connections += [connect(port, secret + bytes([rank, 0, 0, line]) + place) for rank in (2, 1) for line in (128, 0)]
     meeting.join(10)
     assert [peer.process.pid for peer in found] == [os.getpid()] * 2
+    for peer in found:
+        peer.channel.close()
+        peer.process.kill()
+    for connection in connections:
+        connection.close()
+
+
+def test_strangers_without_a_word_hold_up_nobody(store):
+    """More of them than two seconds each would leave time for; some have begun to speak, one has gone."""
+    found: list = []
+    meeting = threading.Thread(target=lambda: found.extend(meet_ranks(Launched(0, 2, "127.0.0.1", 1, True))))
+    begin = time.monotonic()
+    meeting.start()
+    port, secret = address(store)
+    connections = [connect(port, secret[: number % 3]) for number in range(20)]
+    connections[5].close()
+    connections += [connect(port, secret + bytes([1, 0, 0, line]) + own_place()) for line in (0, 128)]
+    meeting.join(10)
+    assert len(found) == 1
+    assert time.monotonic() - begin < 2 * launched.HELLO_SECONDS
+    with contextlib.suppress(ConnectionResetError):
+        assert connections[0].recv(1) == b"", "it was hung up on"
     for peer in found:
         peer.channel.close()
         peer.process.kill()

@@ -73,6 +73,20 @@ def assert_graphs_ran(name: str, found: dict[str, Any], num_ranks: int) -> None:
     assert late == [(0, 0)] * num_ranks, f"{name}: kernels were compiled after ready: {late}"
 
 
+def differences(answers: list[Any], expected: list[Any]) -> list[str]:
+    """Where answers are not the same: which of them, in what, and the first place."""
+    found = []
+    for number, (own, theirs) in enumerate(zip(answers, expected, strict=True)):
+        for kind, a, b in zip(("tokens", "log-probabilities", "those of the prompt"), own, theirs, strict=True):
+            if a != b:
+                place = next(
+                    (place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+                )
+                start = max(0, place - 40)
+                found.append(f"answer {number}, {kind}: {a[start : place + 30]} in place of {b[start : place + 30]}")
+    return found
+
+
 def compare(
     specs: dict[str, tuple[dict[str, Any], list[int]]], shared: dict[str, Any], folder: Path, *, has_eager: bool = False
 ) -> None:
@@ -86,18 +100,17 @@ def compare(
     found = run_all(every, folder)
     errors = {name: one["error"] for name, one in found.items() if "error" in one}
     assert not errors, "\n".join(f"{name}: {words}" for name, words in errors.items())
-    expected = found["one rank"]["answers"]
+    expected, faults = found["one rank"]["answers"], []
     for name, one in found.items():
-        different = [number for number, own in enumerate(one["answers"]) if own != expected[number]]
-        print(
-            f"{name}: {len(expected)} answers, {len(different)} different; {[r['graphs'] for r in one['ranks']]} graphs"
-        )
-        assert not different, f"{name}: {[(one['answers'][n], expected[n]) for n in different[:2]]}"
+        graphs = [rank["graphs"] for rank in one["ranks"]]
+        print(f"{name}: {len(expected)} answers, {graphs} graphs")
+        faults += [f"{name}: {words}" for words in differences(one["answers"], expected)]
         if name in specs:
             own = specs[name][0]
             assert_graphs_ran(name, one, own["pipeline_parallel_size"] * own.get("tensor_parallel_size", 1))
         elif name == "eager":
-            assert not any(rank["graphs"] for rank in one["ranks"])
+            assert not any(graphs)
+    assert not faults, "\n".join(faults[:40])
 
 
 def test_graphs_of_stages_give_what_one_rank_gives(tmp_path: Path) -> None:

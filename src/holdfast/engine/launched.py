@@ -11,13 +11,14 @@ is the launcher, which ends all where one has failed. Ranks of several nodes exc
 import contextlib
 import os
 import secrets
+import selectors
 import signal
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -39,6 +40,8 @@ GRACE_SECONDS = 0.5
 """For a rank to end by itself where rank 0 has; one that waits on its device for a peer does not."""
 UNANSWERED_SECONDS = 2.0
 """For the other node's system to say that it has got what was sent."""
+HELLO_SECONDS = 2.0
+"""For whoever has connected to say who it is."""
 SECRET_BYTES = 32
 MAX_PORT = 2**16 - 1
 _HELLO = struct.Struct(f"<{SECRET_BYTES}sI{PLACE_BYTES}s")
@@ -176,30 +179,78 @@ def meet_ranks(launched: Launched) -> list[Peer]:
     found: dict[int, tuple[socket.socket, int]] = {}
     due = [line + rank for line in (0, _LIFE_LINE) for rank in range(1, launched.num_ranks)]
     until = time.monotonic() + PEER_SECONDS
-    with _listen(launched.host) as listening:
+    with _listen(launched.host) as listening, contextlib.closing(_Door(listening)) as door:
         port = listening.getsockname()[1]
         store = _store(launched)  # where it is this rank's own it serves the others until they have come
         store.set(_next_key(launched), f"{port}:{secret.hex()}")
         while len(found) < len(due):
             left_seconds = until - time.monotonic()
-            try:
-                if left_seconds <= 0:  # strangers do not make it longer
-                    raise TimeoutError
-                listening.settimeout(left_seconds)
-                connection, _ = listening.accept()
-            except TimeoutError:
+            if left_seconds <= 0:
                 missing = [number % _LIFE_LINE for number in due if number not in found]
                 raise EngineDeadError(
                     f"{launched.num_ranks} ranks were to meet at {launched.host}:{port}",
                     f"rank {missing[0]} did not come within {PEER_SECONDS:.0f} seconds",
                     "look at what it said, and start all ranks again",
-                ) from None
-            number, pid = _caller(connection, secret)
-            if number not in due or number in found:
-                connection.close()  # a stranger, or one that is here already
-            else:
-                found[number] = connection, pid
+                )
+            for connection, hello in door.callers(min(left_seconds, HEARTBEAT_SECONDS)):
+                told, number, place = _HELLO.unpack(hello)
+                if not secrets.compare_digest(told, secret) or number not in due or number in found:
+                    connection.close()  # a stranger, or one that is here already
+                else:
+                    found[number] = connection, pid_at(place)
     return [Peer(found[rank][0], *found[_LIFE_LINE + rank]) for rank in range(1, launched.num_ranks)]
+
+
+class _Door:
+    """Whoever connects to rank 0, and what it says of itself: all at once, so that a stranger without a word holds up nobody."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        self._listening = listening
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ)
+        self._waiting: dict[socket.socket, tuple[bytearray, float]] = {}
+        """What each has said so far, and until when it may."""
+
+    def callers(self, seconds: float) -> Iterator[tuple[socket.socket, bytes]]:
+        """Those who have said everything, of what comes first within the time."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listening:
+                with contextlib.suppress(OSError):  # it has gone again
+                    self._open(self._listening.accept()[0])
+                continue
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket), f"{connection} is no socket"
+            heard, _ = self._waiting[connection]
+            try:
+                more = connection.recv(_HELLO.size - len(heard))
+            except OSError:
+                more = b""
+            heard += more
+            if len(heard) == _HELLO.size:
+                self._forget(connection)
+                yield connection, bytes(heard)
+            elif not more:
+                self._forget(connection).close()
+        now = time.monotonic()
+        for connection in [one for one, (_, until) in self._waiting.items() if until < now]:
+            self._forget(connection).close()
+
+    def close(self) -> None:
+        """Turn away whoever has not said enough."""
+        for connection in list(self._waiting):
+            self._forget(connection).close()
+        self._selector.close()
+
+    def _open(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._waiting[connection] = bytearray(), time.monotonic() + HELLO_SECONDS
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        self._selector.unregister(connection)
+        del self._waiting[connection]
+        return connection
 
 
 def _listen(host: str) -> socket.socket:
@@ -214,19 +265,6 @@ def _listen(host: str) -> socket.socket:
             f"this machine cannot: {error.strerror or error}",
             "name an address of the first node, on which rank 0 is",
         ) from error
-
-
-def _caller(connection: socket.socket, secret: bytes) -> tuple[int, int]:
-    """Which rank has connected, and for what, and its process; zeros for a stranger, who gets two seconds and no word."""
-    connection.settimeout(2.0)
-    data = b""
-    with contextlib.suppress(OSError):
-        while len(data) < _HELLO.size and (more := connection.recv(_HELLO.size - len(data))):
-            data += more
-    if len(data) < _HELLO.size:
-        return 0, 0
-    told, number, place = _HELLO.unpack(data)
-    return (number, pid_at(place)) if secrets.compare_digest(told, secret) else (0, 0)
 
 
 def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
