@@ -393,7 +393,8 @@ def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed):
                 num_accepted += 1
             except (ModelFormatError, UnsupportedModelError) as error:
                 assert "model.gguf" in str(error)  # noqa: PT017 - most mutants fail, some do not
-            assert tracemalloc.get_traced_memory()[1] - before < 8 * len(content) + 2**15
+            # Threads of others in this process are counted too; lengths that a mutant asks for are up to 2**64.
+            assert tracemalloc.get_traced_memory()[1] - before < 8 * len(content) + 2**17
     finally:
         tracemalloc.stop()
     assert 0 < num_accepted < 1000
