@@ -42,6 +42,7 @@ gpu_load = import_module("gpu_load")
 gpu_quantized = import_module("gpu_quantized")
 dummy_models = import_module("dummy_models")
 gpu_before_after = import_module("gpu_before_after")
+gpu_invariance = import_module("gpu_invariance")
 window_pages = import_module("window_pages")
 ngram = import_module("ngram")
 structured = import_module("structured")
@@ -910,3 +911,15 @@ def test_masks_are_measured_beside_none(tmp_path: Path) -> None:
     record = gpu_records.make_record("structured", results, "M", "s", asked, {})
     gpu_records.write_record(record, "structured", asked)
     assert "| json schema, greedy, batch 2 |" in doc_tables.section_tables(tmp_path, "structured")
+
+
+def test_rows_that_differ_are_told_as_ranges_and_shares_of_a_product_once() -> None:
+    rows = [16, 17, 18, 19, 20, 64, 128]
+    assert list(gpu_invariance.ranges([17, 18, 20, 64], rows)) == ["17 to 18", "20 to 64"]
+    assert list(gpu_invariance.ranges([], rows)) == []
+    assert list(gpu_invariance.ranges([128], rows)) == ["128"]
+    whole, halves = (gpu_invariance.product_shapes("Qwen3-32B", size) for size in (1, 2))
+    assert (151936, 5120, True) in whole
+    assert all(size_n == all_n for (size_n, _, _), (_, all_n) in whole.items())
+    assert len(halves) == len(whole) == 5
+    assert {size_n / all_n for (size_n, _, _), (_, all_n) in halves.items()} == {0.5}
