@@ -79,11 +79,14 @@ class ZeroSigns:
         return self._signs.silent_seconds
 
     def look(self, in_step: bool, num_messages: int) -> bool:
-        """Once every LOOK_SECONDS or so: whether rank 0 is dead. What it has sent by the other connection is a sign of life too."""
+        """Once every LOOK_SECONDS or so: whether rank 0 is dead. What another machine has sent by the other connection is a sign of life too.
+
+        On this one the system says whether it is stopped, and messages may have waited here since before.
+        """
         beats = b""
         with contextlib.suppress(OSError):
             beats = self._connection.recv(_MOST_UNREAD)
-        if beats or num_messages != self._num_messages:
+        if beats or (num_messages != self._num_messages and not self.is_here):
             self._pulse.beat()
         self._num_messages = num_messages
         self._signs.look()
