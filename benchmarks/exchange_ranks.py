@@ -30,7 +30,7 @@ from holdfast.distributed.linked import open_linked
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.distributed.rendezvous import LOOPBACK, listen_for_ranks
 from holdfast.distributed.symmetric import open_symmetric
-from holdfast.kernels.exchange.add_rows import add_rows_reference
+from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows_reference
 from holdfast.kernels.exchange.sum_rows import sum_rows_reference
 from holdfast.memory.ledger import Ledger
 
@@ -199,9 +199,9 @@ class Checks:
         x, norm_weight = self.parts(5, rows, width, dtype)[0], self.parts(6, 1, width, dtype)[0][0]
         wanted, scaled = x.clone(), [torch.empty_like(x), torch.full_like(x, float("nan"))]
         squares, amax = (torch.full((2, rows * width), float("nan"), device=self.device) for _ in range(2))
-        add_rows_reference(parts, wanted, norm_weight, scaled[0], squares[0], amax[0])
+        add_rows_reference(parts, DeferredStream(wanted, norm_weight, scaled[0], squares[0], amax[0]))
         room = self.exchange.room(rows, width, dtype).copy_(parts[self.mesh.rank])
-        num_blocks = self.exchange.add_rows(room, x, norm_weight, scaled[1], squares[1], amax[1])
+        num_blocks = self.exchange.add_rows(room, DeferredStream(x, norm_weight, scaled[1], squares[1], amax[1]))
         what, own = f"add {rows} x {width} {dtype}", rows * num_blocks
         self.compare(f"{what}, x", x, wanted)
         self.compare(f"{what}, scaled", scaled[1], scaled[0])

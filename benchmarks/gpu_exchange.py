@@ -37,7 +37,7 @@ from mps import OVERLAP, mps
 
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.symmetric import SymmetricExchange
-from holdfast.kernels.exchange.add_rows import add_rows_triton
+from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows_triton
 from holdfast.kernels.exchange.gather_rows import meet_triton
 from holdfast.kernels.exchange.signals import ATOMIC, RELAXED
 from holdfast.kernels.exchange.sum_rows import Tiles, sum_rows_triton
@@ -127,7 +127,7 @@ def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, An
         for begins_next in (True, False):
             name = f"onto a stream, {tiles.block}, {tiles.num_warps} warps{', begins the next' if begins_next else ''}"
             calls[name] = lambda tiles=tiles, begins_next=begins_next: add_rows_triton(
-                rooms(), stream, stream[0], scaled, squares, None, ranks, tiles, begins_next
+                rooms(), DeferredStream(stream, stream[0], scaled, squares), ranks, tiles, begins_next
             )
     calls["signal kernel, then sum kernel"] = in_two_kernels
     calls["meeting alone"] = lambda: meet_triton(ranks)
@@ -172,7 +172,7 @@ def timed_calls(exchange: Exchange, sizes: Sizes, device: str, told: dict[str, A
         put(
             f"sum {rows} x {sizes.hidden} onto a stream, norm deferred",
             lambda rows=rows, x=x, scaled=scaled: exchange.add_rows(
-                exchange.room(rows, sizes.hidden, bf16), x, norm_weight, scaled, squares, None
+                exchange.room(rows, sizes.hidden, bf16), DeferredStream(x, norm_weight, scaled, squares)
             ),
         )
     for width in (sizes.hidden // size, 5 * sizes.hidden // size):

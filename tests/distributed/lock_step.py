@@ -17,7 +17,7 @@ import torch
 
 from holdfast.distributed.exchange_plan import ExchangeNeeds
 from holdfast.distributed.mesh import Mesh, meshes
-from holdfast.kernels.exchange.add_rows import add_rows
+from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows
 
 Result = TypeVar("Result")
 POISON = 0xFF
@@ -221,18 +221,10 @@ class ThreadExchange:
             total = total + part.float()
         return out_TH.copy_(total)
 
-    def add_rows(
-        self,
-        part_TH: torch.Tensor,
-        x_TH: torch.Tensor,
-        norm_weight_H: torch.Tensor,
-        scaled_TH: torch.Tensor,
-        squares: torch.Tensor,
-        amax: torch.Tensor | None,
-    ) -> int:
-        assert part_TH.shape == x_TH.shape == scaled_TH.shape, f"{part_TH.shape=} {x_TH.shape=} {scaled_TH.shape=}"
-        parts = self._exchange_part("add_rows", part_TH, x_TH)
-        return add_rows(parts, x_TH, norm_weight_H, scaled_TH, squares, amax)
+    def add_rows(self, part_TH: torch.Tensor, onto: DeferredStream) -> int:
+        shapes = part_TH.shape, onto.x_TH.shape, onto.scaled_TH.shape
+        assert len(set(shapes)) == 1, f"{shapes} of a part, x, and x with its norm's weight"
+        return add_rows(self._exchange_part("add_rows", part_TH, onto.x_TH), onto)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         assert out_TY.shape == (part_TX.shape[0], self.size * part_TX.shape[1]), f"{part_TX.shape=} {out_TY.shape=}"

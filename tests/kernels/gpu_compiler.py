@@ -668,8 +668,10 @@ def exchange_of(size: int) -> None:
             sum_rows.sum_rows_triton(rooms, torch.zeros(16, 5120, dtype=BF16), ranks, tiles, two_passes)
     x, norm_weight, floats = torch.zeros(16, 5120, dtype=BF16), torch.zeros(5120, dtype=BF16), torch.zeros(2560)
     for num_rows, amax in ((1, None), (16, None), (16, floats)):
-        add_rows.add_rows_triton(rooms, x[:num_rows], norm_weight, x[:num_rows], floats, amax, ranks)
-    add_rows.add_rows_triton(rooms, x, norm_weight, x, floats, None, ranks._replace(max_blocks=8))
+        own = x[:num_rows]
+        add_rows.add_rows_triton(rooms, add_rows.DeferredStream(own, norm_weight, own, floats, amax), ranks)
+    whole = add_rows.DeferredStream(x, norm_weight, x, floats)
+    add_rows.add_rows_triton(rooms, whole, ranks._replace(max_blocks=8))
     for out in (torch.zeros(16, 5120 * size, dtype=BF16), None):
         gather_rows.gather_columns_triton(rooms, out, 16, 5120 * size, ranks)
     ids = torch.zeros(64, dtype=torch.int64)

@@ -4,7 +4,7 @@ import torch
 
 from holdfast.distributed.exchange_plan import ExchangeNeeds
 from holdfast.distributed.mesh import Mesh
-from holdfast.kernels.exchange.add_rows import add_rows
+from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows
 
 
 class MirrorExchange:
@@ -36,17 +36,9 @@ class MirrorExchange:
         self._turn = 1 - self._turn
         return torch.mul(part_TH, self.size, out=out_TH)
 
-    def add_rows(
-        self,
-        part_TH: torch.Tensor,
-        x_TH: torch.Tensor,
-        norm_weight_H: torch.Tensor,
-        scaled_TH: torch.Tensor,
-        squares: torch.Tensor,
-        amax: torch.Tensor | None,
-    ) -> int:
+    def add_rows(self, part_TH: torch.Tensor, onto: DeferredStream) -> int:
         self._turn = 1 - self._turn
-        return add_rows([part_TH] * self.size, x_TH, norm_weight_H, scaled_TH, squares, amax)
+        return add_rows([part_TH] * self.size, onto)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         self._turn = 1 - self._turn

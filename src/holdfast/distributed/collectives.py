@@ -29,7 +29,7 @@ from holdfast.distributed.rendezvous import (
     make_nccl,
     open_store,
 )
-from holdfast.kernels.exchange.add_rows import add_rows
+from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows
 from holdfast.kernels.exchange.gather_rows import gather_columns_reference
 from holdfast.kernels.exchange.sum_rows import add_parts
 from holdfast.memory.ledger import Ledger
@@ -236,17 +236,9 @@ class CollectiveExchange:
         assert self._wide_F is not None, "the exchange is closed"
         return add_parts(parts_STH.unbind(), out_TH, self._wide_F)
 
-    def add_rows(
-        self,
-        part_TH: torch.Tensor,
-        x_TH: torch.Tensor,
-        norm_weight_H: torch.Tensor,
-        scaled_TH: torch.Tensor,
-        squares: torch.Tensor,
-        amax: torch.Tensor | None,
-    ) -> int:
+    def add_rows(self, part_TH: torch.Tensor, onto: DeferredStream) -> int:
         parts_STH = self._gather("add_rows", part_TH)
-        return add_rows(parts_STH.unbind(), x_TH, norm_weight_H, scaled_TH, squares, amax)
+        return add_rows(parts_STH.unbind(), onto)
 
     def _gather(self, verb: str, part: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks, rank by rank."""

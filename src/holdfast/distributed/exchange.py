@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from holdfast.kernels.exchange.add_rows import DeferredStream
+
 
 class Exchange(Protocol):
     """The ranks that share the layers of one stage, and the way to the stages before and behind it."""
@@ -43,19 +45,10 @@ class Exchange(Protocol):
         """
         ...
 
-    def add_rows(
-        self,
-        part_TH: torch.Tensor,
-        x_TH: torch.Tensor,
-        norm_weight_H: torch.Tensor,
-        scaled_TH: torch.Tensor,
-        squares: torch.Tensor,
-        amax: torch.Tensor | None,
-    ) -> int:
-        """x += the sum of `sum_rows`, of a small batch, with the next RMSNorm deferred (kernels/exchange/add_rows.py): x * norm_weight
-        into `scaled_TH`, and by block of a row the sum of squares of x, and the largest magnitude of `scaled_TH` where it is wanted.
+    def add_rows(self, part_TH: torch.Tensor, onto: DeferredStream) -> int:
+        """x += the sum of `sum_rows`, of a small batch, with the next RMSNorm deferred: how many blocks a row of it has.
 
-        How many blocks a row has. `part_TH` is the last room.
+        `part_TH` is the last room.
         """
         ...
 

@@ -15,6 +15,7 @@ from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_specs, in_stage, shared_specs
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, c10d, lost_peers, open_store
+from holdfast.kernels.exchange.add_rows import DeferredStream
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec
 
@@ -42,16 +43,8 @@ class LinkedExchange(CollectiveExchange):
     def sum_rows(self, part_TH: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
         return self._stage.sum_rows(part_TH, out_TH)
 
-    def add_rows(
-        self,
-        part_TH: torch.Tensor,
-        x_TH: torch.Tensor,
-        norm_weight_H: torch.Tensor,
-        scaled_TH: torch.Tensor,
-        squares: torch.Tensor,
-        amax: torch.Tensor | None,
-    ) -> int:
-        return self._stage.add_rows(part_TH, x_TH, norm_weight_H, scaled_TH, squares, amax)
+    def add_rows(self, part_TH: torch.Tensor, onto: DeferredStream) -> int:
+        return self._stage.add_rows(part_TH, onto)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         return self._stage.gather_columns(part_TX, out_TY)

@@ -21,7 +21,7 @@ from holdfast.distributed.held_memory import HeldMemory, allocate_held
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.rendezvous import OPEN_SECONDS, Check, Place, Store, c10d, lost_peers, make_gloo, open_store
 from holdfast.errors import ConfigError
-from holdfast.kernels.exchange.add_rows import add_rows_triton
+from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows_triton
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_triton,
     gather_small_triton,
@@ -221,18 +221,9 @@ class SymmetricExchange:
             if may_take_two_passes(dtype, out_TH.dtype, self.size):
                 sum_rows_triton(rooms, few_N, self.ranks, tiles, two_passes=True)
 
-    def add_rows(
-        self,
-        part_TH: torch.Tensor,
-        x_TH: torch.Tensor,
-        norm_weight_H: torch.Tensor,
-        scaled_TH: torch.Tensor,
-        squares: torch.Tensor,
-        amax: torch.Tensor | None,
-    ) -> int:
-        assert part_TH.shape == x_TH.shape, f"{part_TH.shape=} {x_TH.shape=}"
-        rooms = self._take(part_TH)
-        return add_rows_triton(rooms, x_TH, norm_weight_H, scaled_TH, squares, amax, self.ranks)
+    def add_rows(self, part_TH: torch.Tensor, onto: DeferredStream) -> int:
+        assert part_TH.shape == onto.x_TH.shape, f"{part_TH.shape=} {onto.x_TH.shape=}"
+        return add_rows_triton(self._take(part_TH), onto, self.ranks)
 
     def gather_columns(self, part_TX: torch.Tensor, out_TY: torch.Tensor) -> torch.Tensor:
         num_rows, num_columns = out_TY.shape

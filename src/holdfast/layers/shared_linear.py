@@ -12,6 +12,7 @@ Nothing in here waits for the host, and nothing is allocated: parts lie where pe
 import torch
 
 from holdfast.distributed.exchange import Exchange
+from holdfast.kernels.exchange.add_rows import DeferredStream
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.linear import linear
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
@@ -59,7 +60,8 @@ def add_part(
 ) -> NormedRows:
     """On the fused decode path: x += the parts of all ranks, with the next norm deferred; `part_TH` is the last room."""
     amax = None if scratch.amax is None else scratch.amax.normed
-    num_squares = exchange.add_rows(part_TH, x_TH, norm.weight_H, scaled_TH, scratch.squares, amax)
+    onto = DeferredStream(x_TH, norm.weight_H, scaled_TH, scratch.squares, amax)
+    num_squares = exchange.add_rows(part_TH, onto)
     return NormedRows(scaled_TH, num_squares, norm.eps)
 
 

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from holdfast.kernels.exchange.add_rows import add_rows, add_rows_reference, add_rows_triton, column_tiles, row_form
+from holdfast.kernels.exchange.add_rows import (
+    DeferredStream,
+    add_rows,
+    add_rows_reference,
+    add_rows_triton,
+    column_tiles,
+    row_form,
+)
 from holdfast.kernels.exchange.signals import MAX_BLOCKS
 from holdfast.kernels.exchange.sum_rows import BLOCKS, Ranks, Tiles, sum_rows_reference
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, SmallBatchScratch, defer_rms_norm_reference
@@ -37,13 +44,13 @@ def test_x_and_its_deferred_norm_are_those_of_plain_torch(guarded, device, dtype
     rooms, x, norm_weight = operands(guarded, size, rows, width, dtype)
     parts = [room[: rows * width].view(rows, width) for room in rooms]
     wanted, right, wanted_squares, wanted_amax = x.clone(), torch.empty_like(x), *torch.empty(2, rows, device=device)
-    assert add_rows_reference(parts, wanted, norm_weight, right, wanted_squares, wanted_amax) == 1
+    assert add_rows_reference(parts, DeferredStream(wanted, norm_weight, right, wanted_squares, wanted_amax)) == 1
     num_blocks = -(-width // 128)
     scaled = guarded(rows, width, dtype=dtype)
     squares, amax = (guarded(rows * num_blocks, dtype=torch.float32).fill_(NAN) for _ in range(2))
     ranks = Ranks(0, size, None, max_blocks=2)
-    given = amax if has_amax else None
-    assert add_rows_triton(rooms, x, norm_weight, scaled, squares, given, ranks, Tiles(128, 4)) == num_blocks
+    onto = DeferredStream(x, norm_weight, scaled, squares, amax if has_amax else None)
+    assert add_rows_triton(rooms, onto, ranks, Tiles(128, 4)) == num_blocks
     assert torch.equal(x, wanted)
     assert torch.equal(scaled, right)
     torch.testing.assert_close(squares.view(rows, -1).sum(-1), wanted_squares, rtol=1e-6, atol=0)
@@ -66,7 +73,7 @@ def test_it_is_a_sum_and_then_the_norm_deferred(guarded, device):
     empty = torch.empty(0, device=device)
     scratch = SmallBatchScratch(squares[0], empty, empty, AmaxScratch(amax[0], empty, empty))
     defer_rms_norm_reference(apart, norm_weight, 1e-5, scaled[0], scratch, delta)
-    add_rows(parts, x, norm_weight, scaled[1], squares[1], amax[1])
+    add_rows(parts, DeferredStream(x, norm_weight, scaled[1], squares[1], amax[1]))
     assert torch.equal(x, apart)
     assert torch.equal(*scaled)
     torch.testing.assert_close(squares[0], squares[1], rtol=1e-6, atol=0)
@@ -97,7 +104,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(guarded, de
         squares, amax = torch.full((2, len(some) * 4), NAN, device=device)
         given = [part.reshape(-1) for part in parts[:, some]]
         ranks = Ranks(0, 2, None, max_blocks=max_blocks)
-        num_blocks = add_rows_triton(given, own, norm_weight, scaled, squares, amax, ranks)
+        num_blocks = add_rows_triton(given, DeferredStream(own, norm_weight, scaled, squares, amax), ranks)
         found = (one[: len(some) * num_blocks].view(len(some), -1) for one in (squares, amax))
         return [own, scaled, *found]
 
@@ -108,4 +115,4 @@ def test_a_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(guarded, de
 
 def test_no_rows_launch_nothing(guarded, device):
     empty = guarded(0, 64, dtype=torch.float32)
-    assert add_rows_triton([empty], empty, empty, empty, empty, None, Ranks(0, 1, None)) == 1
+    assert add_rows_triton([empty], DeferredStream(empty, empty, empty, empty), Ranks(0, 1, None)) == 1

@@ -378,23 +378,31 @@ def mutants(content: bytes, count: int, seed: int):
         yield bytes(mutant)
 
 
+def read_or_refuse(folder, mutant: bytes) -> tuple[bool, int]:
+    """Whether it was read, and the bytes that took at their peak, those of other threads of this process included."""
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        check_sound(parse(folder, mutant + DATA))
+        is_read = True
+    except (ModelFormatError, UnsupportedModelError) as error:
+        assert "model.gguf" in str(error)  # noqa: PT017 - most mutants fail, some do not
+        is_read = False
+    return is_read, tracemalloc.get_traced_memory()[1] - before
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed):
     content = build()
-    header_bytes = len(content) - len(DATA)
-    num_accepted = 0
+    most_bytes, num_accepted = 8 * len(content) + 2**15, 0
     tracemalloc.start()
     try:
-        for mutant in mutants(content[:header_bytes], 1000, seed):
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-            try:
-                check_sound(parse(tmp_path, mutant + DATA))
-                num_accepted += 1
-            except (ModelFormatError, UnsupportedModelError) as error:
-                assert "model.gguf" in str(error)  # noqa: PT017 - most mutants fail, some do not
-            # Threads of others in this process are counted too; lengths that a mutant asks for are up to 2**64.
-            assert tracemalloc.get_traced_memory()[1] - before < 8 * len(content) + 2**17
+        for mutant in mutants(content[: len(content) - len(DATA)], 1000, seed):
+            is_read, peak_bytes = read_or_refuse(tmp_path, mutant)
+            if peak_bytes >= most_bytes:  # what another thread took it does not take again
+                peak_bytes = min(read_or_refuse(tmp_path, mutant)[1] for _ in range(3))
+            assert peak_bytes < most_bytes
+            num_accepted += is_read
     finally:
         tracemalloc.stop()
     assert 0 < num_accepted < 1000

@@ -8,6 +8,7 @@ one pass: rows are few. How a row is cut is the same for 2 to FUSED_DECODE_ROWS 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,19 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
+class DeferredStream(NamedTuple):
+    """The residual stream of a small batch, and where its next RMSNorm is left."""
+
+    x_TH: torch.Tensor
+    norm_weight_H: torch.Tensor
+    scaled_TH: torch.Tensor
+    """x * norm_weight."""
+    squares: torch.Tensor
+    """float32: the squares of x summed by block, row by row."""
+    amax: torch.Tensor | None = None
+    """float32, where products quantize their rows: the largest magnitude of `scaled_TH` by block."""
+
+
 def row_form(num_rows: int) -> bool:
     """Whether one row is alone: what of a launch follows from the number of rows."""
     return num_rows == 1
@@ -41,29 +55,16 @@ def column_tiles(num_rows: int, size: int, max_blocks: int, pdl: bool = False) -
     return next((tiles for tiles in forms if most_rows * -(-size // tiles.block) <= max_blocks), forms[-1])
 
 
-def add_rows(
-    parts: Sequence[torch.Tensor],
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
-    scaled_TH: torch.Tensor,
-    squares: torch.Tensor,
-    amax: torch.Tensor | None,
-) -> int:
+def add_rows(parts: Sequence[torch.Tensor], onto: DeferredStream) -> int:
     """x += parts that are all here already, with the next RMSNorm deferred; blocks of a row."""
-    if can_run(x_TH):
-        return add_rows_triton(parts, x_TH, norm_weight_H, scaled_TH, squares, amax, Ranks(0, len(parts), None))
-    return add_rows_reference(parts, x_TH, norm_weight_H, scaled_TH, squares, amax)
+    if can_run(onto.x_TH):
+        return add_rows_triton(parts, onto, Ranks(0, len(parts), None))
+    return add_rows_reference(parts, onto)
 
 
-def add_rows_reference(
-    parts: Sequence[torch.Tensor],
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
-    scaled_TH: torch.Tensor,
-    squares: torch.Tensor,
-    amax: torch.Tensor | None,
-) -> int:
+def add_rows_reference(parts: Sequence[torch.Tensor], onto: DeferredStream) -> int:
     """The same in plain torch; a row is one block."""
+    x_TH, norm_weight_H, scaled_TH, squares, amax = onto
     num_rows = x_TH.shape[0]
     x_TH.add_(sum_rows_reference(parts, torch.empty_like(x_TH)))
     scaled_TH.copy_(x_TH.float() * norm_weight_H.float())
@@ -75,11 +76,7 @@ def add_rows_reference(
 
 def add_rows_triton(
     rooms: Sequence[torch.Tensor],
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
-    scaled_TH: torch.Tensor,
-    squares: torch.Tensor,
-    amax: torch.Tensor | None,
+    onto: DeferredStream,
     ranks: Ranks,
     tiles: Tiles | None = None,
     begins_next: bool = True,
@@ -88,6 +85,7 @@ def add_rows_triton(
 
     `begins_next`: the next kernel may begin with what waits for nobody, once peers are met.
     """
+    x_TH, norm_weight_H, scaled_TH, squares, amax = onto
     num_rows, size = x_TH.shape
     for tensor in (x_TH, scaled_TH):
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
