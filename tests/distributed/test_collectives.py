@@ -14,6 +14,7 @@ import torch
 
 from distributed.gloo_ranks import CPU, run_gloo
 from distributed.lock_step import LockStep
+from holdfast.distributed import collectives
 from holdfast.distributed.collectives import CollectiveExchange, open_collectives
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_terms, in_stage
@@ -208,3 +209,16 @@ def test_a_peer_that_is_killed_is_an_error_within_a_second() -> None:
         assert told - killed < 1.0
         assert kind == "EngineDeadError"
         assert "called sum_rows of [1, 4]; a peer is gone or does not answer" in words
+
+
+def test_connections_end_where_memory_cannot_be_had(monkeypatch) -> None:
+    closed: list[str] = []
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(collectives, "allocate_held", refuse)
+    monkeypatch.setattr(collectives.GlooPeers, "close", lambda self: closed.append("closed"))
+    with pytest.raises(MemoryError, match="no room"):
+        open_collectives(meshes(1)[0], NEEDS, listen_for_ranks(), CPU, Ledger())
+    assert closed == ["closed"]

@@ -391,7 +391,11 @@ def open_collectives(
     store = open_store(place, mesh, timeout_s, secret, check)
     with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
         peers, connected_bytes = open_peers(store, mesh, call_timeout_s, device)
-    exchange = CollectiveExchange(mesh, needs, peers, device, ledger)
+    try:
+        exchange = CollectiveExchange(mesh, needs, peers, device, ledger)
+    except BaseException:
+        peers.close()
+        raise
     warm_up(exchange, device, connected_bytes)
     return exchange
 

@@ -6,6 +6,7 @@ The ranks of a stage have an exchange that knows of no other stage (distributed/
 them. What is sent to another stage, and to rank 0, goes as distributed/collectives.py has it.
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -100,7 +101,11 @@ def open_linked(
         peers, connected_bytes = open_peers(store, mesh, CALL_SECONDS, device)
         own_needs, own_mesh = in_stage(needs, mesh)
         own_store = c10d.PrefixStore(f"stage{mesh.stage}", store)
-        stage = SymmetricExchange(own_mesh, own_needs, own_store, device, ledger, **options)
-    exchange = LinkedExchange(mesh, needs, stage, peers, device, ledger)
+        with ExitStack() as opened:
+            opened.callback(peers.close)
+            stage = SymmetricExchange(own_mesh, own_needs, own_store, device, ledger, **options)
+            opened.callback(stage.close)
+            exchange = LinkedExchange(mesh, needs, stage, peers, device, ledger)
+            opened.pop_all()  # all of it is the exchange's from here on
     warm_up(exchange, device, connected_bytes)
     return exchange
