@@ -7,7 +7,8 @@ without them it continues with letters that are a hash of it.
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,15 @@ def served(engine: Engine | None = None, **options: Any) -> Iterator[Served]:
         loop.call_soon_threadsafe(server.tell)
         thread.join(30)
         service.llm.shutdown()
+
+
+def until(condition: Callable[[], bool], words: str) -> None:
+    """Wait for another thread."""
+    for _ in range(4000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise AssertionError(words)
 
 
 @contextmanager

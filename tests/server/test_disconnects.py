@@ -3,13 +3,12 @@
 import json
 import socket
 import time
-from collections.abc import Callable
 
 import httpx
 import pytest
 
 from engine.fakes import Gate, assert_at_rest
-from server.served import MODEL, Served, said, served, user
+from server.served import MODEL, Served, said, served, until, user
 
 CHAT = {"model": MODEL, "messages": user("Hello"), "max_tokens": 200}
 COMPLETION = {"model": MODEL, "prompt": ["Hello", "there"], "max_tokens": 200}
@@ -36,14 +35,6 @@ def connect(running: Served, path: str, body: dict) -> socket.socket:
     )
     connection.sendall(head.encode() + data)
     return connection
-
-
-def until(condition: Callable[[], bool], words: str) -> None:
-    for _ in range(4000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError(words)
 
 
 def num_live(running: Served) -> int:
