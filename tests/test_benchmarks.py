@@ -918,8 +918,8 @@ def test_rows_that_differ_are_told_as_ranges_and_shares_of_a_product_once() -> N
     assert list(gpu_invariance.ranges([17, 18, 20, 64], rows)) == ["17 to 18", "20 to 64"]
     assert list(gpu_invariance.ranges([], rows)) == []
     assert list(gpu_invariance.ranges([128], rows)) == ["128"]
-    whole, halves = (gpu_invariance.product_shapes("Qwen3-32B", size) for size in (1, 2))
-    assert (151936, 5120, True) in whole
-    assert all(size_n == all_n for (size_n, _, _), (_, all_n) in whole.items())
+    whole, halves = (gpu_invariance.products_of("Qwen3-32B", size) for size in (1, 2))
+    assert [(product.size_n, product.size_k) for product in whole if product.is_head] == [(151936, 5120)]
+    assert all(product.size_n == product.all_n for product in whole)
     assert len(halves) == len(whole) == 5
-    assert {size_n / all_n for (size_n, _, _), (_, all_n) in halves.items()} == {0.5}
+    assert {product.size_n / product.all_n for product in halves} == {0.5}

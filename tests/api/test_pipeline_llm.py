@@ -2,15 +2,21 @@
 
 import os
 import signal
+import sys
 import time
+from typing import Any
 
 import pytest
 
 from api.test_ranks_llm import OPTIONS, PROMPTS, answers, pids_of
 from cli.cli_models import make_model
+from engine import unlike_rank
+from engine.rank_groups import with_tests
 from engine.test_core_process import is_gone
 from holdfast import LLM, SamplingParams
+from holdfast.engine import build as engine_build
 from holdfast.errors import EngineDeadError
+from holdfast.runner.build import RunnerBuild
 
 pytestmark = pytest.mark.slow
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -40,6 +46,25 @@ def test_two_stages_with_turboquant_and_proposals(model):
         expected = answers(llm)
     with LLM(model, pipeline_parallel_size=2, **options) as llm:
         assert answers(llm) == expected
+
+
+def test_stages_pad_steps_to_sizes_that_all_of_them_have_left(model, monkeypatch):
+    """As GPUs find them by comparing products; each rank finds others here."""
+    options: dict[str, Any] = OPTIONS | {"max_num_batched_tokens": 72}
+    with LLM(model, **options) as llm:
+        alone = answers(llm)
+    build_ranks, command = engine_build.build_ranks, (sys.executable, "-P", "-m", "engine.unlike_rank")
+    monkeypatch.setenv("PYTHONPATH", with_tests(dict(os.environ))["PYTHONPATH"])
+    monkeypatch.setenv(unlike_rank.UNLIKE, "rows 5 24 64 72")
+    monkeypatch.setattr(
+        engine_build, "build_ranks", lambda *told, **named: build_ranks(*told, command=command, **named)
+    )
+    monkeypatch.setattr(RunnerBuild, "_compare_products", RunnerBuild._compare_products)  # as it was, in the end
+    unlike_rank.take_sizes(5, 16, 64, 72)
+    with LLM(model, pipeline_parallel_size=3, **options) as llm:
+        runner: Any = llm.engine.core.runner  # type: ignore[union-attr]
+        assert runner.inner._row_sizes == (5, 64, 72)
+        assert answers(llm) == alone
 
 
 def test_what_steps_in_flight_bring_to_nobody_is_dropped(model):

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.rank_messages import RankFrame, decode_rank_message, encode_frame, for_followers
+from holdfast.engine.rank_messages import (
+    RankConnect,
+    RankFrame,
+    RankLoaded,
+    decode_rank_message,
+    encode_frame,
+    encode_rank_message,
+    for_followers,
+)
 from holdfast.errors import MessageError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, SequenceResult, StepResult
@@ -64,6 +72,19 @@ def test_every_flipped_bit_under_a_right_checksum_is_refused_or_is_another_frame
         assert (number, found) != (3, RankFrame(results, step))
         assert decode_rank_message(framed(found.results, found.step, number)) == (number, found)
     assert num_refused > 2 * len(body)
+
+
+@pytest.mark.parametrize("row_sizes", [(), (16,), (16, 64, 8192)], ids=str)
+def test_sizes_of_steps_come_back_as_they_were(row_sizes) -> None:
+    for message in (RankLoaded(row_sizes), RankConnect("[::1]:9", "secret", row_sizes)):
+        assert decode_rank_message(encode_rank_message(message, 4)) == (4, message)
+
+
+@pytest.mark.parametrize("row_sizes", ["16", {"16": 1}, [16, -1], [16.0], [True], None], ids=str)
+def test_sizes_that_are_no_counts_are_refused(row_sizes) -> None:
+    for message in (RankLoaded(row_sizes), RankConnect("[::1]:9", "secret", row_sizes)):
+        with pytest.raises(MessageError):
+            decode_rank_message(encode_rank_message(message, 4))
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def make_rig(
     fused: bool = True,
     backend: str = "torch_paged",
     dtype: str = "float32",
-    min_rows: int = 1,
+    row_sizes: tuple[int, ...] = (),
     device: torch.device = CPU,
 ) -> Rig:
     """A runner whose decoder takes the path or does not, whatever device and type it is for."""
@@ -72,7 +72,7 @@ def make_rig(
         patch.setattr(drive, "CPU", device)
         patch.setattr(drive, "StepShape", partial(StepShape, recipe=recipe))
         patch.setattr(decoder_declaration, "takes_fused_decode", lambda *_: fused)
-        rig = Rig(model, backend, LIMITS, NUM_PAGES, kv_dtype=dtype, dtype=dtype, min_rows=min_rows)
+        rig = Rig(model, backend, LIMITS, NUM_PAGES, kv_dtype=dtype, dtype=dtype, row_sizes=row_sizes)
     poison = rig.poison
 
     def spare_counters() -> None:

@@ -30,7 +30,7 @@ from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, FP8_TENSOR,
 from kernels.exactness import same_bits
 from kernels.triton_cases import QUIET
 from loading.tiny_models import save_tiny
-from models.fused_decode_steps import CPU, decode, make_rig, placed, use_references
+from models.fused_decode_steps import CPU, LIMITS, decode, make_rig, placed, use_references
 from models.test_decoder_quantized import quantized, quantized_model, tiny
 from models.tiny_experts import assembled, config_of, tensors_of
 from runner.drive import LoadedModel
@@ -144,7 +144,7 @@ def test_rows_of_padding_change_nothing(name, monkeypatch):
     recipe = WeightRecipe(FP8)
     ours, _ = quantized_model(name, recipe)
     for num_rows in (1, 3):
-        padded = decode(make_rig(ours, recipe, min_rows=5), num_rows)
+        padded = decode(make_rig(ours, recipe, row_sizes=(5, LIMITS.max_num_batched_tokens)), num_rows)
         assert errors(padded, decode(make_rig(ours, recipe), num_rows)).max() < ROUNDING
 
 

@@ -115,7 +115,7 @@ class Rig:
         num_pages: int,
         kv_dtype: str = "float32",
         dtype: str = "float32",
-        min_rows: int = 1,
+        row_sizes: tuple[int, ...] = (),
         keeps_tokens: bool = False,
         index_dtype: str = "float32",
     ) -> None:
@@ -169,7 +169,7 @@ class Rig:
             spec.vocab_size,
             frozenset({2}),
             CPU,
-            min_rows,
+            row_sizes,
         )
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
 

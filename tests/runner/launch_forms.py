@@ -23,7 +23,9 @@ from holdfast.kernels.gemm import linear
 from holdfast.loading.model_files import open_model
 from holdfast.memory.devices import H200
 from holdfast.memory.ledger import Ledger
+from holdfast.planning.exactness import row_sizes
 from holdfast.planning.target import gpu_target
+from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.runner import build as building
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling import sampler as sampling
@@ -166,7 +168,10 @@ def recorded_runner(
             runner._stream = SimpleNamespace(synchronize=lambda: None)
             runner._on_stream = runner._handing_over = nullcontext
             monkeypatch.setattr(build, "_device", SimpleNamespace(type="cuda"))
-            runner._min_rows = build._least_rows
+            if config.batch_invariant:
+                limits = plan.resolved.limits
+                most_logits = max(limits.sampled_rows, PROMPT_ROWS)
+                runner._row_sizes = build.row_sizes = row_sizes(limits.max_num_batched_tokens, most_logits)
             build.capture(runner, config.enforce_eager)
             yield runner, forms
     finally:

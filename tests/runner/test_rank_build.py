@@ -5,17 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, UnsupportedModelError
-from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.loading.model_files import open_model
 from holdfast.planning.exactness import EXACT_ROWS, exact_rows
 from holdfast.planning.target import Target
 from holdfast.runner import build as building
-from holdfast.runner.build import plan_model, refuse_unequal_shares
+from holdfast.runner.build import plan_model
 from holdfast.runner.weight_load import plan_weights
 from kernels.exactness import require_native
 from loading.compressed_models import CONFIG as COMPRESSED
@@ -136,42 +134,3 @@ def test_exact_needs_our_kernels_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
 def test_rows_from_which_on_shares_are_equal():
     assert [exact_rows(ranks) for ranks in (2, 3, 4, 5, 8, 9)] == [16, 16, 16, 64, 64, None]
     assert max(EXACT_ROWS) == 8
-
-
-def test_shares_whose_products_differ_are_refused(monkeypatch):
-    """As a library would that cuts a sum by the size of a weight."""
-    require_native()
-    shares = {"a": (12, 40), "b": (40, 40), "c": (24,), "d": (40, 20)}
-    whole = {"a": (48, 40), "b": (40, 40), "c": (48,), "d": (40, 40)}
-    others = "float32", torch.device("cpu"), 16
-    told = []
-    refuse_unequal_shares(
-        shares | {"e": (12, 40), "f": (6, 40)},
-        whole | {"e": (48, 40), "f": (48, 40)},
-        *others,
-        lambda *counts: told.append(counts),
-    )
-    assert told == [(0, 2), (1, 2), (2, 2)], "shapes that differ, as they are compared"
-
-    def changing(x_TK, weight_NK, bias_N):
-        y_TN = linear(x_TK, weight_NK, bias_N)
-        y_TN[0, 0] += 1e-3 * (weight_NK.shape[0] == 12)
-        return y_TN
-
-    monkeypatch.setattr(building, "linear", changing)
-    with pytest.raises(ConfigError, match="16 rows by 12 of the 48 rows of a differently"):
-        refuse_unequal_shares(shares, whole, *others)
-    refuse_unequal_shares({"b": shares["b"], "d": shares["d"]}, whole, *others)
-
-
-def test_logits_of_a_share_are_compared_as_they_are_computed(monkeypatch):
-    asked = []
-
-    def watched(x_TK, weight_NK, out_TN):
-        asked.append((len(weight_NK), out_TN.dtype))
-        return linear_float32(x_TK, weight_NK, out_TN)
-
-    monkeypatch.setattr(building, "linear_float32", watched)
-    others = "bfloat16", torch.device("cpu"), 16
-    refuse_unequal_shares({"lm_head.weight": (10, 40)}, {"lm_head.weight": (20, 40)}, *others)
-    assert asked == [(20, torch.float32), (10, torch.float32), (10, torch.float32)]

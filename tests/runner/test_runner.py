@@ -7,6 +7,7 @@ import torch
 
 from holdfast.config import Limits
 from holdfast.errors import WorkspaceError
+from holdfast.kernels.gemm import linear as products
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, ScheduledSequence, Sequence
@@ -186,10 +187,13 @@ def test_running_a_step_again_changes_nothing(rig):
     assert torch.equal(rig.logits[1][29], logits)
 
 
-@pytest.mark.parametrize("min_rows", [2, 16, 64])
-def test_steps_that_are_padded_to_a_least_number_of_rows_give_the_same(model, min_rows):
+SIZES = ((2, 5, 64, 256), (16, 24, 64, 256), (64, 256))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_steps_that_are_padded_to_sizes_of_steps_give_the_same(model, sizes):
     require_native()
-    rigs = [Rig(model, "native_paged", LIMITS, 100, min_rows=number) for number in (1, min_rows)]
+    rigs = [Rig(model, "native_paged", LIMITS, 100, row_sizes=own) for own in ((), sizes)]
     steps = [
         [(make_sequence(1, 9, 0), 0, 1)],
         [(make_sequence(1, 9, 0), 1, 9), (make_sequence(2, 1, 20), 0, 1)],
@@ -203,16 +207,35 @@ def test_steps_that_are_padded_to_a_least_number_of_rows_give_the_same(model, mi
         assert all(same_bits(row, rigs[1].logits[sequence_id][position]) for position, row in rows.items())
 
 
-@pytest.mark.parametrize("min_rows", [1, 16, 64])
-def test_no_product_of_a_step_has_fewer_rows_than_it_may(model, min_rows, monkeypatch):
-    """The head too, where log-probabilities of prompts are wanted and rows are taken block by block and one by one."""
-    rig, plain = (Rig(model, "native_paged", LIMITS, 100, min_rows=rows) for rows in (min_rows, 1))
-    logits, asked = rig.decoder.logits, []
-    monkeypatch.setattr(rig.decoder, "logits", lambda rows_RH: (asked.append(len(rows_RH)), logits(rows_RH))[1])
-    parts = [(make_sequence(3, 70, 40, prompt_logprobs=1), 0, 70), (make_sequence(4, 3, 60), 0, 3)]
-    assert run(rig, *parts) == run(plain, *parts)
-    assert len(asked) == 4, "two blocks of the prompt, and two rows that are chosen from"
-    assert min(asked) >= min_rows
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_product_of_a_step_has_one_of_its_sizes(model, sizes, monkeypatch):
+    """Rows whose logits are wanted too, and where log-probabilities of prompts are and rows are taken block by block and one by one."""
+    rig, plain = (Rig(model, "native_paged", LIMITS, 100, row_sizes=own) for own in (sizes, ()))
+    multiply, asked = products.plain_linear, set()
+
+    def watched(x_TK, weight_NK, *others):
+        asked.add((len(x_TK), len(weight_NK)))
+        return multiply(x_TK, weight_NK, *others)
+
+    monkeypatch.setattr(products, "plain_linear", watched)
+    steps = [
+        [(make_sequence(1, 1, 0), 0, 1)],
+        [(make_sequence(2, 40, 0), 0, 33)],
+        [(make_sequence(number, 2, 4 * number), 0, 2) for number in range(1, 8)],
+        [(make_sequence(3, 70, 40, prompt_logprobs=1), 0, 70), (make_sequence(4, 3, 60), 0, 3)],
+        [(make_sequence(5, 180, 0, prompt_logprobs=0), 0, 180), (make_sequence(6, 3, 60), 0, 3)],
+    ]
+    for parts in steps:
+        own, asked_by = [], {}
+        for one in (plain, rig):
+            asked.clear()
+            own.append(run(one, *parts))
+            asked_by[one] = {(num_rows, size_n) for num_rows, size_n in asked if num_rows}
+        assert own[0] == own[1]
+        assert {num_rows for num_rows, _ in asked_by[rig]} <= set(sizes)
+        assert {size_n for _, size_n in asked_by[rig]} == {size_n for _, size_n in asked_by[plain]}, (
+            "the head among them"
+        )
 
 
 @pytest.mark.each_value
@@ -256,7 +279,7 @@ def test_the_logits_of_every_row_come_without_a_choice(rig):
 
 
 def test_rows_of_padding_are_not_among_those_that_are_given(model):
-    rig, plain = (Rig(model, "torch_paged", LIMITS, num_pages=100, min_rows=rows) for rows in (16, 1))
+    rig, plain = (Rig(model, "torch_paged", LIMITS, num_pages=100, row_sizes=own) for own in ((16, 256), ()))
     step = LiveStep((ScheduledSequence.of(make_sequence(1, 5, 0), 0, 5),))
     padded_TH, alone_TH = rig.runner.hidden_rows(step), plain.runner.hidden_rows(step)
     assert padded_TH.shape == alone_TH.shape

@@ -17,16 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.chunks import ring_tables
 from holdfast.errors import ConfigError, MemoryPlanError
-from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import aligned
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
-from holdfast.runner import build as building
-from holdfast.runner.build import BuiltRunner, key_bias_norms, refuse_variant_products
-from kernels.exactness import random, require_native
+from holdfast.runner.build import BuiltRunner, key_bias_norms
+from kernels.exactness import require_native
 from loading.tiny_models import FAMILIES, save_tiny
 from planning.plan_cases import declared
 from runner.tiny_runners import TinyBuilder, held_storages
@@ -56,64 +54,6 @@ def test_large_biases_do_not_overflow() -> None:
 def test_a_model_without_biases_has_none_to_read() -> None:
     with pytest.raises(AssertionError, match="has no key biases"):
         key_bias_norms({}, spec(qkv_bias=False))
-
-
-def weights() -> dict[str, torch.Tensor]:
-    return {
-        "a": random(40, 24, seed=1),
-        "b": random(24, seed=2),
-        "c": random(7, 64, seed=3),
-        "d": random(40, 24, seed=4),
-    }
-
-
-@pytest.mark.parametrize("most_rows", [1, 16, 17, 100, 10_000])
-def test_the_kernels_of_a_cpu_pass(most_rows):
-    require_native()
-    refuse_variant_products(weights(), 16, most_rows)
-
-
-@pytest.mark.parametrize("from_rows", [17, 24, 65, 200])
-def test_a_product_that_changes_with_the_number_of_rows_is_refused(monkeypatch, from_rows):
-    def changing(x_TK, weight_NK, bias_N):
-        y_TN = linear(x_TK, weight_NK, bias_N)
-        y_TN[0, 0] += 1e-3 * (weight_NK.shape == (7, 64) and len(x_TK) >= from_rows)
-        return y_TN
-
-    monkeypatch.setattr(building, "linear", changing)
-    with pytest.raises(ConfigError, match=r"16 and \d+ rows by a weight of \[7, 64\] differently"):
-        refuse_variant_products(weights(), 16, 1000)
-    refuse_variant_products({"a": weights()["a"]}, 16, 1000)
-
-
-def test_logits_are_compared_as_they_are_computed(monkeypatch):
-    """In float32, whose kernels are others."""
-
-    def changing(x_TK, weight_NK, out_TN):
-        linear_float32(x_TK, weight_NK, out_TN)
-        out_TN[0, 0] += 1e-3 * (len(x_TK) > 16)
-        return out_TN
-
-    monkeypatch.setattr(building, "linear_float32", changing)
-    refuse_variant_products(weights(), 16, 1000)
-    with pytest.raises(ConfigError, match=r"16 and \d+ rows by a weight of \[40, 24\] differently"):
-        refuse_variant_products(weights() | {"lm_head.weight": random(40, 24, seed=5)}, 16, 1000)
-
-
-def test_every_shape_is_asked_once_and_vectors_not_at_all(monkeypatch):
-    asked: list[tuple[tuple[int, ...], int]] = []
-
-    def watched(x_TK, weight_NK, bias_N):
-        asked.append((tuple(weight_NK.shape), len(x_TK)))
-        return linear(x_TK, weight_NK, bias_N)
-
-    monkeypatch.setattr(building, "linear", watched)
-    refuse_variant_products(weights(), 16, 100)
-    assert {shape for shape, _ in asked} == {(40, 24), (7, 64)}
-    counts = [num_rows for shape, num_rows in asked if shape == (40, 24)]
-    assert min(counts) == 16
-    assert max(counts) == 100, "no more than a step can have"
-    assert len(counts) == len(asked) - len(counts)
 
 
 MIB = 1024**2

@@ -124,7 +124,7 @@ def test_whatever_the_limits_are(tmp_path: Path, limits):
 
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
 def test_every_form_is_warmed_by_the_fewest_rows_that_take_it(experts):
-    rows = warm_rows(1, 8192, experts)
+    rows = warm_rows(range(1, 8193), experts)
     assert rows[0] == 1
     assert list(rows) == sorted(set(rows))
     forms = [step_form(num_rows, experts) for num_rows in range(1, 8193)]
@@ -133,8 +133,9 @@ def test_every_form_is_warmed_by_the_fewest_rows_that_take_it(experts):
 
 
 def test_rows_that_steps_are_padded_to_are_the_fewest():
-    assert warm_rows(16, 40, None) == (16, 17, 33)
-    assert warm_rows(1, 1, EXPERTS) == (1,)
+    assert warm_rows(range(16, 41), None) == (16, 17, 33)
+    assert warm_rows((16, 24, 40), None) == (16, 24, 40)
+    assert warm_rows((1,), EXPERTS) == (1,)
 
 
 def test_orders_of_many_pairs_take_the_forms_that_are_said_of_them(monkeypatch):

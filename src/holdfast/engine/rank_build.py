@@ -70,6 +70,7 @@ from holdfast.planning.target import choose_device, device_target
 from holdfast.request.sequence import SequenceResult, StepResult
 from holdfast.request.step import Step
 from holdfast.runner.build import BuiltRunner, Connect, build_runner
+from holdfast.runner.invariance import common_sizes
 from holdfast.runner.runner import Runner
 
 log = get_logger(__name__)
@@ -167,16 +168,19 @@ class RankZero:
         group.serve()
         return built, tuple(message.memory for message in ready)
 
-    def _connect(self, plan: RunnerPlan, ledger: Ledger) -> Exchange:
-        """All have loaded: tell where to meet."""
-        self._group.expect(RankLoaded, LOADING_SECONDS)
+    def _connect(
+        self, plan: RunnerPlan, ledger: Ledger, row_sizes: tuple[int, ...]
+    ) -> tuple[Exchange, tuple[int, ...]]:
+        """All have loaded: tell where to meet, and how many rows steps may have."""
+        others = self._group.expect(RankLoaded, LOADING_SECONDS)
+        row_sizes = common_sizes((row_sizes, *(message.row_sizes for message in others)))
         place = listen_for_ranks(self._host)
         host, port = place.getsockname()[:2]
         secret = secrets.token_hex(16)
-        self._group.send_all(RankConnect(f"{host}:{port}", secret))
+        self._group.send_all(RankConnect(f"{host}:{port}", secret, row_sizes))
         exchange = open_exchange(plan, place, secret, ledger, self._group.raise_if_dead)
         self._group.on_death = exchange.abandon
-        return exchange
+        return exchange, row_sizes
 
     def _tell_progress(self, num_done: int, num_total: int) -> None:
         self._group.raise_if_dead()
@@ -228,11 +232,11 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
         server.send(RankReported(own.as_dict()))
         agreement = Agreement.of(server.expect(RankPlanned).told)
 
-        def connect(plan: RunnerPlan, ledger: Ledger) -> Exchange:
-            server.send(RankLoaded())
+        def connect(plan: RunnerPlan, ledger: Ledger, row_sizes: tuple[int, ...]) -> tuple[Exchange, tuple[int, ...]]:
+            server.send(RankLoaded(row_sizes))
             told = server.expect(RankConnect)
             host, _, port = told.address.rpartition(":")
-            return open_exchange(plan, (host, int(port)), told.secret, ledger)
+            return open_exchange(plan, (host, int(port)), told.secret, ledger), told.row_sizes
 
         built = build_share(config, model, own, agreement, lambda done, total: None, prepare_silently, connect)
     finally:

@@ -59,6 +59,9 @@ class RankPlanned:
 class RankLoaded:
     """Weights are in place."""
 
+    row_sizes: tuple[int, ...] = ()
+    """Numbers of rows that its products round alike in; none where any number will do."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankConnect:
@@ -67,6 +70,8 @@ class RankConnect:
     address: str
     secret: str = ""
     """By which ranks know each other there."""
+    row_sizes: tuple[int, ...] = ()
+    """Those that are left on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +205,10 @@ def _told(message: RankMessage) -> Mapping[str, object]:
             return {"config": settings, "rank": rank, "owns_parent": owns_parent}
         case RankReported(told) | RankPlanned(told) | RankLook(told):
             return told
-        case RankConnect(address, secret):
-            return {"address": address, "secret": secret}
+        case RankLoaded(row_sizes):
+            return {"row_sizes": row_sizes}
+        case RankConnect(address, secret, row_sizes):
+            return {"address": address, "secret": secret, "row_sizes": row_sizes}
         case RankReady(memory):
             return memory._asdict()
         case _:
@@ -216,7 +223,7 @@ def _read(kind: int, told: dict[str, Any]) -> RankMessage:
         settings |= {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
         return RankStart(EngineConfig(**settings), _count(told["rank"]), bool(told["owns_parent"]))
     if kind == _KINDS[RankConnect]:
-        return RankConnect(str(told["address"]), str(told["secret"]))
+        return RankConnect(str(told["address"]), str(told["secret"]), _counts(told["row_sizes"]))
     if kind == _KINDS[RankReady]:
         memory = RankMemory(**told)
         for number in (memory.rank, memory.planned_bytes, memory.held_bytes, memory.measured_bytes or 0):
@@ -224,8 +231,10 @@ def _read(kind: int, told: dict[str, Any]) -> RankMessage:
         return RankReady(memory)
     if kind == _KINDS[RankLook]:
         return RankLook({str(name): _count(number) for name, number in told.items()})
-    if kind in (_KINDS[RankLoaded], _KINDS[RankLookRequest]):
-        return RankLoaded() if kind == _KINDS[RankLoaded] else RankLookRequest()
+    if kind == _KINDS[RankLoaded]:
+        return RankLoaded(_counts(told["row_sizes"]))
+    if kind == _KINDS[RankLookRequest]:
+        return RankLookRequest()
     return RankReported(told) if kind == _KINDS[RankReported] else RankPlanned(told)
 
 
@@ -233,6 +242,12 @@ def _count(number: object) -> int:
     if type(number) is not int or number < 0:
         refuse(f"{number!r:.40} is no count")
     return number
+
+
+def _counts(numbers: object) -> tuple[int, ...]:
+    if not isinstance(numbers, list):
+        refuse(f"{numbers!r:.40} is no list of counts")
+    return tuple(map(_count, numbers))
 
 
 def _read_frame(reader: Reader) -> RankFrame:

@@ -3,8 +3,10 @@
     refuse_inequality                                 tensor_parallel_sums=exact: shares of weights and heads that take other kernels
     refuse_variant_weights, refuse_variant_attention  batch_invariant: products or attention that add up otherwise in other company
 
+    row_sizes                                         the few numbers of rows that steps of batch_invariant are padded to
+
 Plans and starts ask here before anything is read. What only a device can tell, products of the shapes at hand, a start compares
-when it loads (runner/build.py).
+when it loads (runner/invariance.py).
 """
 
 from holdfast.attention.declarations import BackendDeclaration
@@ -16,7 +18,7 @@ from holdfast.planning.resolve import Resolved
 from holdfast.planning.target import Target
 
 INVARIANT_ROWS = 16
-"""From this many rows on cuBLAS multiplies a row the same way whatever the others are, given a small workspace."""
+"""From this many rows on cuBLAS has kernels that multiply a row the same way whatever the others are, given a small workspace."""
 EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
 """By the most ranks: from so many rows on it multiplies by a share of a weight, cut along N, as by all of it; measured."""
 
@@ -24,6 +26,13 @@ EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
 def exact_rows(num_ranks: int) -> int | None:
     """Rows from which on cuBLAS multiplies by a share of a weight as by all of it; None where nobody has measured it."""
     return next((rows for ranks, rows in EXACT_ROWS.items() if num_ranks <= ranks), None)
+
+
+def row_sizes(most_rows: int, most_logits: int) -> tuple[int, ...]:
+    """Rows that a step may have on a GPU, and wanted ones among them, which are at most `most_logits` beside a prompt's: those of
+    graphs, and beyond them few enough that a start compares all."""
+    ladder = (*range(INVARIANT_ROWS, 64, 8), *range(64, 256, 16), *range(256, 1024, 32), *range(1024, most_rows, 256))
+    return tuple(sorted({*(size for size in ladder if size < most_rows), min(most_logits, most_rows), most_rows}))
 
 
 def refuse_inequality(

@@ -4,6 +4,7 @@ import gc
 import os
 import time
 import traceback
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +19,12 @@ from holdfast.attention.declarations import AttentionSpec, StepBounds
 from holdfast.attention.select import build_backend, build_compressed_backend, build_latent_backend
 from holdfast.cache.chunks import chunk_shapes
 from holdfast.cache.storage import PageStorage, StateStorage
-from holdfast.config import EngineConfig
+from holdfast.config import EngineConfig, Limits
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import can_be_captured
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.gemm.linear import linear, linear_float32
 from holdfast.kernels.latent.latent_geometry import compressed_splits
 from holdfast.kernels.native_library import compile_native, native_library
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
@@ -47,14 +47,15 @@ from holdfast.models.rope import key_turns, rope_tables
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
-from holdfast.planning.exactness import INVARIANT_ROWS, exact_rows
+from holdfast.planning.exactness import row_sizes
 from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Resolved, by_key_bias, listed
 from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
-from holdfast.planning.terms import PROCESS_OWNER, graph_sizes, mixed_sizes
+from holdfast.planning.terms import PROCESS_OWNER, PROMPT_ROWS, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.graphs import StepGraphs, warm_rows
+from holdfast.runner.invariance import invariant_sizes, products
 from holdfast.runner.key_bias import SplitBiases, key_bias_norms, split_biases
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.latent_rotation import fold_rotation
@@ -67,16 +68,13 @@ from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 log = get_logger(__name__)
 
-HEADS = ("lm_head.weight", "embed.weight")
 HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
 CAPTURING = "Capturing CUDA graphs"
-COMPARING = "Comparing products of shares with the whole's"
-COMPANIES = (24, 64, 200)
-"""Rows of other products, of which the first are those of the smallest."""
-Connect = Callable[[RunnerPlan, Ledger], Exchange]
-"""Gives a rank whose weights are loaded the way to the others."""
+COMPARING = "Comparing products to the bit"
+Connect = Callable[[RunnerPlan, Ledger, tuple[int, ...]], tuple[Exchange, tuple[int, ...]]]
+"""Gives a rank whose weights are loaded the way to the others, and sizes of steps that all of them have left of their own."""
 MakeBackend = Callable[..., GroupedAttention[Any]]
 """What takes the place of build_backend, and its arguments."""
 
@@ -142,7 +140,7 @@ def build_runner(
         log.info("Weights: %s", load_words(report))
         profile.end("load")
         if connect is not None:
-            build.connect(connect(plan, ledger))
+            build.connect(*connect(plan, ledger, build.row_sizes))
         runner = build.assemble()
         build.capture(runner, config.enforce_eager, on_prepare)
         profile.end("capture")
@@ -230,47 +228,51 @@ class RunnerBuild:
         self._spec = model.spec if plan.mesh.is_alone else rank_spec(plan)
         """What this rank computes."""
         self._exchange: Exchange | None = None
+        self.row_sizes: tuple[int, ...] = ()
+        """Rows that a step is padded to, where products are to round alike; none where any number will do."""
         self._is_sharing = False
         self._storage: PageStorage | None = None
         self._releases: list[Callable[[], None]] = []
-
-    @property
-    def _least_rows(self) -> int:
-        """Rows that a step is padded to; where no step can have so many, all have as many as the largest."""
-        if not self._config.batch_invariant or self._device.type != "cuda":
-            return 1
-        mesh, most_rows = self._plan.mesh, self._plan.resolved.limits.max_num_batched_tokens
-        return min((mesh.is_exact and exact_rows(mesh.tensor_size)) or INVARIANT_ROWS, most_rows)
 
     def load(
         self, load: WeightLoad, on_progress: Callable[[int, int], None], on_prepare: OnPrepare = prepare_silently
     ) -> LoadReport:
         """Bring the weights to the device; the source is closed afterwards."""
-        if self._plan.mesh.is_exact and self._device.type == "cuda":
-            # Before the first weight: what it takes for a moment is less than they will.
-            whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
-            shares = {weight.name: weight.shape for weight in load.plan.weights if weight.scheme is None}
-            others = self._plan.resolved.dtype, self._device, self._least_rows
-            refuse_unequal_shares(shares, whole, *others, lambda *counts: on_prepare(Preparing(COMPARING, *counts)))
-            torch.cuda.empty_cache()
+        # Before the first weight: what it takes for a moment is less than they will.
+        self._compare_products({weight.name: weight.shape for weight in load.plan.weights}, on_prepare)
         loaded = load.run(str(self._device), self._ledger, on_progress)
         self._weights = loaded.weights
         self._releases.append(self._weights.clear)
-        if self._config.batch_invariant and self._device.type == "cuda":
-            most_rows = self._plan.resolved.limits.max_num_batched_tokens
-            refuse_variant_products(self._weights, self._least_rows, most_rows)
-            torch.cuda.empty_cache()
         return loaded.report
 
-    def connect(self, exchange: Exchange) -> None:
-        """Take the way to the other ranks, and close it in the end."""
+    def _compare_products(self, shares: Mapping[str, tuple[int, ...]], on_prepare: OnPrepare) -> None:
+        """Which numbers of rows this device multiplies alike by weights of these shapes, where a batch is to change nothing."""
+        if not self._config.batch_invariant or self._device.type != "cuda":
+            return
+        plan, limits = self._plan, self._plan.resolved.limits
+        most_rows, most_logits = limits.max_num_batched_tokens, max(limits.sampled_rows, PROMPT_ROWS)
+        whole = {parameter.name: parameter.shape for parameter in self._model.parameters}
+        self.row_sizes = invariant_sizes(
+            products(shares, whole, is_exact=plan.mesh.is_exact),
+            row_sizes(most_rows, most_logits),
+            min(most_rows, most_logits),
+            plan.resolved.dtype,
+            self._device,
+            lambda *counts: on_prepare(Preparing(COMPARING, *counts)),
+        )
+        torch.cuda.empty_cache()
+
+    def connect(self, exchange: Exchange, row_sizes: tuple[int, ...] | None = None) -> None:
+        """Take the way to the other ranks, and close it in the end; and the sizes of steps that all have left, if they are others."""
         self._exchange = exchange
+        self.row_sizes = self.row_sizes if row_sizes is None else row_sizes
         self._releases.append(exchange.close)
 
     def share(self, loaded: "RunnerBuild") -> None:
         """Take the weights that another build has loaded, and will give back."""
         self._weights = loaded._weights
         self._is_sharing = True
+        self._compare_products({name: tuple(weight.shape) for name, weight in self._weights.items()}, prepare_silently)
 
     @property
     def plan(self) -> RunnerPlan:
@@ -337,7 +339,7 @@ class RunnerBuild:
             vocab_size,
             frozenset(self._model.generation.eos_token_ids),
             device,
-            self._least_rows,
+            self.row_sizes,
         )
         self._releases.append(runner.close)
         self._centre_keys(runner, rotaries, biases, means)
@@ -487,18 +489,23 @@ class RunnerBuild:
         if not is_exchange_captured and not enforce_eager:
             log.info("steps launch kernel by kernel because no graph holds what stages send each other by %s", kind)
         if not enforce_eager and is_exchange_captured and declaration is not None and declaration.can_be_captured:
-            least = self._least_rows
-            decode = tuple(
-                max(size, least) for size in graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
-            )
-            has_proposals = self._plan.resolved.num_proposals > 0
-            mixed = tuple(size for size in mixed_sizes(limits.max_num_batched_tokens, has_proposals) if size >= least)
-            graphs = StepGraphs(tuple(dict.fromkeys(decode)), mixed, max(limits.sampled_rows, least))
+            graphs = self._graphs(limits)
         spec = self._spec
         is_split = None if spec.compressed is None else partial(_is_split, spec.num_heads, self._num_sms)
-        rows = warm_rows(self._least_rows, limits.max_num_batched_tokens, spec.experts, is_split)
+        numbers = self.row_sizes or range(1, limits.max_num_batched_tokens + 1)
+        rows = warm_rows(numbers, spec.experts, is_split)
         _warm(runner, rows, graphs, on_prepare)
         log.info("Graph capturing finished in %.0f secs", time.monotonic() - start)
+
+    def _graphs(self, limits: Limits) -> StepGraphs:
+        """Of which sizes, and of how many logits; where steps are padded to some, of these alone."""
+        decode = graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
+        mixed = mixed_sizes(limits.max_num_batched_tokens, self._plan.resolved.num_proposals > 0)
+        sizes = self.row_sizes
+        if not sizes:
+            return StepGraphs(decode, mixed, limits.sampled_rows)
+        padded = [sizes[bisect_left(sizes, num_rows)] for num_rows in (*decode, min(limits.sampled_rows, sizes[-1]))]
+        return StepGraphs(tuple(dict.fromkeys(padded[:-1])), tuple(size for size in mixed if size in sizes), padded[-1])
 
     def release(self) -> None:
         for give_back in reversed(self._releases):
@@ -563,72 +570,6 @@ def _refuse_ranks(plan: RunnerPlan) -> None:
             "without our kernels in C, products of plain torch add up in an order that follows from the size of a weight",
             "install a C compiler, or take tensor_parallel_sums=reduce",
         )
-
-
-def refuse_variant_products(
-    weights: Mapping[str, torch.Tensor | QuantizedWeight], least_rows: int, most_rows: int
-) -> None:
-    """Raise if a row of `least_rows` rows is multiplied otherwise among more rows, for any shape of matrix among the weights."""
-    seen: set[tuple[int, ...]] = set()
-    for name, weight_NK in weights.items():
-        assert not isinstance(weight_NK, QuantizedWeight), (
-            "quantized weights were to be declined before they were loaded"
-        )
-        if weight_NK.dim() != 2 or (name in HEADS, *weight_NK.shape) in seen:
-            continue
-        seen.add((name in HEADS, *weight_NK.shape))
-        generator = torch.Generator(weight_NK.device).manual_seed(0)
-        rows = max(least_rows, min(most_rows, max(COMPANIES)))
-        x_TK = torch.randn(rows, weight_NK.shape[1], generator=generator, device=weight_NK.device).to(weight_NK.dtype)
-        alone_TN = _product(name, x_TK[:least_rows], weight_NK)
-        for num_rows in (*(count for count in COMPANIES if least_rows <= count <= rows), rows):
-            if not torch.equal(_product(name, x_TK[:num_rows], weight_NK)[:least_rows], alone_TN):
-                raise ConfigError(
-                    "batch_invariant=True was asked",
-                    f"cuBLAS multiplies {least_rows} and {num_rows} rows by a weight of {list(weight_NK.shape)} differently",
-                    "start the engine before anything else uses the GPU in this process, or leave it out",
-                )
-
-
-def refuse_unequal_shares(
-    shares: Mapping[str, tuple[int, ...]],
-    whole: Mapping[str, tuple[int, ...]],
-    dtype: str,
-    device: torch.device,
-    least_rows: int,
-    on_compared: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Raise if the product by a share of a weight's rows is not what the whole weight gives, for any shape of them.
-
-    Both are shapes by name; random weights stand for all. One number of rows is enough: with more of them neither the share
-    (`refuse_variant_products`) nor, on one rank, the whole multiplies a row otherwise. `on_compared` counts shapes.
-    """
-    cut: dict[tuple[int, int, int, bool], str] = {}
-    for name, shape in shares.items():
-        own = whole.get(name, ())
-        if len(shape) == len(own) == 2 and shape[0] != own[0] and shape[1] == own[1]:
-            cut.setdefault((shape[0], own[0], shape[1], name in HEADS), name)
-    for num_done, ((size_n, all_n, size_k, _), name) in enumerate(cut.items()):
-        on_compared(num_done, len(cut))
-        made = {"device": device, "dtype": getattr(torch, dtype), "generator": torch.Generator(device).manual_seed(0)}
-        weight_NK, x_TK = torch.randn(all_n, size_k, **made), torch.randn(least_rows, size_k, **made)
-        y_TN = _product(name, x_TK, weight_NK)
-        for start in (0, all_n - size_n):
-            part = slice(start, start + size_n)
-            if not torch.equal(_product(name, x_TK, weight_NK[part]), y_TN[:, part]):
-                raise ConfigError(
-                    "tensor_parallel_sums=exact was asked",
-                    f"cuBLAS multiplies {least_rows} rows by {size_n} of the {all_n} rows of {name} differently than by all",
-                    "take fewer ranks, or tensor_parallel_sums=reduce",
-                )
-    on_compared(len(cut), len(cut))
-
-
-def _product(name: str, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """As a step multiplies by the weight of that name: logits are float32."""
-    if name not in HEADS:
-        return linear(x_TK, weight_NK, None)
-    return linear_float32(x_TK, weight_NK, x_TK.new_empty(len(x_TK), len(weight_NK), dtype=torch.float32))
 
 
 def refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:

@@ -18,7 +18,7 @@ numbers that are mere arguments, such as rows, are marked as counts (`jit_counti
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -129,11 +129,11 @@ def step_form(num_rows: int, experts: ExpertsSpec | None) -> tuple[Hashable, ...
 
 
 def warm_rows(
-    least: int, most: int, experts: ExpertsSpec | None, own_form: Callable[[int], Hashable] | None = None
+    numbers: Iterable[int], experts: ExpertsSpec | None, own_form: Callable[[int], Hashable] | None = None
 ) -> tuple[int, ...]:
-    """The fewest rows of each form among steps of `least` to `most` rows; `own_form`: what a model adds to it."""
+    """The fewest rows of each form among steps of these numbers of rows, from the least; `own_form`: what a model adds to it."""
     first: dict[tuple[Hashable, ...], int] = {}
-    for num_rows in range(least, most + 1):
+    for num_rows in numbers:
         own = None if own_form is None else own_form(num_rows)
         first.setdefault((*step_form(num_rows, experts), own), num_rows)
     return tuple(first.values())

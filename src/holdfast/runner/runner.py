@@ -19,6 +19,7 @@ double is written again when that copy has been made (memory/arena.py), however 
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
@@ -116,10 +117,10 @@ class Runner:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         device: torch.device,
-        min_rows: int = 1,
+        row_sizes: SequenceABC[int] = (),
     ) -> None:
-        """`groups` are those of the cache; `min_rows`: smaller steps are padded to it, where products of fewer rows round
-        differently."""
+        """`groups` are those of the cache; `row_sizes`: numbers of rows that products round alike in, which every step is padded
+        to; none where any number will do."""
         self.limits = limits
         self.groups = tuple(groups)
         self.num_pages = num_pages
@@ -130,7 +131,7 @@ class Runner:
         self.buffers = buffers
         self.sampler = sampler
         self.device = device
-        self._min_rows = min_rows
+        self._row_sizes = tuple(row_sizes)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
         self._dummy_ids = count(-1, -1)
@@ -433,13 +434,18 @@ class Runner:
         return None if slots_T is None or not self.sampler.keeps_tokens else slots_T[:num_rows]
 
     def _fill(self, step: LiveStep, logit_rows: list[int], keep_slots: SequenceABC[int] = ()) -> Batch:
-        """As it is, or padded to the least number of rows; those whose logits are wanted too, if there are any."""
-        num_rows, num_logits = max(step.num_tokens, self._min_rows), max(len(logit_rows), self._min_rows)
-        batch = self.buffers.fill(step, logit_rows, num_rows, num_logits if logit_rows else 0, keep_slots)
+        """As it is, or padded to a size of steps; those whose logits are wanted too, if there are any."""
+        num_rows, num_logits = self._padded(step.num_tokens), self._padded(len(logit_rows)) if logit_rows else 0
+        batch = self.buffers.fill(step, logit_rows, num_rows, num_logits, keep_slots)
         is_coming = any(item.num_tokens > item.sequence.num_tokens for item in step.scheduled)
         if is_coming or self.sampler.shares_tokens:
             self.sampler.resolve(batch.token_ids_T)
         return batch
+
+    def _padded(self, num_rows: int) -> int:
+        """The least size of steps that takes so many."""
+        sizes = self._row_sizes
+        return sizes[bisect_left(sizes, num_rows)] if sizes else num_rows
 
     def _graph_for(self, step: LiveStep, wanted: _WantedRows) -> tuple[int, bool] | None:
         """Size and kind (is it a decode step) of the graph that a step takes; None: its kernels are launched one by one.
@@ -501,8 +507,8 @@ class Runner:
     def _logits_of(self, hidden_RH: torch.Tensor | None, first_row: int, num_rows: int) -> torch.Tensor:
         if hidden_RH is None:
             return _absent(num_rows)
-        # Among others of the step: the head is a product too, and of fewer rows it would round differently.
-        num_multiplied = max(num_rows, min(self._min_rows, len(hidden_RH)))
+        # Among others of the step: the head is a product too, and of any number of rows it could round differently.
+        num_multiplied = self._padded(num_rows)
         first = min(first_row, len(hidden_RH) - num_multiplied)
         logits_RV = self.model.logits(hidden_RH[first : first + num_multiplied])
         return logits_RV[first_row - first :][:num_rows]

@@ -1,0 +1,154 @@
+"""Numbers of rows that products are alike in: which are asked, which are left, and sentences where too few are."""
+
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.kernels.gemm.linear import linear, linear_float32
+from holdfast.planning.exactness import INVARIANT_ROWS, row_sizes
+from holdfast.planning.terms import graph_sizes, mixed_sizes
+from holdfast.runner import invariance
+from holdfast.runner.invariance import Product, common_sizes, invariant_sizes, products
+from kernels.exactness import require_native
+
+SHAPES = {
+    "embed.weight": (50, 24),
+    "positions.weight": (70, 24),
+    "layers.0.qkv.weight": (40, 24),
+    "layers.0.qkv.bias": (40,),
+    "layers.0.o.weight": (24, 24),
+    "layers.0.down.weight": (7, 64),
+    "layers.0.experts.down.weight": (4, 24, 16),
+    "layers.0.experts.down.bias": (4, 24),
+    "layers.1.qkv.weight": (40, 24),
+    "layers.1.qkv.bias": (40,),
+    "lm_head.weight": (50, 24),
+}
+SIZES = (16, 24, 40, 64, 96)
+MOST_LOGITS = 64
+ON_CPU = "float32", torch.device("cpu")
+
+
+def asked(**others: object) -> tuple[Product, ...]:
+    return products(SHAPES, SHAPES, is_exact=False, **others)  # type: ignore[arg-type]
+
+
+def change(monkeypatch: pytest.MonkeyPatch, name: str, size_n: int, *rows: int) -> None:
+    """As a library that multiplies so many rows by weights with `size_n` outputs in another order."""
+    multiply = {"linear": linear, "linear_float32": linear_float32}[name]
+
+    def changing(x_TK, weight_NK, *others):
+        y_TN = multiply(x_TK, weight_NK, *others)
+        y_TN[-1, -1] += 1e-3 * (len(weight_NK) == size_n and len(x_TK) in rows)
+        return y_TN
+
+    monkeypatch.setattr(invariance, name, changing)
+
+
+@pytest.mark.parametrize("most_logits", [64, 70, 1024])
+@pytest.mark.parametrize("most_rows", [1, 15, 16, 17, 64, 100, 512, 2048, 8192, 8200])
+def test_sizes_are_few_and_those_of_graphs_are_among_them(most_rows, most_logits):
+    sizes = row_sizes(most_rows, most_logits)
+    assert list(sizes) == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (min(INVARIANT_ROWS, most_rows), most_rows)
+    assert min(most_logits, most_rows) in sizes
+    assert len(sizes) <= 80
+    captured = *graph_sizes(min(most_rows, most_logits)), *mixed_sizes(most_rows)
+    assert {size for size in captured if size >= INVARIANT_ROWS} <= set(sizes)
+    assert all(after <= before * 1.5 for before, after in pairwise(sizes)), "rows of padding"
+
+
+def test_every_shape_that_is_multiplied_is_asked_once():
+    assert asked() == (
+        Product("layers.0.qkv.weight", 40, 40, 24, has_bias=True, is_head=False),
+        Product("layers.0.o.weight", 24, 24, 24, has_bias=False, is_head=False),
+        Product("layers.0.down.weight", 7, 7, 64, has_bias=False, is_head=False),
+        Product("lm_head.weight", 50, 50, 24, has_bias=False, is_head=True),
+    )
+
+
+def test_an_embedding_is_multiplied_by_where_it_is_the_head():
+    tied = {name: shape for name, shape in SHAPES.items() if name != "lm_head.weight"}
+    assert [product.name for product in products(tied, tied, is_exact=False) if product.is_head] == ["embed.weight"]
+
+
+def test_shares_are_compared_with_the_whole_where_ranks_are_exact():
+    shares = SHAPES | {"layers.0.qkv.weight": (20, 24), "layers.1.qkv.weight": (20, 24), "lm_head.weight": (25, 24)}
+    exact = {product.name: product for product in products(shares, SHAPES, is_exact=True)}
+    assert (exact["layers.0.qkv.weight"].size_n, exact["layers.0.qkv.weight"].all_n) == (20, 40)
+    assert str(exact["lm_head.weight"]) == "25 of the 50 rows of lm_head.weight"
+    by_sums = products(shares | {"layers.0.down.weight": (7, 32)}, SHAPES, is_exact=False)
+    assert all(product.all_n == product.size_n for product in by_sums)
+    assert [product.size_k for product in by_sums if product.name == "layers.0.down.weight"] == [32]
+
+
+def test_the_kernels_of_a_cpu_multiply_any_number_alike():
+    require_native()
+    told: list[tuple[int, int]] = []
+    found = invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU, lambda *counts: told.append(counts))
+    assert found == SIZES
+    assert told == [(number, 4) for number in range(5)]
+
+
+@pytest.mark.parametrize("rows", [(16,), (24, 40), (16, 24, 40)], ids=str)
+def test_numbers_of_rows_that_differ_are_left_out(monkeypatch, caplog, rows):
+    require_native()
+    caplog.set_level(logging.INFO)
+    change(monkeypatch, "linear", 7, *rows)
+    found = invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU)
+    assert found == tuple(size for size in SIZES if size not in rows)
+    words = ", ".join(map(str, rows))
+    assert (
+        f"no step has {words} rows because cuBLAS multiplies so many by 7 rows of layers.0.down.weight" in caplog.text
+    )
+
+
+def test_logits_are_compared_as_they_are_computed_and_no_more_of_them(monkeypatch):
+    """In float32, whose kernels are others."""
+    require_native()
+    change(monkeypatch, "linear_float32", 50, 24, 96)
+    assert invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU) == (16, 40, 64, 96)
+
+
+def test_biases_are_added_as_steps_add_them(monkeypatch):
+    seen: set[tuple[int, bool]] = set()
+
+    def watched(x_TK, weight_NK, bias_N):
+        seen.add((len(weight_NK), bias_N is not None))
+        return linear(x_TK, weight_NK, bias_N)
+
+    monkeypatch.setattr(invariance, "linear", watched)
+    invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU)
+    assert seen == {(40, True), (24, False), (7, False)}
+
+
+def test_as_many_rows_as_are_chosen_from_must_be_alike(monkeypatch):
+    require_native()
+    change(monkeypatch, "linear", 7, 24, 64)
+    with pytest.raises(
+        ConfigError, match=r"batch_invariant=True was asked; cuBLAS multiplies 64 rows, .* 7 rows of .*down"
+    ):
+        invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU)
+
+
+@pytest.mark.parametrize("bias", [{}, {"a.bias": (12,)}], ids=["plain", "bias"])
+def test_shares_that_give_something_else_than_the_whole_are_left_out_or_refused(monkeypatch, bias):
+    require_native()
+    shared = products({"a.weight": (12, 40), **bias}, {"a.weight": (48, 40)}, is_exact=True)
+    assert invariant_sizes(shared, SIZES, MOST_LOGITS, *ON_CPU) == SIZES
+    change(monkeypatch, "linear", 12, 16, 24)
+    assert invariant_sizes(shared, SIZES, MOST_LOGITS, *ON_CPU) == (40, 64, 96), "as the whole among 96"
+    change(monkeypatch, "linear", 12, *SIZES)
+    with pytest.raises(
+        ConfigError, match=r"exact was asked; cuBLAS multiplies 96 rows by 12 of the 48 rows of a.weight"
+    ):
+        invariant_sizes(shared, SIZES, MOST_LOGITS, *ON_CPU)
+
+
+def test_ranks_take_what_all_have_left():
+    assert common_sizes([(16, 24, 64), (24, 64), (16, 24, 64)]) == (24, 64)
+    assert common_sizes([(), ()]) == ()
+    assert common_sizes([(16, 64)]) == (16, 64)
