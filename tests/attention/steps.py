@@ -193,9 +193,16 @@ def texts(geometry: Geometry, lengths: list[int], consecutive: bool, seed: int =
 
 
 def make_batch(
-    geometry: Geometry, parts: list[tuple[Text, int, int]], num_rows: int | None = None, wanted: list[int] | None = None
+    geometry: Geometry,
+    parts: list[tuple[Text, int, int]],
+    num_rows: int | None = None,
+    wanted: list[int] | None = None,
+    num_prompt: int = 0,
 ) -> tuple[Batch, torch.Tensor]:
-    """A step over tokens [start, end) of each text, padded to `num_rows`, and its fused projections; `wanted` rows or all."""
+    """A step over tokens [start, end) of each text, padded to `num_rows`, and its fused projections; `wanted` rows or all.
+
+    The first `num_prompt` of every text are its prompt; then pages behind the window of the first row are given back.
+    """
     positions, slots, sequences, row = [], [], [], 0
     page_table = torch.full((len(parts) + 1, max(len(text.pages) for text, _, _ in parts) + 1), BEYOND)
     for index, (text, start, end) in enumerate(parts):
@@ -204,7 +211,9 @@ def make_batch(
         slots += [text.pages[i // tokens] * tokens + i % tokens for i in range(start, end)]
         table_row = len(parts) - index  # not that of its place in the step
         page_table[table_row, : len(text.pages)] = torch.tensor(text.pages)
-        sequences.append(SequenceRows(row, end - start, start, (text.pages,), table_row))
+        if num_prompt and geometry.windows[0] is not None:
+            page_table[table_row, : max(0, start - geometry.windows[0] + 1) // tokens] = BEYOND
+        sequences.append(SequenceRows(row, end - start, start, (text.pages,), table_row, start < num_prompt))
         row += end - start
     num_padding = 0 if num_rows is None else num_rows - row
     qkv = torch.cat([text.qkv[start:end] for text, start, end in parts])

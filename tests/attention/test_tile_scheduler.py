@@ -1,6 +1,7 @@
 """A step's work as tiles, made in host memory here, whatever runs it: over plain pages, and over quantized ones."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -66,6 +67,29 @@ def test_a_batch_invariant_row_is_split_by_its_own_length_alone(made, num_sms):
         alone = replace(case, num_sms=40).ranges([(start, count)])
         assert [together[row + i] for i in range(count)] == [alone[i] for i in range(count)]
         row += count
+
+
+@hypothesis_settings(max_examples=60)
+@given(
+    data=st.data(), window=st.sampled_from([None, 1, 40, 128, 1000]), heads=st.sampled_from([(64, 8), (8, 8), (16, 1)])
+)
+@pytest.mark.parametrize("kind", ["plain", "quantized"])
+def test_how_an_invariant_prompt_is_cut_decides_nothing_about_a_row(kind, data, window, heads):
+    """Its rows are in large tiles, in one split, whose blocks lie where every row's do; rows behind it are in small ones."""
+    case = PLAIN if kind == "plain" else QUANTIZED
+    case = replace(case, num_heads=heads[0], num_kv_heads=heads[1], window=window, batch_invariant=True)
+    num_tokens, block = data.draw(st.integers(1, 600)), case.geometry.block_tokens
+    cuts = sorted({0, num_tokens, *data.draw(st.lists(st.integers(0, num_tokens), max_size=6))})
+    for start, end in pairwise(cuts):
+        batch = dummy_batch([(start + 5000, 1), (start, end - start, True), (end, 1)])
+        work = case.work(batch)
+        check_work(case, batch, work)
+        num_small, num_large = work.tiles_X8[0, :2].tolist()
+        small, large = work.tiles_X8[1 : 1 + num_small], work.tiles_X8[1 + num_small : 1 + num_small + num_large]
+        assert set(small[:, 1].tolist()) == {0, 1 + end - start}, "rows behind prompts"
+        assert sorted(large[:, 1].tolist()) == list(range(1, 1 + end - start, case.geometry.large_rows))
+        assert (large[:, 6] < 0).all(), "a row of a prompt is split"
+        assert not (large[:, 4] % block).any(), "blocks of tokens begin elsewhere in other cuts"
 
 
 def items_and_longest(case: ListCase, ranges: Ranges) -> tuple[int, int]:
@@ -266,7 +290,8 @@ def test_lists_lie_where_the_first_ones_lay(case):
 
 
 def test_columns_of_a_step():
-    step = StepRows.of([SequenceRows(0, 3, 40, ([1, 2],), 7), SequenceRows(3, 1, 9, ([5],), 0)], 6)
+    step = StepRows.of([SequenceRows(0, 3, 40, ([1, 2],), 7, True), SequenceRows(3, 1, 9, ([5],), 0)], 6)
+    assert step.is_prompt_N.tolist() == [True, False]
     assert step.columns_4N.tolist() == [[7, 0], [0, 3], [3, 1], [40, 9]]
     assert step.num_rows == 6
     assert not step.is_decode

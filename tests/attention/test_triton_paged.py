@@ -1,6 +1,7 @@
 """Attention tile by tile, in the interpreter or on a GPU; and its plans, made in host memory here, whatever runs them."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -108,6 +109,22 @@ def test_an_invariant_row_has_the_same_bits_in_any_company(device):
     out = run_layer(geometry, backend, qkv, batch)
     assert same_bits(out[:3], torch.cat([alone[2], alone[0], alone[1]]))
     assert same_bits(out[3:], torch.zeros_like(out[3:])), "padding is zeros"
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_how_an_invariant_prompt_is_cut_changes_no_bit(device, window):
+    """In one piece, in pieces of one row and more, beside others; pages behind the window are somebody else's by then."""
+    geometry, num_prompt = on_triton(replace(LONG, windows=(window,)), device), 200
+    (text, other), num_pages = texts(geometry, [num_prompt, 300], consecutive=False)
+    backend = build(TritonPagedAttention, geometry, geometry.storage(num_pages), batch_invariant=True)
+    store(geometry, backend, [text, other])
+    batch, qkv = make_batch(geometry, [(text, 0, num_prompt)], num_prompt=num_prompt)
+    whole = run_layer(geometry, backend, qkv, batch)
+    for start, end in pairwise((0, 1, 3, 67, 68, 131, 199, 200)):
+        own, others = (text, start, end), (other, 299, 300)
+        batch, qkv = make_batch(geometry, [own, others], num_rows=max(16, end - start + 1), num_prompt=num_prompt)
+        pieces = run_layer(geometry, backend, qkv, batch)
+        assert same_bits(pieces[: end - start], whole[start:end]), f"rows {start} to {end}"
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """A step's list of tiles, checked: every row sees each of its tokens once, and partial results have places of their own."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -83,11 +84,11 @@ class ListCase:
         return [len(ranges[sequence.row_start]) for sequence in dummy_batch(rows).sequences]
 
 
-def dummy_batch(rows: list[tuple[int, int]], num_padding: int = 0) -> Batch:
-    """(start, number of rows) of each sequence; pages are not looked at by a plan."""
+def dummy_batch(rows: Sequence[tuple[int, int] | tuple[int, int, bool]], num_padding: int = 0) -> Batch:
+    """(start, number of rows, is it of a prompt) of each sequence; pages are not looked at by a plan."""
     sequences, row = [], 0
-    for index, (start, count) in enumerate(rows):
-        sequences.append(SequenceRows(row, count, start, ([],), len(rows) - 1 - index))
+    for index, (start, count, *is_prompt) in enumerate(rows):
+        sequences.append(SequenceRows(row, count, start, ([],), len(rows) - 1 - index, *is_prompt))
         row += count
     nothing = torch.zeros(row + num_padding, dtype=torch.int64)
     return Batch(
@@ -109,7 +110,7 @@ def check_work(case: ListCase, batch: Batch, work: TileWork, captured: bool = Fa
     used = tiles[1 : 1 + num_small + num_large]
     for most, some in ((geometry.small_rows, used[:num_small]), (geometry.large_rows, used[num_small:])):
         assert ((some[:, 2] >= 1) & (some[:, 2] <= most)).all(), f"a tile takes at most {most} rows"
-    if geometry.has_aligned_starts:
+    if geometry.has_aligned_starts or case.batch_invariant:
         assert not (used[:, 4] % geometry.block_tokens).any(), "a range does not begin with a block"
     blocks: dict[int, list[dict[str, int]]] = {}
     for tile in used.tolist():
@@ -148,7 +149,7 @@ def _check_block(
     position, block_tokens = sequence.start + row - sequence.row_start, case.geometry.block_tokens
     first_partial = -1 if splits == 1 else int(rows[row, 0])
     expected_low = 0 if case.window is None else max(0, position - case.window + 1)
-    if case.geometry.has_aligned_starts:
+    if case.geometry.has_aligned_starts or case.batch_invariant:
         expected_low -= expected_low % block_tokens
     for index, tile in enumerate(block):
         assert tile["low"] == expected_low < tile["high"], f"{tile=} does not begin at {expected_low}"

@@ -71,6 +71,8 @@ class World:
     """Not all sequences are equally important."""
     num_stages: int = 1
     """Of a pipeline, with a step in each."""
+    is_invariant: bool = False
+    """How a row is computed does not depend on others."""
 
     def __post_init__(self) -> None:
         if not self.shadows:
@@ -143,6 +145,12 @@ class World:
         """Any of these, with sequences that are more important than others."""
         makers = (cls.from_seed, cls.late, cls.from_seed, cls.compressed)
         return replace(makers[seed // 2 % 4](seed), has_priorities=True)
+
+    @classmethod
+    def invariant(cls, seed: int) -> "World":
+        """Any of these, where nobody guesses and how a row is computed does not depend on others."""
+        makers = (cls.from_seed, cls.late, cls.piped, cls.unequal)
+        return replace(makers[seed // 2 % 4](seed), guess_share=0.0, is_invariant=True)
 
     @classmethod
     def _made_late(cls, world: "World", seed: int) -> "World":

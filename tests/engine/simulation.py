@@ -53,6 +53,7 @@ class Simulation:
             prefix_root=seed.to_bytes(8, "big"),
             prefix_hash=colliding_hash if self.world.collides else strong_hash,
             num_stages=self.world.num_stages,
+            is_invariant=self.world.is_invariant,
         )
         self.shadow = Shadow(self.world.shadows, self.world.num_pages)
         self.page_epochs = [-1] * self.world.num_pages
@@ -589,6 +590,12 @@ class Simulation:
         longest = min(len(client.prompt) + sequence.max_tokens - 1, self.world.limits.max_model_len)
         assert end <= longest, f"{sequence} runs up to {end}, and of {longest} tokens something comes"
         assert item.samples == (end - num_guessed == num_tokens), f"{sequence} samples at {end} of {num_tokens}"
+        if self.world.is_invariant:
+            is_alike = end <= len(client.prompt) or item.num_new_tokens == 1
+            assert is_alike, (
+                f"{sequence} runs rows of its prompt and others, or several of these: {item.start} to {end}"
+            )
+            self.seen["rows again"] += client.is_running and end <= sequence.num_tokens - 1 and end > len(client.prompt)
         is_asked = item.proposals == client.guesses[:num_guessed] and (sequence.may_speculate or not num_guessed)
         assert is_asked, f"{sequence} is given {item.proposals} of {client.guesses}"
 
@@ -612,7 +619,13 @@ def main(num_worlds: int, num_events: int, kind: str = "") -> None:
     num_reads = worst = num_hit_tokens = 0
     start = process_time()
     for seed in range(num_worlds):
-        kinds = {"late": World.late, "compressed": World.compressed, "unequal": World.unequal, "piped": World.piped}
+        kinds = {
+            "late": World.late,
+            "compressed": World.compressed,
+            "unequal": World.unequal,
+            "piped": World.piped,
+            "invariant": World.invariant,
+        }
         simulation = Simulation(seed, kinds.get(kind, World.from_seed)(seed))
         try:
             simulation.run(num_events)

@@ -97,6 +97,17 @@ def test_a_million_events_with_rows_of_several_tokens_leave_no_wrong_read(batch:
     assert run_all(seeds, EVENTS_PER_WORLD, World.compressed) >= NEEDED
 
 
+def test_a_sample_where_batches_change_nothing_leaves_no_leak_and_no_wrong_read() -> None:
+    assert run_all(range(16), 300, World.invariant) >= NEEDED | {"rows again"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(10))
+def test_a_million_events_where_batches_change_nothing(batch: int) -> None:
+    seeds = range(batch * WORLDS_PER_BATCH, (batch + 1) * WORLDS_PER_BATCH)
+    assert run_all(seeds, EVENTS_PER_WORLD, World.invariant) >= NEEDED
+
+
 def test_late_worlds_are_of_every_kind() -> None:
     worlds = [World.late(seed) for seed in range(NUM_LATE_BATCHES * WORLDS_PER_BATCH)]
     assert {world.run_ahead for world in worlds} == {0, 1, 2}

@@ -9,8 +9,11 @@ from holdfast.cache.groups import CacheGroup, unrewindable
 from holdfast.errors import ConfigError
 from holdfast.models.declaration import CacheRows
 from holdfast.planning.fit import settle
+from holdfast.planning.plan import plan_runner
 from holdfast.planning.terms import graph_term, list_needs, sampling_terms
 from planning.plan_cases import H200, HOST, declared, plan_request
+
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -118,3 +121,13 @@ def test_groups_with_a_state_do_not_go_back() -> None:
     whole, window = CacheGroup("all", 16), CacheGroup("window", 16, 64)
     assert unrewindable((whole, window)) is None
     assert "cache group memory keeps one state" in str(unrewindable((whole, CacheGroup("memory", 0, state_pages=2))))
+
+
+@pytest.mark.parametrize("target", [H200, HOST], ids=["gpu", "cpu"])
+def test_guesses_change_how_rows_round_on_a_gpu(target) -> None:
+    request = plan_request("Qwen3-0.6B", target, speculative="ngram:4", batch_invariant=True, dtype=DTYPES[target.kind])
+    if target.kind == "cpu":
+        assert plan_runner(request).resolved.num_proposals == 4
+        return
+    with pytest.raises(ConfigError, match=r"batch_invariant=True and speculative=ngram:4 were asked; .* leave out one"):
+        plan_runner(request)

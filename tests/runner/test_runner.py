@@ -11,6 +11,8 @@ from holdfast.kernels.gemm import linear as products
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, ScheduledSequence, Sequence
+from holdfast.runner.graphs import StepGraphs
+from holdfast.runner.runner import _WantedRows
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model
@@ -236,6 +238,21 @@ def test_every_product_of_a_step_has_one_of_its_sizes(model, sizes, monkeypatch)
         assert {size_n for _, size_n in asked_by[rig]} == {size_n for _, size_n in asked_by[plain]}, (
             "the head among them"
         )
+
+
+@pytest.mark.parametrize(("sizes", "of_a_prompt"), [((), (16, True)), ((16, 64, 256), (64, False))], ids=str)
+def test_one_row_of_a_prompt_is_no_decode_step_where_batches_change_nothing(model, sizes, of_a_prompt):
+    """Its attention goes through large tiles there, which graphs of decode steps have none of."""
+    runner = Rig(model, "torch_paged", LIMITS, 100, row_sizes=sizes).runner
+    runner.graphs = StepGraphs((16,), (64,), 16)
+
+    def graph_of(*items: tuple[Sequence, int, int]) -> tuple[int, bool] | None:
+        step = LiveStep(tuple(ScheduledSequence.of(*item) for item in items))
+        return runner._graph_for(step, _WantedRows.of(step))
+
+    decoding, prompt = (make_sequence(1, 9, 0, num_prompt=8), 8, 1), (make_sequence(2, 5, 20), 4, 1)
+    assert graph_of(decoding) == (16, True)
+    assert graph_of(prompt) == graph_of(decoding, prompt) == of_a_prompt
 
 
 @pytest.mark.each_value

@@ -34,6 +34,8 @@ class SequenceRows(NamedTuple):
     """Of each group the sequence's chunks in order, HOLE where one was given back; read, never changed."""
     table_row: int = -1
     """The row of the page tables on the device that holds its chunks; -1 where there are no such tables."""
+    is_prompt: bool = False
+    """Rows of a prompt, and not behind it; told of whole sequences' rows, where batches are to change nothing."""
 
     @property
     def end(self) -> int:

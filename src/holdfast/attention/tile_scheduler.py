@@ -3,7 +3,9 @@
 N sequences of a step, B blocks: rows of one sequence that are one tile, or several where their tokens are split, X tiles
 
 Every row of a decode step is split so that all programs of the machine have about the same to do, whatever the lengths.
-`batch_invariant` splits a row by its own length alone, which costs long contexts in small batches some speed.
+`batch_invariant` splits a row by its own length alone, which costs long contexts in small batches some speed; and rows of prompts
+go through large tiles however few they are in a step, so that how a prompt is cut changes nothing: there a row sees the blocks of
+tokens one after the other, and those that only other rows of its tile see add nothing to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +33,14 @@ class StepRows(NamedTuple):
     """int64: row of the page table, first row, rows, position of the first row."""
     num_rows: int
     """Of the step, padding included."""
+    is_prompt_N: np.ndarray
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceRows], num_rows: int) -> "StepRows":
         """Columns of these sequences."""
-        row_start, count, start, _, table_row = zip(*sequences, strict=True) if sequences else ((),) * 5
-        return cls(np.array((table_row, row_start, count, start), dtype=np.int64), num_rows)
+        row_start, count, start, _, table_row, is_prompt = zip(*sequences, strict=True) if sequences else ((),) * 6
+        columns_4N = np.array((table_row, row_start, count, start), dtype=np.int64)
+        return cls(columns_4N, num_rows, np.array(is_prompt, dtype=np.bool_))
 
     @property
     def is_decode(self) -> bool:
@@ -148,6 +152,8 @@ class TileScheduler:
     def _blocks(self, step: StepRows) -> tuple[Blocks | None, Blocks | None]:
         """Sequences of few rows as they are, and the rows of the others in large tiles."""
         is_small_N = step.columns_4N[2] <= self._geometry.small_rows
+        if self._machine.batch_invariant:
+            is_small_N &= ~step.is_prompt_N
         num_small = int(is_small_N.sum())
         if num_small == len(is_small_N):
             return (self._seen(step.columns_4N) if num_small else None), None
@@ -166,7 +172,9 @@ class TileScheduler:
             low_B = np.zeros_like(position_B)
         else:
             low_B = np.maximum(position_B - self._window + 1, 0)
-            low_B = low_B // block_tokens * block_tokens if self._geometry.has_aligned_starts else low_B
+            # Blocks of a large tile would begin where its first row's window does, which is not every row's.
+            is_aligned = self._geometry.has_aligned_starts or self._machine.batch_invariant
+            low_B = low_B // block_tokens * block_tokens if is_aligned else low_B
         return Blocks(columns_4B, low_B, position_B + columns_4B[2])
 
     def _small_splits(self, blocks: Blocks, num_step_rows: int) -> Splits:

@@ -124,6 +124,7 @@ def _core(
         groups=plan.cache.cache_groups(),
         prefix_root=os.urandom(16),
         num_stages=config.pipeline_parallel_size,
+        is_invariant=config.batch_invariant and plan.target.kind == "cuda",
     )
     # A step in each stage; on one device one runs while the next is prepared, where that gains anything.
     run_ahead = scheduler.num_stages - 1 or int(built.runner.can_run_ahead)

@@ -28,6 +28,10 @@ Shares of all stages hold everybody: in a pipe that is kept full, while nobody l
 steps in a row. Where one of them lacks pages, none goes on before it is
 served or the pipe is empty, and then it is served before others: it may be far from the first, which are served first.
 
+**Invariance.** Attention on a GPU takes rows of a prompt in large tiles and rows behind it in small ones, which add up otherwise.
+So that nobody else decides which (`is_invariant`), a step holds of a sequence rows of its prompt, or one row behind it: what a
+preempted one had chosen is computed again row by row. And only pages of prompts are cached: what follows them was computed row by row.
+
 **Pages.** A sequence has a page table for each cache group, and all groups take from one pool. A step from position
 `start` on needs, in a group with a window, only the pages from `first_page(start)` on: once a step is booked, those
 before the first position that is not are given back and their places become holes; steps in flight start there or
@@ -182,12 +186,18 @@ def _new_pages(sequence: Sequence, track: Track) -> tuple[tuple[int, ...], ...]:
     return pages if any(pages) else ()
 
 
+def _rows_alike(sequence: Sequence, start: int) -> int:
+    """Rows from a position on that are computed in one way: the rest of the prompt, or one."""
+    return max(sequence.num_prompt_tokens - start, 1)
+
+
 class Scheduler:
     """Decides each step. One thread: schedule(), run the model, complete(); add() and finish() at any moment between.
 
     `groups` are the cache groups of the model; left out, one that keeps the whole context of pages of limits.page_tokens.
     `prefix_root` should be random bytes, so that nobody outside can predict the names of cached pages.
     `num_stages` of a pipeline: so many steps are kept in flight, with different sequences.
+    `is_invariant`: how a row is computed does not depend on others; nobody speculates then.
     """
 
     def __init__(
@@ -201,6 +211,7 @@ class Scheduler:
         prefix_root: bytes = b"",
         prefix_hash: Callable[[bytes], bytes] = strong_hash,
         num_stages: int = 1,
+        is_invariant: bool = False,
     ) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_tokens"):
             assert getattr(limits, name) >= 1, f"{name}={getattr(limits, name)}"
@@ -209,6 +220,7 @@ class Scheduler:
         self.limits = limits
         self.max_queue = max_queue
         self.num_stages = num_stages
+        self.is_invariant = is_invariant
         self.groups = tuple(groups) or (CacheGroup("whole context", limits.page_tokens),)
         self.pool = PagePool(num_pages, len(self.groups))
         self.prefix = PrefixCache(self.pool, self.groups, prefix_root, prefix_hash)
@@ -311,6 +323,7 @@ class Scheduler:
         if self._short is not None and not self._serve_short(self._short):
             return None
         running = self._queues.running if self.num_stages == 1 else self._share()
+        assert propose is None or not self.is_invariant, "rows of proposals would be computed beside each other"
         guesses = None if propose is None or self._has_states else Guesses(propose, self._spare_rows())
         for num_before, sequence in enumerate(running):
             # Victims are the last, so everybody after the first victim is one too, and nobody before it.
@@ -321,6 +334,8 @@ class Scheduler:
             num_new_tokens = min(num_tokens - start, track.longest - start, budget)
             if self._windows:
                 num_new_tokens = min(num_new_tokens, self._most_ahead(sequence))
+            if self.is_invariant:
+                num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
             if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
@@ -463,9 +478,10 @@ class Scheduler:
         sequence.token_ids += chosen
         sequence.num_coming -= item.samples
         block_tokens = self.prefix.block_tokens
-        if self._caches_prefixes and num_computed // block_tokens > item.start // block_tokens:
+        num_cached = min(num_computed, sequence.num_prompt_tokens) if self.is_invariant else num_computed
+        if self._caches_prefixes and num_cached // block_tokens > item.start // block_tokens:
             chain = self._tracks[sequence.sequence_id].chain
-            self.prefix.register(chain, sequence.token_ids, sequence.tables, num_computed)
+            self.prefix.register(chain, sequence.token_ids, sequence.tables, num_cached)
         sequence.num_computed = num_computed
         if self._windows:
             self._give_back(sequence)
@@ -618,6 +634,8 @@ class Scheduler:
             self.num_prefix_hit_tokens += hit.num_tokens
         start = sequence.num_computed
         num_new_tokens = min(len(sequence.token_ids) - start, max_new_tokens)
+        if self.is_invariant:
+            num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
         # Even if its first step does not reach the end of the hit, it has a page of its own to give back.
         has_grown = self._grow(sequence, max(start + num_new_tokens, hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without room"

@@ -77,7 +77,15 @@ def refuse_variant_attention(
     config: EngineConfig, declared: DeclaredModel, resolved: Resolved, declaration: BackendDeclaration | None
 ) -> None:
     """Attention that rounds a row by what else is in its batch, where batches are to change nothing."""
-    if not config.batch_invariant or declaration is None or declaration.can_be_invariant:
+    if not config.batch_invariant or declaration is None:
+        return
+    if resolved.num_proposals and resolved.device != "cpu":
+        raise ConfigError(
+            f"batch_invariant=True and speculative={config.speculative} were asked",
+            "on a GPU tokens that are guessed are computed beside each other, which rounds differently than one by one",
+            "leave out one of them",
+        )
+    if declaration.can_be_invariant:
         return
     raise ConfigError(
         "batch_invariant=True was asked",

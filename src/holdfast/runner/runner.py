@@ -457,6 +457,9 @@ class Runner:
         if self.graphs is None or not step.scheduled or wanted.has_prompts or (is_staged and not num_logits):
             return None
         is_decode = num_logits == num_rows == len(step.scheduled)
+        if self._row_sizes and is_decode:
+            # Rows of a prompt go through large tiles there (attention/tile_scheduler.py), which decode steps have none of.
+            is_decode = all(item.start >= item.sequence.num_prompt_tokens for item in step.scheduled)
         size = self.graphs.size_for(num_rows, num_logits, is_decode)
         return None if size is None else (size, is_decode)
 

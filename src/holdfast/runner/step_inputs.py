@@ -358,7 +358,8 @@ class BatchBuffers:
                 self.inputs.host[self._own_slots, row : min(end, row + sequence.num_stored - start)] = PADDING_SLOT
             if not self._has_pages_for_chunks:
                 tables = tuple(shape.table(pages) for shape, pages in zip(self._shapes, tables, strict=True))
-            sequences.append(SequenceRows(row, num_rows, start, tables, table_row))
+            is_prompt = start < sequence.num_prompt_tokens
+            sequences.append(SequenceRows(row, num_rows, start, tables, table_row, is_prompt))
             row = end
         return sequences
 

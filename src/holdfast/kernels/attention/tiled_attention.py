@@ -291,6 +291,8 @@ def _attend_kernel(
             for n in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES):
                 o_token = n + o_n
                 m_n = o_token < high
+                if HAS_WINDOW:
+                    m_n = m_n & (o_token > position - window)  # a tile may begin at a block, before what its rows see
                 b_page = b_next_page
                 b_next_page = tl.load(
                     p_row_pages + (o_token + BLOCK_N) // page_tokens, mask=o_token + BLOCK_N < high, other=0

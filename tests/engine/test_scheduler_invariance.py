@@ -1,0 +1,62 @@
+"""Steps in which how a row is computed does not depend on others: rows of a prompt, or one behind it; pages of prompts alone are cached."""
+
+import pytest
+
+from engine.scheduling import PARAMS, has_work, run, sequence, shape
+from holdfast.config import Limits
+from holdfast.engine.scheduler import Scheduler
+from holdfast.request.sequence import Sequence
+
+
+def make(num_pages: int = 64, budget: int = 64, max_num_seqs: int = 8) -> Scheduler:
+    limits = Limits(max_num_seqs, budget, 64, 4)
+    return Scheduler(limits, num_pages, True, 100, prefix_root=b"root", is_invariant=True)
+
+
+def test_a_prompt_is_cut_wherever_the_budget_ends():
+    scheduler = make(budget=10)
+    scheduler.add(sequence(1, 7))
+    scheduler.add(sequence(2, 12))
+    assert [shape(run(scheduler)) for _ in range(3)] == [
+        [(1, 0, 7), (2, 0, 3)],
+        [(1, 7, 1), (2, 3, 9)],
+        [(1, 8, 1), (2, 12, 1)],
+    ]
+
+
+def test_what_a_preempted_sequence_had_chosen_is_computed_row_by_row():
+    scheduler = make(num_pages=7)
+    first, second = sequence(1, 8, max_tokens=20), sequence(2, 6, max_tokens=12)
+    for one in (first, second):
+        scheduler.add(one)
+    while not scheduler.num_preemptions and has_work(scheduler):
+        run(scheduler)
+    num_known = second.num_tokens
+    assert num_known > 6, "it had chosen nothing yet"
+    steps: list[tuple[int, int]] = []
+    while second.num_output_tokens < 12:
+        steps += [(start, count) for number, start, count in shape(run(scheduler)) if number == 2]
+    end = 6 + 12 - 1
+    assert steps[0][0] + steps[0][1] <= 6, "the prompt, or what is left of it behind a hit"
+    assert [step for step in steps if step[0] >= 6] == [(place, 1) for place in range(6, end)]
+
+
+@pytest.mark.parametrize(("num_prompt", "num_hit"), [(8, 8), (7, 4), (3, 0), (12, 12)])
+def test_only_pages_of_prompts_are_found_again(num_prompt, num_hit):
+    """What was chosen behind them was computed in another way than a prompt with the same tokens is."""
+    scheduler = make()
+    first = sequence(1, num_prompt, max_tokens=12)
+    scheduler.add(first)
+    while has_work(scheduler):
+        run(scheduler)
+    again = Sequence(2, [*first.token_ids, 99], len(first.token_ids) + 1, PARAMS, 0, 4)
+    scheduler.add(again)
+    assert shape(run(scheduler)) == [(2, num_hit, again.num_prompt_tokens - num_hit)]
+    assert again.num_cached_tokens == num_hit
+
+
+def test_nobody_guesses():
+    scheduler = make()
+    scheduler.add(sequence(1, 4))
+    with pytest.raises(AssertionError, match="proposals"):
+        scheduler.schedule(lambda one: (1, 2))
