@@ -112,7 +112,7 @@ def invariant_sizes(
             raise ConfigError(
                 "batch_invariant=True was asked",
                 f"cuBLAS multiplies {most_logits} rows, as many as are chosen from at once, by {product} differently than {most}",
-                "take another max_num_seqs, or leave it out",
+                "start the engine before anything else uses the GPU in this process, take another max_num_seqs, or leave it out",
             )
         different = left.intersection(compared) - alike
         if different:
