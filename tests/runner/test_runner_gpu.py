@@ -401,7 +401,7 @@ check_companies(Path({str(folder.parent)!r}), {dtype!r}, {enforce_eager!r})
 def check_companies(
     folder: Path, dtype: str, enforce_eager: bool, counts: Iterable[int] = range(34), longest: int = 900
 ) -> None:
-    """A row's logits alone, and in company of 1 to 33: while decoding, and at the end of a prompt."""
+    """A row's logits alone, and in company of 1 to 33: while decoding, and at the end of a prompt, however that is cut."""
     options = {"max_num_seqs": 40, "batch_invariant": True, "dtype": dtype, "enforce_eager": enforce_eager}
     built = build_dummy(folder, "qwen3", **options)
     target = known(1, 700)
@@ -409,8 +409,14 @@ def check_companies(
     fill_context(built, target, 650, 0)
     for index, one in enumerate(others):
         fill_context(built, one, len(one.tokens) - 1, 60 + 60 * index)
-    for start in (650, 699):  # a chunk of fifty, and one token
-        expected = None
+        one.sequence.num_prompt_tokens = len(one.tokens) - 1  # from here on it decodes
+    found = []
+    for start, num_prompt in (
+        (650, 700),
+        (699, 700),
+        (699, 699),
+    ):  # a chunk of fifty, its last row alone, a decoded row
+        expected, target.sequence.num_prompt_tokens = None, num_prompt
         for count in counts:
             target.position = start
             items = [_again(built, target, 700 - start, 0)]
@@ -423,7 +429,9 @@ def check_companies(
                 built.runner.execute(LiveStep(tuple(items)))
             row = kept[0][place]
             expected = row if expected is None else expected
-            assert same_bits(row, expected), f"in company of {count} from position {start} on"
+            assert same_bits(row, expected), f"in company of {count} from position {start} on, prompt of {num_prompt}"
+        found.append(expected)
+    assert same_bits(found[1], found[0]), "a prompt that is cut elsewhere"
 
 
 def _again(built: BuiltRunner, one: Known, num_tokens: int, first_page: int) -> ScheduledSequence:
