@@ -241,17 +241,23 @@ def test_a_launcher_with_another_number_is_refused(model, monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_has_started(model, alone, tmp_path):
-    """The same program in every process: rank 0 answers, the other serves it and ends with it."""
+    """The same program in every process: rank 0 answers, the other serves it and ends with it; a second engine finds nobody."""
     script = tmp_path / "launched.py"
     script.write_text(
         textwrap.dedent(f"""
             from holdfast import LLM, SamplingParams
+            from holdfast.errors import ConfigError
             llm = LLM({model!r}, tensor_parallel_size=2, **{EXACT!r})
             params = SamplingParams(temperature=0.0, max_tokens=12)
             print(llm.generate({PROMPTS[0]!r}, params, progress=False)[0].outputs[0].token_ids, flush=True)
             llm.shutdown()
+            try:
+                LLM({model!r}, tensor_parallel_size=2, **{EXACT!r})
+            except ConfigError as error:
+                print(str(error).partition(";")[0], flush=True)
         """)
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
-    assert ended.stdout.splitlines() == [str(alone[0][0])]
+    second = "a second engine was asked of ranks that a launcher has started"
+    assert ended.stdout.splitlines() == [str(alone[0][0]), second]
