@@ -267,5 +267,10 @@ def test_processes_of_one_machine_know_it():
 
 def test_a_rank_that_never_comes_is_named(store, monkeypatch):
     monkeypatch.setattr(launched, "PEER_SECONDS", 1.0)
-    with pytest.raises(EngineDeadError, match="rank 1 did not come within 1 seconds"):
-        meet_ranks(Launched(0, 2, "127.0.0.1", 1, True))
+    with pytest.raises(EngineDeadError, match="rank 1 did not come within 1 seconds; look"):
+        meet_ranks(Launched(0, 2, "127.0.0.1", 1, True, 0, 2))
+    monkeypatch.setattr(launched, "PEER_SECONDS", 0.2)
+    with pytest.raises(
+        EngineDeadError, match=r"seconds \(MASTER_ADDR=localhost is \S+ on this node, which no other node"
+    ):
+        meet_ranks(Launched(0, 2, "localhost", 1, True, 0, 1))

@@ -9,6 +9,7 @@ is the launcher, which ends all where one has failed. Ranks of several nodes exc
 """
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import selectors
@@ -189,7 +190,7 @@ def meet_ranks(launched: Launched) -> list[Peer]:
                 missing = [number % _LIFE_LINE for number in due if number not in found]
                 raise EngineDeadError(
                     f"{launched.num_ranks} ranks were to meet at {launched.host}:{port}",
-                    f"rank {missing[0]} did not come within {PEER_SECONDS:.0f} seconds",
+                    f"rank {missing[0]} did not come within {PEER_SECONDS:.0f} seconds{_unreachable(launched, listening)}",
                     "look at what it said, and start all ranks again",
                 )
             for connection, hello in door.callers(min(left_seconds, HEARTBEAT_SECONDS)):
@@ -199,6 +200,14 @@ def meet_ranks(launched: Launched) -> list[Peer]:
                 else:
                     found[number] = connection, pid_at(place)
     return [Peer(found[rank][0], *found[_LIFE_LINE + rank]) for rank in range(1, launched.num_ranks)]
+
+
+def _unreachable(launched: Launched, listening: socket.socket) -> str:
+    """Why ranks of other nodes could not come, if it is that; a machine may know its own name as that of loopback."""
+    address = listening.getsockname()[0]
+    if launched.num_local == launched.num_ranks or not ipaddress.ip_address(address).is_loopback:
+        return ""
+    return f" (MASTER_ADDR={launched.host} is {address} on this node, which no other node reaches)"
 
 
 class _Door:
