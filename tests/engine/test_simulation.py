@@ -166,7 +166,7 @@ def test_without_a_bug_the_same_runs_pass() -> None:
     run_compressed_worlds()
 
 
-@pytest.mark.parametrize("num_events", [200, pytest.param(1_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_events", [500, pytest.param(1_000, marks=pytest.mark.slow)])
 def test_every_preemption_makes_pages_available_at_once(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gains = []
 
