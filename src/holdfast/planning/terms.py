@@ -615,7 +615,8 @@ def _padding_terms(layout: Layout, resolved: Resolved, heads: HeadGeometry) -> t
 
 
 def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    width = layout.declared.declaration.rope_width(layout.mesh)
+    declared, mesh = layout.declared, layout.mesh
+    width = declared.remembered(("rope width", mesh), lambda: declared.declaration.rope_width(mesh))
     if not width:
         return []
     table_bytes = 2 * DTYPE_BYTES[resolved.dtype] * resolved.limits.max_model_len * width
