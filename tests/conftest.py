@@ -128,6 +128,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Some ten thousand tests and all that they import stay to the end: no collection of garbage need look at them."""
     freeze_imports(session, least=0)
+    # Most that a test makes is gone by itself before that many are there, and is never looked at.
+    gc.set_threshold(5_000, 20, 20)
     gc.enable()
 
 
