@@ -53,12 +53,12 @@ def windows_go_back_as_if_nothing_were_computed_again(patch):
     patch.setattr(PrefixCache, "_tables", tables)
 
 
-@mutant("reads what is not its own")
+@mutant("reads what is not its own", first_seed=8)
 def a_failed_step_leaves_the_state_where_it_was(patch):
     patch.setattr(CacheGroup, "has_state", property(lambda self: self.is_state))
 
 
-@mutant("waits:")
+@mutant("waits:", first_seed=20)
 def a_preempted_sequence_keeps_what_was_stored(patch):
     real = Scheduler._preempt_last
 
@@ -71,6 +71,8 @@ def a_preempted_sequence_keeps_what_was_stored(patch):
     patch.setattr(Scheduler, "_preempt_last", preempt)
 
 
-@mutant("holds what is behind|has not what its window of|is written and has other owners|more than|at most")
+@mutant(
+    "holds what is behind|has not what its window of|is written and has other owners|more than|at most", first_seed=9
+)
 def pages_are_counted_from_where_it_computes(patch):
     patch.setattr(Sequence, "num_kept", property(lambda self: self.num_computed))

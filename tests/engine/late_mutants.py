@@ -44,7 +44,7 @@ def pages_are_reused_before_the_steps_in_flight_have_ended(patch):
     patch.setattr(Scheduler, "finish", finish)
 
 
-@mutant(OTHERS)
+@mutant(OTHERS, first_seed=5)
 def the_slot_of_one_in_flight_is_given_away(patch):
     """Its pages stay, but the last token of the slot is overwritten under the next one."""
 
@@ -220,7 +220,7 @@ def a_window_gives_back_what_steps_in_flight_see(patch):
     patch.setattr(Scheduler, "_give_back", give_back)
 
 
-@mutant(r"num_step_tokens=\d+|holds \d+ pages of its|holds more than \d+ pages")
+@mutant(r"num_step_tokens=\d+|holds \d+ pages of its|holds more than \d+ pages", first_seed=19)
 def a_window_is_run_ahead_without_a_bound(patch):
     patch.setattr(Scheduler, "_most_ahead", lambda self, sequence: self.limits.max_num_batched_tokens)
 
@@ -235,7 +235,7 @@ def a_prefix_is_registered_with_tokens_that_are_not_known(patch):
     after(patch, "_book", act)
 
 
-@mutant("none of .* has outgrown what admission promised|was admitted without room")
+@mutant("none of .* has outgrown what admission promised|was admitted without room", first_seed=34)
 def a_claim_ignores_coming_tokens(patch):
     def claim(self, sequence, *rest):
         num_coming, sequence.num_coming = sequence.num_coming, 0
@@ -248,7 +248,7 @@ def a_claim_ignores_coming_tokens(patch):
     patch.setattr(PageNeeds, "claim", claim)
 
 
-@mutant(r"was preempted with \d+ steps in flight")
+@mutant(r"was preempted with \d+ steps in flight", first_seed=34)
 def somebody_in_flight_is_preempted(patch):
     def grow(self, sequence, num_tokens):
         steps, self._in_flight = self._in_flight, type(self._in_flight)()
@@ -261,7 +261,7 @@ def somebody_in_flight_is_preempted(patch):
     patch.setattr(Scheduler, "_grow", grow)
 
 
-@mutant("the device has .* in its slots|waits: .*sequence.slot=")
+@mutant("the device has .* in its slots|waits: .*sequence.slot=", first_seed=34)
 def a_preempted_sequence_keeps_its_slot(patch):
     def preempt(self):
         with patch.context() as inside:
@@ -280,7 +280,7 @@ def one_runs_past_its_max_tokens(patch):
     after(patch, "add", act)
 
 
-@mutant(r"has not the \d+ positions of its account")
+@mutant(r"has not the \d+ positions of its account", first_seed=36)
 def rejected_proposals_count_as_computed(patch):
     def act(self, item, chosen):
         if item.proposals:
@@ -289,7 +289,7 @@ def rejected_proposals_count_as_computed(patch):
     after(patch, "_book", act)
 
 
-@mutant(r"has sequence\.num_scheduled=\d+ sequence\.num_coming=\d+, in flight are")
+@mutant(r"has sequence\.num_scheduled=\d+ sequence\.num_coming=\d+, in flight are", first_seed=36)
 def rejected_proposals_stay_scheduled(patch):
     def act(self, item, chosen):
         if item.proposals:
@@ -298,7 +298,7 @@ def rejected_proposals_stay_scheduled(patch):
     after(patch, "_book", act)
 
 
-@mutant(r"num_registered=\d+ blocks, num_full=|has not the \d+ outputs")
+@mutant(r"num_registered=\d+ blocks, num_full=|has not the \d+ outputs", first_seed=40)
 def rejected_proposals_are_registered(patch):
     def act(self, item, chosen):
         sequence = item.sequence
@@ -310,12 +310,12 @@ def rejected_proposals_are_registered(patch):
     after(patch, "_book", act)
 
 
-@mutant(r"^\d+ rows choose in a step")
+@mutant(r"^\d+ rows choose in a step", first_seed=11)
 def proposals_take_rows_that_are_not_there(patch):
     patch.setattr(Scheduler, "_spare_rows", lambda self: 10**6)
 
 
-@mutant(r"^\d+ tokens in a step")
+@mutant(r"^\d+ tokens in a step", first_seed=17)
 def proposals_take_no_part_of_the_budget(patch):
     real = Scheduler._proposals
     patch.setattr(
@@ -323,7 +323,7 @@ def proposals_take_no_part_of_the_budget(patch):
     )
 
 
-@mutant("none of .* has outgrown what admission promised|was admitted without room")
+@mutant("none of .* has outgrown what admission promised|was admitted without room", first_seed=40)
 def proposals_take_what_others_claim(patch):
     def proposals(self, sequence, guesses, most):
         guesses.num_claimed = 0
@@ -333,7 +333,7 @@ def proposals_take_what_others_claim(patch):
     patch.setattr(Scheduler, "_proposals", proposals)
 
 
-@mutant("behind tokens that nobody knows")
+@mutant("behind tokens that nobody knows", first_seed=36)
 def guesses_are_asked_for_behind_coming_tokens(patch):
     def schedule(self, propose=None):
         if propose is not None:
@@ -346,7 +346,7 @@ def guesses_are_asked_for_behind_coming_tokens(patch):
     patch.setattr(Scheduler, "schedule", schedule)
 
 
-@mutant(r"has sequence\.num_scheduled=\d+ sequence\.num_coming=\d+, in flight are")
+@mutant(r"has sequence\.num_scheduled=\d+ sequence\.num_coming=\d+, in flight are", first_seed=12)
 def forgotten_steps_leave_their_coming_tokens(patch):
     def forget(self):
         coming = [(sequence, sequence.num_coming) for sequence in self.running]
@@ -381,7 +381,7 @@ def one_that_starts_anew_is_not_released(patch):
     patch.setattr(Scheduler, "_start_anew", start_anew)
 
 
-@mutant(r"runs up to \d+, and \d+ tokens are known or coming")
+@mutant(r"runs up to \d+, and \d+ tokens are known or coming", first_seed=34)
 def outputs_before_a_preemption_are_not_told(patch):
     def admitted(sequence):
         told = real(sequence)

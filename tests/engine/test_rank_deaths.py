@@ -36,9 +36,8 @@ QUICK = {
     ("script", "rank 1", "KILL", "step"),
     ("script", "rank 2", "STOP", "idle"),
     ("launched", "parent", "STOP", "load"),
-    ("front", "rank 0", "STOP", "step"),
     ("front", "parent", "KILL", "warm"),
-    ("front", "rank 2", "KILL", "plan"),
+    ("front", "rank 0", "KILL", "plan"),
 }
 """Each kind, victim, signal and station is in one of them."""
 

@@ -190,7 +190,7 @@ def test_a_stopped_core_is_red_and_may_come_back() -> None:
     """Red within 2 s of silence, green again when it goes on; nothing of an answer is lost."""
     with started() as process:
         assert status_of(talk(process.port, get("/health"))) == 200
-        running = streams(process, 1, 60)[0]
+        running = streams(process, 1, 20)[0]
         os.kill(process.core, signal.SIGSTOP)
         stopped_at = time.monotonic()
         try:

@@ -2,6 +2,7 @@
 one of transformers that it must agree with."""
 
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from holdfast.errors import TemplateError
@@ -40,9 +41,15 @@ VARIABLES: dict[str, Any] = {
 }
 
 
+@lru_cache(16)
+def compiled(source: str) -> ChatTemplate:
+    """One for all chats, as an engine has it."""
+    return ChatTemplate(source, "test", {})
+
+
 def ours(source: str, messages: Any = MESSAGES, add_generation_prompt: bool = True, **more: Any) -> str:
     extra = {**VARIABLES, **more}
-    return ChatTemplate(source, "test", {}).render(messages, add_generation_prompt=add_generation_prompt, **extra)
+    return compiled(source).render(messages, add_generation_prompt=add_generation_prompt, **extra)
 
 
 def theirs(source: str, messages: Any = MESSAGES, add_generation_prompt: bool = True, **more: Any) -> str:

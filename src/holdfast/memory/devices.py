@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -238,13 +239,19 @@ def _squeezed(text: str) -> str:
     return re.sub(r"^[rg]tx(?=[a-z\d])", "", re.sub(r"[^a-z\d]", "", text))
 
 
+@cache
 def _key_of(gpu: Gpu) -> _Wanted:
     return _wanted(gpu.key)
 
 
+@cache
+def _name_of(gpu: Gpu) -> _Wanted:
+    return _wanted(gpu.name.lower())
+
+
 def _meant(wanted: _Wanted) -> list[Gpu]:
     """Every GPU that a name may mean; what a driver says means one."""
-    named = [gpu for gpu in GPUS.values() if wanted == _wanted(gpu.name.lower())]
+    named = [gpu for gpu in GPUS.values() if wanted == _name_of(gpu)]
     return named or [gpu for gpu in GPUS.values() if _is_meant(gpu, wanted)]
 
 

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
+from functools import cache
 from math import inf, log
 from typing import NamedTuple
 
@@ -46,8 +47,7 @@ def find_model(name: str) -> tuple[str, Config]:
 
     Owners ("Qwen/"), case, spaces, dashes and dots do not matter, nor do endings that change no shape.
     """
-    names = {_plain(known): known for known in (*SAME, *CATALOGUE)}
-    exact = {_bare(known): known for known in (*SAME, *CATALOGUE)}
+    names, exact = _spellings()
     if _bare(name) in exact and len(name) <= MAX_NAME:
         # A base model may be stored otherwise than the one that was tuned from it, and is then listed too.
         found = exact[_bare(name)]
@@ -62,6 +62,13 @@ def find_model(name: str) -> tuple[str, Config]:
         f"it is neither a path nor among the {len(CATALOGUE)} models known by name",
         f"did you mean {' or '.join(near[:NUM_TOLD])}?" if near else "holdfast plan --list shows them",
     )
+
+
+@cache
+def _spellings() -> tuple[dict[str, str], dict[str, str]]:
+    """Every known name by what its spellings share, and by all of its words."""
+    known = (*SAME, *CATALOGUE)
+    return {_plain(name): name for name in known}, {_bare(name): name for name in known}
 
 
 def _by_size(name: str, near: list[str]) -> list[str]:
@@ -107,5 +114,6 @@ def _last_part(name: str) -> str:
     return name[: MAX_NAME + 1].strip().rstrip("/").rsplit("/", 1)[-1].lower()
 
 
+@cache
 def _words(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![a-z\d])(?:{pattern})(?![a-z\d])")

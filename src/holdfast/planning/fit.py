@@ -278,8 +278,9 @@ def try_fit(request: PlanRequest) -> Fit | None:
     # Weights alone tell of most GPUs that are too small, and cost nothing to look at again.
     if request.declared.weight_bytes(resolved.dtype, resolved.recipe, layout.mesh) > resolved.budget_bytes:
         return None
-    if _room_bytes(layout, resolved) >= 0:
-        return _fit_or_refuse(layout, resolved)
+    room_bytes, needs = _room(layout, resolved)
+    if room_bytes >= 0:
+        return _fit_or_refuse(layout, resolved, needs)
     if not resolved.may_shorten:
         return None
     return longest_that_fits(layout, resolved, 1, resolved.limits.max_model_len - 1)
@@ -315,7 +316,7 @@ def _longest_between(layout: Layout, resolved: Resolved, low: int, high: int, re
     from the bytes that are left comes near at once; halving the range in between bounds the number of guesses."""
 
     def room(length: int) -> int:
-        return _room_bytes(layout, resolved.with_max_model_len(length, reason))
+        return _room(layout, resolved.with_max_model_len(length, reason))[0]
 
     left, short = room(low), -room(high)
     if left < 0:
@@ -396,18 +397,18 @@ def missing_here(request: PlanRequest) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _room_bytes(layout: Layout, resolved: Resolved) -> int:
-    """What is left beside one longest sequence and everything else; below 0 what is short."""
+def _room(layout: Layout, resolved: Resolved) -> tuple[int, Needs | None]:
+    """Bytes that are left beside one longest sequence and everything else, below 0 what is short; and what was found to be needed."""
     min_pages, max_pages, _ = _page_bounds(layout, resolved)
     page_bytes = layout.page_bytes(resolved)
     if max_pages < min_pages:
-        return (max_pages - min_pages) * page_bytes
-    terms = list_needs(layout, resolved).terms
-    smallest = MemoryPlan(resolved.budget_bytes, "", terms, page_bytes, min_pages, "")
-    return resolved.budget_bytes - smallest.peak_bytes
+        return (max_pages - min_pages) * page_bytes, None
+    needs = list_needs(layout, resolved)
+    smallest = MemoryPlan(resolved.budget_bytes, "", needs.terms, page_bytes, min_pages, "")
+    return resolved.budget_bytes - smallest.peak_bytes, needs
 
 
-def _fit_or_refuse(layout: Layout, resolved: Resolved) -> Fit:
+def _fit_or_refuse(layout: Layout, resolved: Resolved, needs: Needs | None = None) -> Fit:
     page_bytes = layout.page_bytes(resolved)
     min_pages, max_pages, reasons = _page_bounds(layout, resolved)
     if max_pages < min_pages:
@@ -416,7 +417,7 @@ def _fit_or_refuse(layout: Layout, resolved: Resolved) -> Fit:
             f"one sequence of {resolved.limits.max_model_len} tokens takes {format_bytes(min_pages * page_bytes)}",
             "raise kv_cache_memory or lower max_model_len",
         )
-    needs = list_needs(layout, resolved)
+    needs = needs or list_needs(layout, resolved)
     memory = plan_memory(
         resolved.budget_bytes, resolved.budget_reason, needs.terms, page_bytes, min_pages, max_pages, *reasons
     )

@@ -361,7 +361,12 @@ class Layout(NamedTuple):
         return self if self.mesh.layers is None else self._replace(mesh=self.mesh.all_layers)
 
     def heads(self) -> HeadGeometry | None:
-        return self.declared.declaration.heads(self.mesh)
+        return self.declared.remembered(("heads", self.mesh), lambda: self.declared.declaration.heads(self.mesh))
+
+    def stored_key(self, resolved: Resolved) -> tuple[object, ...]:
+        """Whatever layers of its stage keep follows from this, and from the windows that contexts outgrow."""
+        protected = resolved.protected
+        return resolved.kv_format, protected.format, protected.layers, resolved.limits.page_tokens, self.mesh
 
     def formats(self, resolved: Resolved) -> tuple[KVFormat, ...]:
         """One entry a layer of its stage."""
@@ -407,8 +412,6 @@ class Layout(NamedTuple):
         if heads is None:
             return None
         outgrown = frozenset(w for w in set(heads.windows) if w is not None and w < limits.max_model_len)
-        protected = resolved.protected
-        key = "pages", resolved.kv_format, protected.format, protected.layers, limits.page_tokens, self.mesh
 
         def make() -> Pages:
             if self.mesh.num_stages > 1:
@@ -424,7 +427,7 @@ class Layout(NamedTuple):
             cache = mixed_cache(self.formats(resolved), *shape, heads.windows, limits.max_model_len, *latent)
             return Pages(cache, cache.bytes_per_page, cache.cache_groups(), kv_padding_term(cache))
 
-        return self.declared.remembered((*key, outgrown), make)
+        return self.declared.remembered(("pages", *self.stored_key(resolved), outgrown), make)
 
     def sequence_pages(self, resolved: Resolved, max_step_tokens: int) -> int:
         """Pages of one sequence of the longest context, at the most, in steps of so many tokens."""
@@ -530,6 +533,12 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
     if heads.is_compressed:
         every = layout.attention_specs(resolved)
         return tuple({(spec.ratio, spec.is_overlapped): spec for spec in reversed(every)}.values())
+    key = "distinct layers", *layout.stored_key(resolved), resolved.protected.is_open
+    caches = layout.declared.remembered(key, lambda: _distinct_layers(layout, resolved, heads))
+    return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
+
+
+def _distinct_layers(layout: Layout, resolved: Resolved, heads: HeadGeometry) -> tuple[LayerCache, ...]:
     by_layer = layout.formats(resolved)
     everywhere = tuple(dict.fromkeys(by_layer)) if resolved.protected.is_open else ()
     first_of: dict[tuple[KVFormat, int | None], int] = {}
@@ -537,11 +546,8 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
         # Where weights will say which layers are protected, any layer may have any of the formats.
         for kv_format in everywhere or (own,):
             first_of.setdefault((kv_format, window), layer)
-    caches = (
-        LayerCache(layer, "attention", kv_format, heads.num_kv_heads, heads.head_dim, heads.rope_dim, heads.index_dim)
-        for (kv_format, _), layer in first_of.items()
-    )
-    return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
+    shape = heads.num_kv_heads, heads.head_dim, heads.rope_dim, heads.index_dim
+    return tuple(LayerCache(layer, "attention", kv_format, *shape) for (kv_format, _), layer in first_of.items())
 
 
 def _group_shapes(layout: Layout, resolved: Resolved) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
@@ -579,20 +585,8 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     if pages is not None and pages.has_groups:
         terms += [pages.padding] if pages.padding.num_bytes else []
     elif heads is not None:
-        shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
-        kinds = (
-            (kv_format, 0 if layer in heads.shared_layers else heads.index_dim)
-            for layer, kv_format in enumerate(layout.formats(resolved))
-        )
-        alone = (
-            (count, uniform_cache(1, kv_format, *shape, heads.rope_dim, index_dim))
-            for (kv_format, index_dim), count in Counter(kinds).items()
-        )
-        paddings = [(count, kv_padding_term(cache)) for count, cache in alone]
-        if any(padding.num_bytes for _, padding in paddings):
-            num_bytes = sum(count * padding.num_bytes for count, padding in paddings)
-            reason = "; ".join(f"{count} layers, each with {padding.reason}" for count, padding in paddings)
-            terms.append(Term(paddings[0][1].owner, num_bytes, reason, PAGE_PHASES))
+        key = "padding", *layout.stored_key(resolved)
+        terms += layout.declared.remembered(key, lambda: _padding_terms(layout, resolved, heads))
     sequence_bytes = layout.declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh)
     if sequence_bytes:
         num_seqs = resolved.limits.max_num_seqs
@@ -601,8 +595,28 @@ def _cache_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     return terms
 
 
+def _padding_terms(layout: Layout, resolved: Resolved, heads: HeadGeometry) -> tuple[Term, ...]:
+    """What the arrays of layers that are not grouped lose to their alignment."""
+    shape = (heads.num_kv_heads, heads.head_dim, resolved.limits.page_tokens)
+    kinds = (
+        (kv_format, 0 if layer in heads.shared_layers else heads.index_dim)
+        for layer, kv_format in enumerate(layout.formats(resolved))
+    )
+    alone = (
+        (count, uniform_cache(1, kv_format, *shape, heads.rope_dim, index_dim))
+        for (kv_format, index_dim), count in Counter(kinds).items()
+    )
+    paddings = [(count, kv_padding_term(cache)) for count, cache in alone]
+    if not any(padding.num_bytes for _, padding in paddings):
+        return ()
+    num_bytes = sum(count * padding.num_bytes for count, padding in paddings)
+    reason = "; ".join(f"{count} layers, each with {padding.reason}" for count, padding in paddings)
+    return (Term(paddings[0][1].owner, num_bytes, reason, PAGE_PHASES),)
+
+
 def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
-    width = layout.declared.declaration.rope_width(layout.mesh)
+    declared, mesh = layout.declared, layout.mesh
+    width = declared.remembered(("rope width", mesh), lambda: declared.declaration.rope_width(mesh))
     if not width:
         return []
     table_bytes = 2 * DTYPE_BYTES[resolved.dtype] * resolved.limits.max_model_len * width

@@ -62,12 +62,15 @@ def expert_linear_reference(
     rows = room if room is None or is_coded else quantize_rows_reference(x_XK, room)
     pairs_per_row = order.num_pairs // max(1, len(x_XK))
     ids_P = order.expert_ids_TS.flatten()
-    for expert in ids_P[ids_P != PADDING].unique().tolist():
-        pairs = (ids_P == expert).nonzero().flatten()
+    pairs_P = ids_P.argsort(stable=True)
+    experts, counts = ids_P[pairs_P].unique_consecutive(return_counts=True)
+    for expert, pairs in zip(experts.tolist(), pairs_P.split(counts.tolist()), strict=True):
+        if expert == PADDING:
+            continue
         chosen = pairs // pairs_per_row
         if isinstance(weight, torch.Tensor):
             y = torch.empty(len(pairs), weight.shape[1], device=x_XK.device)
-            plain_linear_float32(x_XK[chosen], weight[expert], y)
+            plain_linear_float32(x_XK.index_select(0, chosen), weight[expert], y)
         elif rows is None:
             y = _widened(x_XK[chosen].float(), weight, expert)
         else:
@@ -76,7 +79,7 @@ def expert_linear_reference(
             y += bias_EN[expert].float()
         if gated:
             y = gate_up_product(y, form)
-        out_PN[pairs] = y.to(out_PN.dtype)
+        out_PN.index_copy_(0, pairs, y.to(out_PN.dtype))
     return out_PN
 
 
