@@ -15,7 +15,6 @@ import pytest
 
 from each_value import mark_others_slow
 from quick_interpreter import quicken_interpreter
-from quick_logging import QuickCapture
 from red_zones import RedZones
 
 if TYPE_CHECKING:
@@ -55,10 +54,6 @@ FROZEN = pytest.StashKey[int]()
 """Of the session: how many modules there were when what they hold was taken out of the collection of garbage."""
 FAULT = pytest.StashKey[str]()
 """Of the session: the test after which CUDA does not work any more in this process, and what CUDA says."""
-
-
-CAPTURE = QuickCapture()
-CAPTURE.quicken()
 
 
 def has_cuda() -> bool:
@@ -186,7 +181,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     """After a fault this process ends: xdist starts another for what is left, and without it the run stops in words."""
-    CAPTURE.is_read = "caplog" in getattr(item, "fixturenames", ())
     done = yield
     if fault := item.session.stash.get(FAULT, None):
         if hasattr(item.config, "workerinput"):
