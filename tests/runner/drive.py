@@ -289,9 +289,13 @@ class Request:
 class Drive:
     """A rig behind the real scheduler. Requests may come in several rounds; the prefix cache lives through all of them."""
 
-    def __init__(self, rig: Rig, num_pages: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, rig: Rig, num_pages: int, enable_prefix_caching: bool = True, is_invariant: bool = False
+    ) -> None:
         self.rig = rig
-        self.scheduler = Scheduler(rig.limits, num_pages, enable_prefix_caching, max_queue=1000, groups=rig.groups)
+        self.scheduler = Scheduler(
+            rig.limits, num_pages, enable_prefix_caching, max_queue=1000, groups=rig.groups, is_invariant=is_invariant
+        )
         self._num_owners = [0] * num_pages
         self._ids = count()
 
