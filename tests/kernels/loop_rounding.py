@@ -14,11 +14,20 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from holdfast.kernels.attention.quantized_prefill import prefill_kernel  # noqa: E402
 from holdfast.kernels.attention.tiled_attention import _attend_kernel  # noqa: E402
+from holdfast.kernels.geometry import QUANTIZED_LARGE_TILE  # noqa: E402
 
 HEADS = {"NUM_KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 128, "HAS_WINDOW": False, "BLOCK_M": 128, "BLOCK_N": 64}
 PLAIN = HEADS | {"LARGE": True, "BLOCK_D": 128, "NUM_STAGES": 3, "PDL": False, "SMALL_BATCH": False}
 QUANTIZED = HEADS | {"PAGE_TOKENS": 16, "HAS_KEY_BIAS": False, "BLOCK_D": 128, "VALUE_COLUMNS": 64, "PAIR_COLUMNS": 64}
-QUANTIZED |= {"KEY_BITS": 8, "VALUE_BITS": 8, "KEY_COLUMNS": 128, "NUM_STAGES": 2, "PLAIN": False, "PDL": False}
+QUANTIZED |= {
+    "BLOCK_M": QUANTIZED_LARGE_TILE,
+    "KEY_BITS": 8,
+    "VALUE_BITS": 8,
+    "KEY_COLUMNS": 128,
+    "NUM_STAGES": 2,
+    "PLAIN": False,
+    "PDL": False,
+}
 ABSENT = ("p_sinks", "p_bias", "p_cos", "p_sin", "p_near", "p_fragments", "p_k_signs", "p_v_signs")
 TYPES = {"p_partial_out": "*fp32", "p_partial_lse": "*fp32", "p_pages": "*i32", "p_tiles": "*i32", "p_k_scale": "*fp16"}
 TYPES |= {"scale_log2": "fp32", "softcap_log2": "fp32", "rotation_scale": "fp32", "p_v_scale": "*fp16"}
