@@ -60,3 +60,21 @@ def test_nobody_guesses():
     scheduler.add(sequence(1, 4))
     with pytest.raises(AssertionError, match="proposals"):
         scheduler.schedule(lambda one: (1, 2))
+
+
+def test_a_preempted_sequence_finds_no_page_behind_its_prompt():
+    """Of somebody whose prompt holds what it had chosen: those rows went through large tiles, its own one by one."""
+    scheduler = make(num_pages=14)
+    stem = [*range(200, 208)]
+    talk, second = sequence(1, [*stem, *[7] * 12, 99], max_tokens=28), sequence(2, stem, max_tokens=28)
+    for one in (talk, second):
+        scheduler.add(one)
+        run(scheduler)
+    while not scheduler.num_preemptions and has_work(scheduler):
+        run(scheduler)
+    assert second.num_preemptions
+    assert second.num_tokens > 12, "it had not chosen a page of tokens"
+    starts: list[int] = []
+    while not starts:
+        starts = [start for number, start, _ in shape(run(scheduler)) if number == 2]
+    assert starts[0] <= 8

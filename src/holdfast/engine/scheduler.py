@@ -30,7 +30,8 @@ served or the pipe is empty, and then it is served before others: it may be far 
 
 **Invariance.** Attention on a GPU takes rows of a prompt in large tiles and rows behind it in small ones, which add up otherwise.
 So that nobody else decides which (`is_invariant`), a step holds of a sequence rows of its prompt, or one row behind it: what a
-preempted one had chosen is computed again row by row. And only pages of prompts are cached: what follows them was computed row by row.
+preempted one had chosen is computed again row by row. And only pages of prompts are cached, and only found for a prompt: what follows
+one was computed row by row.
 
 **Pages.** A sequence has a page table for each cache group, and all groups take from one pool. A step from position
 `start` on needs, in a group with a window, only the pages from `first_page(start)` on: once a step is booked, those
@@ -656,7 +657,11 @@ class Scheduler:
         if not self._asks_cache(sequence):
             return self.prefix.miss()
         chain = self._tracks[sequence.sequence_id].chain
-        return self.prefix.match(chain, sequence.token_ids, len(sequence.token_ids) - 1)
+        most = len(sequence.token_ids) - 1
+        if self.is_invariant:
+            # What it had chosen may be in somebody's prompt.
+            most = min(most, sequence.num_prompt_tokens)
+        return self.prefix.match(chain, sequence.token_ids, most)
 
     def _is_still_blocked(self, sequence: Sequence) -> bool:
         """Without somebody leaving, claiming less, or more of its prefix, it fits no better than last time."""

@@ -160,17 +160,22 @@ def prefill_kernel(
                     b_score += tl.dot(b_turned_odd, tl.trans(b_near_sin), b_bias) + b_all
                 if softcap_log2 is not None:
                     b_score = soft_capped(b_score, softcap_log2)
+                b_value_scale = b_vs.to(tl.float32)
+                b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
+                b_seen = b_score + b_bound[None, :]
                 if MASKED:
                     distance = (position + o_row)[:, None] - o_token[None, :]
                     m_seen = (distance >= 0) & m_n[None, :]
                     if HAS_WINDOW:
                         m_seen = m_seen & (distance < window)
-                    b_score = tl.where(m_seen, b_score, -float("inf"))
-                b_value_scale = b_vs.to(tl.float32)
-                b_bound = tl.maximum(fast_log2(b_value_scale, PLAIN), LEAST_LOG2)
-                b_m_new = tl.maximum(b_m, tl.max(b_score + b_bound[None, :], axis=1))
+                    b_seen = tl.where(m_seen, b_seen, -float("inf"))
+                b_m_new = tl.maximum(b_m, tl.max(b_seen, axis=1))
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
+                if MASKED:
+                    # Not before: sums with a product that is masked are not contracted, and round otherwise than in a clear
+                    # block, which a block may be for the tile of another cut (batch_invariant).
+                    b_p = tl.where(m_seen, b_p, 0.0)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
                 b_p = (b_p * (b_value_scale * P_ONE)[None, :]).to(tl.float16)

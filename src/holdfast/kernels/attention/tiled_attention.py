@@ -304,15 +304,20 @@ def _attend_kernel(
                 b_score = tl.dot(b_q, b_k) * scale_log2
                 if softcap_log2 is not None:
                     b_score = soft_capped(b_score, softcap_log2)
+                b_seen, m_seen = b_score, m_n[None, :]
                 if MASKED:
                     distance = (position + o_row)[:, None] - o_token[None, :]
-                    m_seen = (distance >= 0) & m_n[None, :]
+                    m_seen = (distance >= 0) & m_seen
                     if HAS_WINDOW:
                         m_seen = m_seen & (distance < window)
-                    b_score = tl.where(m_seen, b_score, -float("inf"))
-                b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
+                    b_seen = tl.where(m_seen, b_score, -float("inf"))
+                b_m_new = tl.maximum(b_m, tl.max(b_seen, axis=1))
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = tl.exp2(b_score - b_m_safe[:, None])
+                if MASKED:
+                    # Not before: a product that is masked is not contracted with the difference, and would round otherwise
+                    # than in a clear block, which a block may be for the tile of another cut.
+                    b_p = tl.where(m_seen, b_p, 0.0)
                 b_alpha = tl.exp2(b_m - b_m_safe)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
                 m_v = m_d[None, :] & m_n[:, None] if MASKED else m_d[None, :]
