@@ -111,20 +111,33 @@ def test_an_invariant_row_has_the_same_bits_in_any_company(device):
     assert same_bits(out[3:], torch.zeros_like(out[3:])), "padding is zeros"
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_how_an_invariant_prompt_is_cut_changes_no_bit(device, window):
-    """In one piece, in pieces of one row and more, beside others; pages behind the window are somebody else's by then."""
-    geometry, num_prompt = on_triton(replace(LONG, windows=(window,)), device), 200
+def assert_cuts_change_nothing(geometry: Geometry, num_prompt: int, cuts: tuple[int, ...]) -> None:
+    """A prompt in one piece and in these, beside another sequence; pages behind a window are somebody else's by then."""
     (text, other), num_pages = texts(geometry, [num_prompt, 300], consecutive=False)
     backend = build(TritonPagedAttention, geometry, geometry.storage(num_pages), batch_invariant=True)
     store(geometry, backend, [text, other])
     batch, qkv = make_batch(geometry, [(text, 0, num_prompt)], num_prompt=num_prompt)
     whole = run_layer(geometry, backend, qkv, batch)
-    for start, end in pairwise((0, 1, 3, 67, 68, 131, 199, 200)):
+    for start, end in pairwise(cuts):
         own, others = (text, start, end), (other, 299, 300)
         batch, qkv = make_batch(geometry, [own, others], num_rows=max(16, end - start + 1), num_prompt=num_prompt)
         pieces = run_layer(geometry, backend, qkv, batch)
         assert same_bits(pieces[: end - start], whole[start:end]), f"rows {start} to {end}"
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_how_an_invariant_prompt_is_cut_changes_no_bit(device, window):
+    geometry = on_triton(replace(LONG, windows=(window,)), device)
+    assert_cuts_change_nothing(geometry, 200, (0, 1, 3, 67, 68, 131, 199, 200))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kv_dtype", ["float16", *QUANTIZED])
+def test_nor_at_the_shapes_of_real_models(device, kv_dtype, window):
+    """Where a tile begins decides which of its blocks need no mask: both kinds must round alike (docs/log.md)."""
+    shape = Geometry(64, 8, 128, page_tokens=16, max_model_len=2048, kv_dtype=kv_dtype, windows=(window,))
+    assert_cuts_change_nothing(on_triton(shape, device), 700, (0, 2, 63, 64, 126, 190, 256, 511, 513, 640, 699, 700))
 
 
 @pytest.mark.gpu
