@@ -35,7 +35,7 @@ class SequenceRows(NamedTuple):
     table_row: int = -1
     """The row of the page tables on the device that holds its chunks; -1 where there are no such tables."""
     is_prompt: bool = False
-    """Rows of a prompt, and not behind it; told of whole sequences' rows, where batches are to change nothing."""
+    """Rows of a prompt, and not behind it; single rows of LogitRows do not say."""
 
     @property
     def end(self) -> int:

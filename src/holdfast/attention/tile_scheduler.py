@@ -34,6 +34,7 @@ class StepRows(NamedTuple):
     num_rows: int
     """Of the step, padding included."""
     is_prompt_N: np.ndarray
+    """Of each sequence, whether these are rows of its prompt."""
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceRows], num_rows: int) -> "StepRows":

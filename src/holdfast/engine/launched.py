@@ -183,7 +183,7 @@ def meet_ranks(launched: Launched) -> list[Peer]:
     with _listen(launched.host) as listening, contextlib.closing(_Door(listening)) as door:
         port = listening.getsockname()[1]
         store = _store(launched)  # where it is this rank's own it serves the others until they have come
-        store.set(_next_key(launched), f"{port}:{secret.hex()}")
+        store.set(_key(launched), f"{port}:{secret.hex()}")
         while len(found) < len(due):
             left_seconds = until - time.monotonic()
             if left_seconds <= 0:
@@ -199,6 +199,7 @@ def meet_ranks(launched: Launched) -> list[Peer]:
                     connection.close()  # a stranger, or one that is here already
                 else:
                     found[number] = connection, pid_at(place)
+    _met.add(launched)
     return [Peer(found[rank][0], *found[_LIFE_LINE + rank]) for rank in range(1, launched.num_ranks)]
 
 
@@ -305,7 +306,7 @@ def _call_rank_zero(launched: Launched) -> tuple[socket.socket, socket.socket]:
     do = "look at what rank 0 said, and start all ranks again"
     store = _store(launched)
     try:
-        port, _, secret = store.get(_next_key(launched)).decode().partition(":")
+        port, _, secret = store.get(_key(launched)).decode().partition(":")
     except RuntimeError as error:
         has = f"it has left no word there within {PEER_SECONDS:.0f} seconds, or has ended: {_first_line(error)}"
         raise EngineDeadError(asked, has, do) from error
@@ -340,13 +341,23 @@ def _beat(server: RankServer, channel: Channel, line: socket.socket) -> None:
         os._exit(1)
 
 
-_NUM_MET = {"engines": 0}
+_met: set[Launched] = set()
+"""Launches whose ranks have come to an engine of this process, which is a fact about the process: there are no others to come."""
 
 
-def _next_key(launched: Launched) -> str:
-    """Of one engine after the other: every rank makes them in the same order."""
-    _NUM_MET["engines"] += 1
-    return f"holdfast/{launched.attempt}/{_NUM_MET['engines']}/{launched.num_ranks}"
+def refuse_second(launched: Launched) -> None:
+    """A launcher's ranks serve one engine."""
+    if launched in _met:
+        raise ConfigError(
+            "a second engine was asked of ranks that a launcher has started",
+            f"its {launched.num_ranks} ranks came to the first one, and end with it",
+            "start once for every engine; or without a launcher on one node, where each engine starts its own ranks",
+        )
+
+
+def _key(launched: Launched) -> str:
+    """Where rank 0 leaves its place; a launcher that starts all anew keeps its store."""
+    return f"holdfast/{launched.attempt}/{launched.num_ranks}"
 
 
 def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it out

@@ -28,7 +28,7 @@ from holdfast.distributed.collectives import open_collectives
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.linked import open_linked
 from holdfast.distributed.rendezvous import LOOPBACK, Place, listen_for_ranks
-from holdfast.engine.launched import Launched, find_launcher, meet_ranks, node_name, serve_launched
+from holdfast.engine.launched import Launched, find_launcher, meet_ranks, node_name, refuse_second, serve_launched
 from holdfast.engine.rank_messages import (
     RankConnect,
     RankLoaded,
@@ -113,8 +113,6 @@ def build_ranks(
         check_nodes(config, (own,) * config.num_ranks)
     meet = None if launched is None else partial(meet_ranks, launched)
     group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote, meet=meet)
-    if launched is not None:
-        _used.add(launched)
     thread = StepThread()
     try:
         host = LOOPBACK if launched is None else launched.host
@@ -126,20 +124,6 @@ def build_ranks(
         raise
     runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
     return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
-
-
-_used: set[Launched] = set()
-"""Launches whose ranks have come to an engine of this process: they end with it."""
-
-
-def refuse_second(launched: Launched) -> None:
-    """A launcher's ranks serve one engine."""
-    if launched in _used:
-        raise ConfigError(
-            "a second engine was asked of ranks that a launcher has started",
-            f"its {launched.num_ranks} ranks came to the first one, and end with it",
-            "start once for every engine; or without a launcher on one node, where each engine starts its own ranks",
-        )
 
 
 def _is_eager(config: EngineConfig, runner: Runner) -> bool:

@@ -417,7 +417,7 @@ def _fit_or_refuse(layout: Layout, resolved: Resolved, needs: Needs | None = Non
             f"one sequence of {resolved.limits.max_model_len} tokens takes {format_bytes(min_pages * page_bytes)}",
             "raise kv_cache_memory or lower max_model_len",
         )
-    needs = needs or list_needs(layout, resolved)
+    needs = list_needs(layout, resolved) if needs is None else needs
     memory = plan_memory(
         resolved.budget_bytes, resolved.budget_reason, needs.terms, page_bytes, min_pages, max_pages, *reasons
     )

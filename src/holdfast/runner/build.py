@@ -4,7 +4,6 @@ import gc
 import os
 import time
 import traceback
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, dev
 from holdfast.planning.terms import PROCESS_OWNER, PROMPT_ROWS, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.graphs import StepGraphs, warm_rows
-from holdfast.runner.invariance import invariant_sizes, products
+from holdfast.runner.invariance import invariant_sizes, padded_rows, products
 from holdfast.runner.key_bias import SplitBiases, key_bias_norms, split_biases
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.latent_rotation import fold_rotation
@@ -238,7 +237,7 @@ class RunnerBuild:
         self, load: WeightLoad, on_progress: Callable[[int, int], None], on_prepare: OnPrepare = prepare_silently
     ) -> LoadReport:
         """Bring the weights to the device; the source is closed afterwards."""
-        # Before the first weight: what it takes for a moment is less than they will.
+        # Before the first weight: what it takes for a moment is less than weights, workspace and pages will.
         self._compare_products({weight.name: weight.shape for weight in load.plan.weights}, on_prepare)
         loaded = load.run(str(self._device), self._ledger, on_progress)
         self._weights = loaded.weights
@@ -502,10 +501,12 @@ class RunnerBuild:
         decode = graph_sizes(min(limits.max_num_seqs, limits.max_num_batched_tokens))
         mixed = mixed_sizes(limits.max_num_batched_tokens, self._plan.resolved.num_proposals > 0)
         sizes = self.row_sizes
-        if not sizes:
-            return StepGraphs(decode, mixed, limits.sampled_rows)
-        padded = [sizes[bisect_left(sizes, num_rows)] for num_rows in (*decode, min(limits.sampled_rows, sizes[-1]))]
-        return StepGraphs(tuple(dict.fromkeys(padded[:-1])), tuple(size for size in mixed if size in sizes), padded[-1])
+        most_logits = min(limits.sampled_rows, sizes[-1]) if sizes else limits.sampled_rows
+        return StepGraphs(
+            tuple(dict.fromkeys(padded_rows(size, sizes) for size in decode)),
+            tuple(size for size in mixed if size in sizes or not sizes),
+            padded_rows(most_logits, sizes),
+        )
 
     def release(self) -> None:
         for give_back in reversed(self._releases):

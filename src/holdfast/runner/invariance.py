@@ -9,6 +9,7 @@ out, and a step is padded to the next. Of several ranks each compares its own sh
 rows go from stage to stage in one size.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ log = get_logger(__name__)
 
 HEADS = ("lm_head.weight", "embed.weight")
 LOOKED_UP = "positions.weight"
+"""As the embedding is where it is not the head: rows of it are taken, and nothing is multiplied."""
 
 
 class Product(NamedTuple):
@@ -121,6 +123,11 @@ def invariant_sizes(
         left -= different
     on_compared(len(asked), len(asked))
     return tuple(size for size in sizes if size in left)
+
+
+def padded_rows(num_rows: int, sizes: Sequence[int]) -> int:
+    """The least size of steps that takes so many; where there are no sizes, any number will do."""
+    return sizes[bisect_left(sizes, num_rows)] if sizes else num_rows
 
 
 def common_sizes(of_ranks: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ double is written again when that copy has been made (memory/arena.py), however 
 T rows of a step, R rows whose logits are wanted, S sequences that sample, H hidden, V vocabulary
 """
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
@@ -41,6 +40,7 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceResult, StepResult, TokenLogprobs
 from holdfast.request.step import Step
 from holdfast.runner.graphs import StepGraphs
+from holdfast.runner.invariance import padded_rows
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
 from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY
 from holdfast.runner.sampling.sampler import Sampler
@@ -444,8 +444,7 @@ class Runner:
 
     def _padded(self, num_rows: int) -> int:
         """The least size of steps that takes so many."""
-        sizes = self._row_sizes
-        return sizes[bisect_left(sizes, num_rows)] if sizes else num_rows
+        return padded_rows(num_rows, self._row_sizes)
 
     def _graph_for(self, step: LiveStep, wanted: _WantedRows) -> tuple[int, bool] | None:
         """Size and kind (is it a decode step) of the graph that a step takes; None: its kernels are launched one by one.
