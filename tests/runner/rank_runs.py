@@ -148,6 +148,8 @@ NUM_PAGES = 48
 """Of every rank, so that a slot means the same on all of them."""
 NUM_TOKENS = (17, 9, 2)
 """Of three sequences, which come in several steps."""
+NUM_PROMPT_TOKENS = (15, 9, 1)
+"""What lies behind these is decoded: rows of prompts take other tiles with batch_invariant, and no graph of a decode step."""
 
 
 def write_model(folder: Path, name: str, **changes: Any) -> Path:
@@ -219,10 +221,10 @@ def one_rank(path: Path | str, **options: Any) -> Built:
 def steps_of(runner: Runner) -> list[tuple[LiveStep, list[int]]]:
     """Prompts in chunks, beside one that decodes; rows whose logits are wanted are some, none and all."""
     pages, sequences = count(), []
-    for number, length in enumerate(NUM_TOKENS):
+    for number, (length, num_prompt) in enumerate(zip(NUM_TOKENS, NUM_PROMPT_TOKENS, strict=True)):
         ids = [(7 * place + 31 * number + 5) % runner.vocab_size for place in range(length)]
         tables = [[next(pages) for _ in range(group.pages_for(length))] for group in runner.groups]
-        sequence = TokenSequence(number, ids, length, SamplingParams(), seed=0, max_tokens=4, tables=tables)
+        sequence = TokenSequence(number, ids, num_prompt, SamplingParams(), seed=0, max_tokens=4, tables=tables)
         sequence.slot = number
         sequences.append(sequence)
     one, two, three = sequences
