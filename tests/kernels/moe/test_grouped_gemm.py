@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from holdfast.kernels.activation import SILU_HALVES
 from holdfast.kernels.gemm.quantized_tiles import OperandKind
 from holdfast.kernels.geometry import expert_block_rows
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm, tile_for
@@ -88,6 +89,24 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme):
     whole = run_kernel(grouped_gemm, case, device).view(9, 2, -1)
     for rows in ([8, 7, 6, 5, 4, 3, 2, 1, 0], [1, 3, 5, 7, 8]):
         assert same_bits(run_kernel(grouped_gemm, case.rows(rows), device).view(len(rows), 2, -1), whole[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "form"), [((768, 2048), SILU_HALVES), ((360, 2880), GPT_OSS), ((1408, 2048), SILU_HALVES)], ids=str
+)
+@GATED
+def test_blocks_of_every_height_round_a_row_alike(dtype, sizes, form, gated):
+    """Which batch_invariant relies on: the heights follow from the number of rows (the interpreter's sums are numpy's)."""
+    has_bias = form == GPT_OSS
+    case = expert_case((512, 2, 8, *sizes), gated, None, dtype, by_pair=not gated, has_bias=has_bias, form=form)
+    heights, device = {16: 16, 24: 16, 64: 32, 256: 64, 512: 128}, torch.device("cuda")
+    first_TSN = run_kernel(grouped_gemm, case.rows(list(range(16))), device).view(16, 2, -1)
+    for num_rows, block_rows in heights.items():
+        assert expert_block_rows(num_rows, 2, 8) == block_rows
+        y_TSN = run_kernel(grouped_gemm, case.rows(list(range(num_rows))), device).view(num_rows, 2, -1)
+        assert same_bits(y_TSN[:16], first_TSN), f"{num_rows} rows, in blocks of {block_rows}"
 
 
 @EVERY_SCHEME
