@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from holdfast.planning.target import Target
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner import build as building
+from holdfast.runner import runner as running
 from holdfast.runner import weight_load
 from holdfast.runner.build import BuiltRunner
 from runner.tiny_runners import TinyBuilder, held_storages, watched_arenas
@@ -134,6 +136,24 @@ def test_memory_that_somebody_else_took_is_told_with_the_plan(build, planned_byt
         assert "the weights need" in told.asked
 
 
+def test_what_lies_on_a_device_that_has_failed_stays_with_the_process(build, monkeypatch):
+    """Torch would end a process that let go of pinned memory there; on a CPU the failure is played."""
+    kept: list[object] = []
+    monkeypatch.setattr(running, "has_failed", lambda device: True)
+    monkeypatch.setattr(running, "keep_with_process", kept.append)
+    built = build(max_model_len=64)
+    places = {name: weakref.ref(getattr(built.runner, name)) for name in ("buffers", "sampler")}
+    built.release()
+    built.release()
+    del built
+    gc.collect()
+    assert all(place() is not None for place in places.values())
+    assert kept
+    kept.clear()
+    gc.collect()
+    assert all(place() is None for place in places.values()), "somebody else held them"
+
+
 def test_a_start_that_failed_can_be_tried_again_in_its_handler(build, monkeypatch):
     with monkeypatch.context() as patch:
         fail_at(patch, "Sampler", torch.OutOfMemoryError("CUDA out of memory."), is_done=True)
@@ -235,6 +255,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from holdfast.memory.profiler import measure
 from holdfast.runner import build as building
+from holdfast.runner import runner as running
 from holdfast.planning.target import Target
 from runner.tiny_runners import TinyBuilder
 

@@ -350,6 +350,30 @@ def test_memory_that_others_take_during_a_start_is_told_and_all_is_given_back(bu
     build(**LARGE)
 
 
+def test_a_device_that_fails_ends_the_engine_and_not_the_process(tmp_path):
+    """In a process of its own, with steps before: the copies of a step are what torch asks the device for when pinned memory goes."""
+    folder = write_model(tmp_path, "qwen3")
+    code = f"""
+import torch
+from holdfast import LLM, SamplingParams
+from holdfast.errors import HoldfastError
+llm = LLM({str(folder)!r}, load_format="dummy", tokenizer="none", device="cuda", max_model_len=128, max_num_seqs=4, kv_cache_memory=2**26)
+prompts, params = [{{"prompt_token_ids": [9, 10, 11]}}], SamplingParams(max_tokens=8, ignore_eos=True)
+llm.generate(prompts, params, progress=False)
+torch.zeros(1, device="cuda")[torch.tensor([7], device="cuda")]  # which no kernel may read
+try:
+    llm.generate(prompts, params, progress=False)
+except HoldfastError as error:
+    print(type(error).__name__)
+llm.shutdown()
+del llm
+print("closed")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-2:] == ["EngineDeadError", "closed"], done.stdout
+
+
 def test_a_release_gives_all_back(build):
     """But for workspaces of cuBLAS, which torch keeps for every stream that there was."""
     build().release()

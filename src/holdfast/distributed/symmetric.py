@@ -7,11 +7,11 @@ Calls launch one kernel (kernels/exchange); they allocate nothing, copy nothing 
 Why one meeting of all ranks a call is enough: kernels/exchange/signals.py. Rows between stages: kernels/exchange/links.py.
 """
 
-import ctypes
 import json
 import secrets
 import threading
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from holdfast.kernels.exchange.signals import EPOCHS_WORD, MAX_BLOCKS, MAX_RANKS
 from holdfast.kernels.exchange.sum_rows import Ranks, may_take_two_passes, sum_rows_triton, tile_forms
 from holdfast.kernels.triton_compat import supports_pdl
 from holdfast.memory.arena import views_of
+from holdfast.memory.failed_device import has_failed, keep_with_process
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 
@@ -73,21 +74,15 @@ class SymmetricMemory:
 
     def close(self) -> None:
         """The memory goes when the last view does; on a device that has failed, with this process."""
-        if _has_failed(self.own.device):
+        device = self.own.device
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(device)
+        if has_failed(device):
             for held in (*self.everybodys, self._handle):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # torch ends a process that cannot give this back
+                keep_with_process(held)
         self.everybodys.clear()
         natives._unregister_process_group(self.name)
         del self._handle, self.own, self._group
-
-
-def _has_failed(device: torch.device) -> bool:
-    """Waits for all that runs."""
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
 
 
 def register_group(store: Store, mesh: Mesh) -> tuple[str, object]:

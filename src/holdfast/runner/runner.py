@@ -34,6 +34,7 @@ from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.kernels.sampling.last_tokens import NO_SLOT
+from holdfast.memory.failed_device import has_failed, keep_with_process
 from holdfast.models.model import Model
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
@@ -303,14 +304,19 @@ class Runner:
         self.sampler.warm(logits_RV)
 
     def close(self) -> None:
-        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
+        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing.
+
+        Of a device that has failed all of it stays: inputs and results have pinned doubles (memory/failed_device.py).
+        """
         if self._flights and self._stream is not None:
             with suppress(RuntimeError):  # a device that has failed runs nothing any more
                 self._stream.synchronize()
         self._flights.clear()
-        if self.graphs is not None:
+        if has_failed(self.device):
+            keep_with_process(dict(vars(self)))
+        elif self.graphs is not None:
             self.graphs.release()
-            self.graphs = None
+        self.graphs = None
         for name in ("model", "backend", "buffers", "sampler"):
             vars(self).pop(name, None)
 

@@ -86,6 +86,7 @@ def test_who_waits_for_a_dead_peer_goes_on_when_let_go(device: torch.device, nam
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.own_process
 @pytest.mark.parametrize("name", ["meet", "fetch"])
 def test_who_waits_too_long_ends_every_call_of_its_process(device: torch.device, name: str, monkeypatch) -> None:
