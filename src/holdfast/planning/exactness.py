@@ -20,7 +20,8 @@ from holdfast.planning.target import Target
 INVARIANT_ROWS = 16
 """From this many rows on cuBLAS has kernels that multiply a row the same way whatever the others are, given a small workspace."""
 EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
-"""By the most ranks: from so many rows on it multiplies by a share of a weight, cut along N, as by all of it; measured."""
+"""By the most ranks: where no step has so many rows it does not multiply by a share of a weight, cut along N, as by all of it. Shares of
+few rows need more, which a start finds (benchmarks/gpu_invariance.py)."""
 
 
 def exact_rows(num_ranks: int) -> int | None:
