@@ -285,6 +285,12 @@ SECTIONS: Mapping[str, Columns] = {
     },
     "gpu-ranks": {"": _value("measure"), "found": _listed_values, "unit": _value("unit"), "%": _ranks_percent},
     "gpu-exchange": {"": _value("measure"), "found": _listed_values, "unit": _value("unit")},
+    "gpu-invariance": {
+        "": _value("measure"),
+        "rows that differ": lambda result: ", ".join(result["rows"]),
+        "sizes of steps": _value("values", "sizes of steps"),
+        "of them alike": _value("values", "left"),
+    },
     "gpu-fused-ranks": {
         "us a step": _value("measure"),
         "plain": _value("values", "plain"),
@@ -549,6 +555,17 @@ def section_tables(folder: Path, section: str) -> str:
     return "\n\n".join(section_table(record, SECTIONS[section]) for record in found) or NO_RECORD
 
 
+def invariance_tables(folder: Path) -> str:
+    """Products that some numbers of rows change, and how many none does."""
+    shown = []
+    for record in records(folder, "gpu-invariance"):
+        different = [result for result in record["results"] if not result["holds"]]
+        num_alike, num_all = len(record["results"]) - len(different), len(record["results"])
+        note = f"{num_alike} of {num_all} products are alike at every number of rows that was compared."
+        shown.append(section_table({**record, "results": different, "note": note}, SECTIONS["gpu-invariance"]))
+    return "\n\n".join(shown) or NO_RECORD
+
+
 def highlight_table(folder: Path) -> str:
     """The highlights whose figures are there; a sentence when none is."""
     rows = [row for highlight in HIGHLIGHTS if (row := _highlight_row(folder, highlight)) is not None]
@@ -579,6 +596,7 @@ MAKERS: Mapping[str, Callable[[Path], str]] = {
     "records": tables,
     "highlights": highlight_table,
     **{section: lambda folder, section=section: section_tables(folder, section) for section in SECTIONS},
+    "gpu-invariance": invariance_tables,
 }
 """What stands between the marks of each section."""
 

@@ -255,7 +255,6 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from holdfast.memory.profiler import measure
 from holdfast.runner import build as building
-from holdfast.runner import runner as running
 from holdfast.planning.target import Target
 from runner.tiny_runners import TinyBuilder
 
