@@ -387,6 +387,27 @@ def test_closing_waits_for_what_is_in_flight(load):
     assert stream.num_waits == 1
 
 
+@pytest.mark.parametrize("like_gpu", [False, True])
+def test_what_lies_on_a_device_stays_from_the_step_on_in_which_it_fails(load, monkeypatch, like_gpu):
+    """Nobody may close the engine before the process ends."""
+    kept: list[object] = []
+    monkeypatch.setattr(runner_module, "has_failed", lambda device: True)
+    monkeypatch.setattr(runner_module, "keep_with_process", kept.append)
+    runner = make_rig(load("llama"), like_gpu=like_gpu).runner
+    monkeypatch.setattr(runner.model, "hidden", failing)
+    monkeypatch.setattr(runner.model, "step_logits", failing)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        replay(runner, [prompt_step(1, 0, 5)])
+    assert kept == [runner]
+    runner.close()
+    assert kept == [runner]
+    assert "buffers" in vars(runner)
+
+
+def failing(*arguments: object) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 class WatchedGraphs(StepGraphs):
     """The graphs, and which of them ran."""
 

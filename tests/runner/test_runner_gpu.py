@@ -350,7 +350,8 @@ def test_memory_that_others_take_during_a_start_is_told_and_all_is_given_back(bu
     build(**LARGE)
 
 
-def test_a_device_that_fails_ends_the_engine_and_not_the_process(tmp_path):
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "left open"])
+def test_a_device_that_fails_ends_the_engine_and_not_the_process(tmp_path, closes):
     """In a process of its own, with steps before: the copies of a step are what torch asks the device for when pinned memory goes."""
     folder = write_model(tmp_path, "qwen3")
     code = f"""
@@ -365,13 +366,14 @@ try:
     llm.generate(prompts, params, progress=False)
 except HoldfastError as error:
     print(type(error).__name__)
-llm.shutdown()
-del llm
-print("closed")
+if {closes}:
+    llm.shutdown()
+    del llm
+print("ends")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-2:] == ["EngineDeadError", "closed"], done.stdout
+    assert done.stdout.splitlines()[-2:] == ["EngineDeadError", "ends"], done.stdout
 
 
 def test_a_release_gives_all_back(build):

@@ -135,6 +135,7 @@ class Runner:
         self._row_sizes = tuple(row_sizes)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
+        self._is_kept = False
         self._dummy_ids = count(-1, -1)
         self._slots = Slots(limits, groups, num_pages, vocab_size)
         self._flights: deque[_Flight] = deque()
@@ -159,16 +160,24 @@ class Runner:
         flight = _Flight(self._slots.accept(step))
         self._flights.append(flight)
         if self.can_run_ahead or self.sampler.is_behind:
-            with self._on_stream(), self._staying_near() if is_staged else nullcontext():
-                self._begin(flight)
+            try:
+                with self._on_stream(), self._staying_near() if is_staged else nullcontext():
+                    self._begin(flight)
+            except RuntimeError:
+                self._keep_if_failed()
+                raise
 
     def collect(self) -> StepResult:
         """Wait for the oldest step in flight. Where this is interrupted it can be called again, or cancel() on a CPU."""
         self._advance()
         assert self._flights, "no step is in flight"
         flight = self._flights[0]
-        with torch.inference_mode(), self._on_stream():
-            result = self._settle(flight) if self.can_run_ahead else self._compute(flight)
+        try:
+            with torch.inference_mode(), self._on_stream():
+                result = self._settle(flight) if self.can_run_ahead else self._compute(flight)
+        except RuntimeError:
+            self._keep_if_failed()
+            raise
         # An interrupt comes before this line, and nothing was handed out, or after the caller has the result: Python looks
         # for signals in calls and loops. What follows from having handed it out is done at the next call.
         self._collected = flight
@@ -304,21 +313,25 @@ class Runner:
         self.sampler.warm(logits_RV)
 
     def close(self) -> None:
-        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing.
-
-        Of a device that has failed all of it stays: inputs and results have pinned doubles (memory/failed_device.py).
-        """
+        """Let go of the graphs and of everything that holds memory; nothing can run afterwards. Again is nothing."""
         if self._flights and self._stream is not None:
             with suppress(RuntimeError):  # a device that has failed runs nothing any more
                 self._stream.synchronize()
         self._flights.clear()
-        if has_failed(self.device):
-            keep_with_process(dict(vars(self)))
-        elif self.graphs is not None:
+        if self._keep_if_failed():
+            return
+        if self.graphs is not None:
             self.graphs.release()
-        self.graphs = None
+            self.graphs = None
         for name in ("model", "backend", "buffers", "sampler"):
             vars(self).pop(name, None)
+
+    def _keep_if_failed(self) -> bool:
+        """Whether the device has failed. Everything here stays with the process then, closed or not: inputs and results have pinned doubles."""
+        if not self._is_kept and has_failed(self.device):
+            keep_with_process(self)
+            self._is_kept = True
+        return self._is_kept
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
