@@ -326,8 +326,9 @@ class Checks:
                 self.compare(f"replay {i}: tokens", ids, torch.full_like(ids, i * 10))
 
 
-def lose_a_peer(mesh: Mesh, exchange: Exchange, device: str) -> dict[str, float]:
+def lose_a_peer(mesh: Mesh, exchange: Exchange, arguments: argparse.Namespace) -> dict[str, float]:
     """The last rank ends hard before a replay; seconds until the others, told so, stand where their own replay is over."""
+    device: str = arguments.device
     x = torch.zeros(16, 64, device=device)
 
     def step() -> None:
@@ -338,6 +339,8 @@ def lose_a_peer(mesh: Mesh, exchange: Exchange, device: str) -> dict[str, float]
     replay = capture(step, device)
     replay()
     torch.cuda.synchronize()
+    leave({}, arguments.result)
+    wait_for_others(arguments)  # who has its own rows may still owe some to the next, which is told nothing yet
     if mesh.rank == mesh.num_ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     replay()
@@ -383,7 +386,7 @@ def main() -> None:
     sizes = TINY if arguments.tiny else FULL
     mesh, exchange = open_rank(arguments, sizes)
     if arguments.kill:
-        leave(lose_a_peer(mesh, exchange, arguments.device), arguments.result)
+        leave(lose_a_peer(mesh, exchange, arguments), arguments.result)
         return
     checks = Checks(mesh, exchange, arguments.device, sizes)
     if mesh.num_stages > 1:
