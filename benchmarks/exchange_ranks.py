@@ -155,7 +155,11 @@ def wait_for_others(arguments: argparse.Namespace) -> None:
     """Until every rank has left something: what is on its way to one of them goes when its sender does."""
     end = time.monotonic() + 30.0
     others = [arguments.result.with_name(f"{rank}.json") for rank in range(arguments.size)]
-    while time.monotonic() < end and not all(other.exists() for other in others):
+    while not all(other.exists() for other in others):
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"of {len(others)} ranks only {sum(other.exists() for other in others)} came so far in 30 s"
+            )
         time.sleep(0.02)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from engine.rank_groups import FAKE, open_group, ranked_engine, start, with_test
 from engine.test_core_process import is_gone
 from holdfast import SamplingParams
 from holdfast.config import EngineConfig
+from holdfast.engine import rank_build
 from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
 from holdfast.engine.messages import Shutdown, Start
 from holdfast.engine.pulse import Pulse, open_pulse_file
@@ -124,6 +126,39 @@ def test_files_that_break_on_one_rank_end_the_start_with_its_number(how, words, 
     broken = (sys.executable, "-P", "-m", "engine.broken_files_rank")
     with pytest.raises(ModelFormatError, match=rf"^rank 1: model\.safetensors.*{words}"):
         build_ranks(config, open_model(path, "auto"), lambda done, total: None, lambda preparing: None, command=broken)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_what_rank_0_has_built_is_given_back_where_another_is_lost_meanwhile(tmp_path, monkeypatch, is_built):
+    """Lost when all were ready, or so early that rank 0 never was."""
+    released, ended = [], []
+
+    class Zero:
+        def __init__(self, *told: object) -> None:
+            pass
+
+        def build(self) -> tuple[SimpleNamespace, tuple[()]]:
+            if not is_built:
+                raise EngineDeadError("rank 0 was to meet all", "nobody came", "start again")
+            return SimpleNamespace(release=lambda: released.append(len(ended))), ()
+
+    class Lost:
+        def __init__(self, *told: object, **named: object) -> None:
+            pass
+
+        def wait(self, building: Future) -> None:
+            raise EngineDeadError("the ranks were asked", "rank 1 was killed", "make a new engine")
+
+        def end(self) -> None:
+            ended.append(1)
+
+    monkeypatch.setattr(rank_build, "RankZero", Zero)
+    monkeypatch.setattr(rank_build, "RankGroup", Lost)
+    path = str(make_model(tmp_path / "tiny"))
+    config = EngineConfig.from_options(model=path, tensor_parallel_size=2, device="cpu", dtype="float32")
+    with pytest.raises(EngineDeadError, match="rank 1 was killed"):
+        build_ranks(config, open_model(path, "auto"), lambda done, total: None, lambda preparing: None)
+    assert released == ([1] if is_built else [])
 
 
 def start_behind_plan(group) -> None:

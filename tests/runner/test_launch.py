@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.errors import MessageError
+from holdfast.errors import EngineDeadError, MessageError
 from holdfast.kernels.triton_compat import triton
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, StepResult
@@ -387,25 +387,27 @@ def test_closing_waits_for_what_is_in_flight(load):
     assert stream.num_waits == 1
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, EngineDeadError], ids=["torch's", "an exchange's"])
 @pytest.mark.parametrize("like_gpu", [False, True])
-def test_what_lies_on_a_device_stays_from_the_step_on_in_which_it_fails(load, monkeypatch, like_gpu):
+def test_what_lies_on_a_device_stays_from_the_step_on_in_which_it_fails(load, monkeypatch, like_gpu, kind):
     """Nobody may close the engine before the process ends."""
     kept: list[object] = []
     monkeypatch.setattr(runner_module, "has_failed", lambda device: True)
     monkeypatch.setattr(runner_module, "keep_with_process", kept.append)
     runner = make_rig(load("llama"), like_gpu=like_gpu).runner
-    monkeypatch.setattr(runner.model, "hidden", failing)
-    monkeypatch.setattr(runner.model, "step_logits", failing)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+
+    def fail(*arguments: object) -> None:
+        words = "an illegal memory access was encountered"
+        raise RuntimeError(words) if kind is RuntimeError else EngineDeadError("rank 0 called sum_rows", words, "start")
+
+    monkeypatch.setattr(runner.model, "hidden", fail)
+    monkeypatch.setattr(runner.model, "step_logits", fail)
+    with pytest.raises(kind, match="illegal memory access"):
         replay(runner, [prompt_step(1, 0, 5)])
     assert kept == [runner]
     runner.close()
     assert kept == [runner]
     assert "buffers" in vars(runner)
-
-
-def failing(*arguments: object) -> None:
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 class WatchedGraphs(StepGraphs):

@@ -17,6 +17,7 @@ Rank 0 does all of this in its step thread: whoever waits for it learns at once 
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -114,16 +115,24 @@ def build_ranks(
     meet = None if launched is None else partial(meet_ranks, launched)
     group = RankGroup(config, config.num_ranks, command, owns_parent=is_remote, meet=meet)
     thread = StepThread()
+    host = LOOPBACK if launched is None else launched.host
+    zero = RankZero(config, model, group, own, on_progress, on_prepare, host)
+    building = thread.submit(zero.build)
     try:
-        host = LOOPBACK if launched is None else launched.host
-        zero = RankZero(config, model, group, own, on_progress, on_prepare, host)
-        built, ranks = group.wait(thread.submit(zero.build))
+        built, ranks = group.wait(building)
     except BaseException:
         group.end()  # whatever rank 0 is at ends with its next word to the others
+        thread.submit(partial(_release_built, building))
         thread.close(CLOSE_SECONDS)
         raise
     runner = RankedRunner(built.runner, group, thread, is_eager=_is_eager(config, built.runner))
     return BuiltRanks(built, runner, ranks, partial(runner.close, built.release), group.raise_if_dead)
+
+
+def _release_built(building: "Future[tuple[BuiltRunner, tuple[RankMemory, ...]]]") -> None:
+    """Behind a build that nobody waits for any more: another rank was lost when this one was ready, or before."""
+    if building.exception() is None:
+        building.result()[0].release()
 
 
 def _is_eager(config: EngineConfig, runner: Runner) -> bool:

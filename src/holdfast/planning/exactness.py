@@ -20,12 +20,12 @@ from holdfast.planning.target import Target
 INVARIANT_ROWS = 16
 """From this many rows on cuBLAS has kernels that multiply a row the same way whatever the others are, given a small workspace."""
 EXACT_ROWS = {4: INVARIANT_ROWS, 8: 64}
-"""By the most ranks: where no step has so many rows it does not multiply by a share of a weight, cut along N, as by all of it. Shares of
-few rows need more, which a start finds (benchmarks/gpu_invariance.py)."""
+"""By the most ranks: engines whose steps have fewer rows are declined before anything is read. Above, a start compares: an H200
+multiplied by shares of large weights as by all of them from 26 rows on among 8 ranks, by small ones from 128 (benchmarks/gpu_invariance.py)."""
 
 
 def exact_rows(num_ranks: int) -> int | None:
-    """Rows from which on cuBLAS multiplies by a share of a weight as by all of it; None where nobody has measured it."""
+    """The fewest rows that a largest step may have; None where nobody has measured so many ranks."""
     return next((rows for ranks, rows in EXACT_ROWS.items() if num_ranks <= ranks), None)
 
 
@@ -55,7 +55,7 @@ def refuse_inequality(
         )
     least_rows, most_rows = exact_rows(mesh.tensor_size), resolved.limits.max_num_batched_tokens
     if least_rows is None or most_rows < least_rows:
-        few = f"is equal to that by all of it from {least_rows} rows on, and a step has at most {most_rows}"
+        few = f"may differ from that by all of it below {least_rows} rows, and a step has at most {most_rows}"
         raise ConfigError(
             asked,
             f"the product of cuBLAS by a share of a weight {'was never compared' if least_rows is None else few}",

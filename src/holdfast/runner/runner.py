@@ -36,6 +36,7 @@ from holdfast.config import Limits
 from holdfast.kernels.sampling.last_tokens import NO_SLOT
 from holdfast.memory.failed_device import has_failed, keep_with_process
 from holdfast.models.model import Model
+from holdfast.observability.log import get_logger
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceResult, StepResult, TokenLogprobs
@@ -48,6 +49,8 @@ from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.sampling.shared_sampler import SharedSampler
 from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import BatchBuffers
+
+log = get_logger(__name__)
 
 
 class _WantedRows(NamedTuple):
@@ -163,7 +166,7 @@ class Runner:
             try:
                 with self._on_stream(), self._staying_near() if is_staged else nullcontext():
                     self._begin(flight)
-            except RuntimeError:
+            except Exception:  # also in the words of an exchange
                 self._keep_if_failed()
                 raise
 
@@ -175,7 +178,7 @@ class Runner:
         try:
             with torch.inference_mode(), self._on_stream():
                 result = self._settle(flight) if self.can_run_ahead else self._compute(flight)
-        except RuntimeError:
+        except Exception:
             self._keep_if_failed()
             raise
         # An interrupt comes before this line, and nothing was handed out, or after the caller has the result: Python looks
@@ -329,6 +332,7 @@ class Runner:
     def _keep_if_failed(self) -> bool:
         """Whether the device has failed. Everything here stays with the process then, closed or not: inputs and results have pinned doubles."""
         if not self._is_kept and has_failed(self.device):
+            log.error("%s has failed: what the engine holds there is free when this process ends", self.device)
             keep_with_process(self)
             self._is_kept = True
         return self._is_kept
