@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 
-from holdfast.memory import failed_device
 from holdfast.memory.failed_device import has_failed, keep_with_process
 
 CUDA = torch.device("cuda")
@@ -45,11 +44,18 @@ def test_a_cpu_and_a_gpu_that_nobody_has_used_have_not_failed(monkeypatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("error", "capturing", "expected"), [(None, False, False), ("CUDA error", False, True), ("CUDA error", True, False)]
+    ("error", "is_capturing", "expected"),
+    [(None, False, False), ("CUDA error", False, True), ("CUDA error", True, False), (None, None, True)],
 )
-def test_a_gpu_is_asked_where_it_may_be(monkeypatch, error, capturing, expected) -> None:
+def test_a_gpu_is_asked_where_it_may_be(monkeypatch, error, is_capturing, expected) -> None:
     """One that is busy has not failed; while a graph is captured a question would be an error by itself."""
+
+    def capturing() -> bool:
+        if is_capturing is None:
+            raise RuntimeError("CUDA error: not even this is told")
+        return is_capturing
+
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(failed_device.torch.cuda, "current_stream", lambda device: Stream(error))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(error))
     assert has_failed(CUDA) is expected

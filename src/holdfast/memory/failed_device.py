@@ -13,10 +13,9 @@ def has_failed(device: torch.device) -> bool:
     """As far as is known without waiting for what still runs. A CPU never fails, nor a GPU that this process has not used yet."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return False
-    if torch.cuda.is_current_stream_capturing():
-        return False  # nothing may be asked there
     try:
-        torch.cuda.current_stream(device).query()
+        if not torch.cuda.is_current_stream_capturing():  # where it is, asking would be an error by itself
+            torch.cuda.current_stream(device).query()
     except RuntimeError:
         return True
     return False
