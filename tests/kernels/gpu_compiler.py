@@ -140,6 +140,8 @@ class CompiledOnly:
         _check_assembler(compiled.asm["ttgir"])
         _check_words(compiled.asm["ptx"], compiled.metadata.shared)
         _check_polls(compiled.asm["ptx"])
+        if self._kernel.__name__ == "prefill_kernel" or constants.get("LARGE"):
+            _check_loops(compiled.asm["ptx"])
         self.shared_bytes = max(self.shared_bytes, compiled.metadata.shared)
         self.num_copies = compiled.asm["ttgir"].count("ttg.async_copy_global_to_local")
 
@@ -172,6 +174,18 @@ def _check_polls(program: str) -> None:
     for block in re.split(r"^\$L__BB\d+_\d+:", program, flags=re.MULTILINE):
         _, _, behind = block.partition("ld.acquire.sys")
         assert "bar.sync" not in behind, f"a barrier between polls: {block}"
+
+
+def _check_loops(program: str) -> None:
+    """Large tiles round a block of tokens alike whether or not it is masked, which follows from where a prompt is cut.
+
+    A product that becomes one instruction with a sum rounds once, and twice where something stands between them. The loops are those
+    with exponentials of many scores.
+    """
+    blocks = re.split(r"^\$L__BB\S+:", program, flags=re.MULTILINE)
+    loops = [block for block in blocks if block.count("ex2.approx") > 16]
+    counts = {tuple(len(re.findall(rf"\s{op}\.\S*f32\s", loop)) for op in ("fma", "sub", "add")) for loop in loops}
+    assert len(counts) == 1, f"products and sums of clear and masked blocks: {counts}"
 
 
 def _type_of(value: object) -> Any:
