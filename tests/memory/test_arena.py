@@ -1,4 +1,4 @@
-"""Arena and MirroredTensor: tensors apart and aligned, bytes held and given back, copies that arrive in order."""
+"""Arena and MirroredTensor: tensors apart and aligned, bytes held and given back, copies that arrive in order; what a device that has failed leaves."""
 
 import gc
 import weakref
@@ -10,12 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.memory import arena as arena_module
-from holdfast.memory.arena import UNWRITTEN, Arena, MirroredTensor, allocate_bytes, views_of
+from holdfast.memory.arena import (
+    UNWRITTEN,
+    Arena,
+    MirroredTensor,
+    allocate_bytes,
+    has_failed,
+    keep_with_process,
+    views_of,
+)
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, arena_bytes
 from holdfast.quant.formats import DTYPE_BYTES
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MIB = 2**20
 sizes = st.lists(
     st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(sorted(DTYPE_BYTES))), max_size=6
@@ -197,3 +205,53 @@ def test_the_host_is_pinned_and_does_not_wait_for_a_copy(device):
     assert not torch.cuda.current_stream().query()
     mirrored.wait()
     assert torch.cuda.current_stream().query()
+
+
+class Held:
+    """Something with a place that can be watched."""
+
+
+class Stream:
+    """Of a device in a given state."""
+
+    def __init__(self, error: str | None) -> None:
+        self._error = error
+
+    def query(self) -> bool:
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return False
+
+
+def test_what_is_kept_outlives_everybody_who_holds_it() -> None:
+    kept, dropped = Held(), Held()
+    places = weakref.ref(kept), weakref.ref(dropped)
+    keep_with_process(kept)
+    del kept, dropped
+    gc.collect()
+    assert places[0]() is not None
+    assert places[1]() is None
+
+
+def test_a_cpu_and_a_gpu_that_nobody_has_used_have_not_failed(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not has_failed(CPU)
+    assert not has_failed(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_capturing", "expected"),
+    [(None, False, False), ("CUDA error", False, True), ("CUDA error", True, False), (None, None, True)],
+)
+def test_a_gpu_is_asked_where_it_may_be(monkeypatch, error, is_capturing, expected) -> None:
+    """One that is busy has not failed; while a graph is captured a question would be an error by itself."""
+
+    def capturing() -> bool:
+        if is_capturing is None:
+            raise RuntimeError("CUDA error: not even this is told")
+        return is_capturing
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(error))
+    assert has_failed(CUDA) is expected

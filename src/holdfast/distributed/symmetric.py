@@ -40,8 +40,7 @@ from holdfast.kernels.exchange.links import (
 from holdfast.kernels.exchange.signals import EPOCHS_WORD, MAX_BLOCKS, MAX_RANKS, TABLES_WORD, release_waits
 from holdfast.kernels.exchange.sum_rows import Ranks, may_take_two_passes, sum_rows_triton, tile_forms
 from holdfast.kernels.triton_compat import supports_pdl
-from holdfast.memory.arena import views_of
-from holdfast.memory.failed_device import has_failed, keep_with_process
+from holdfast.memory.arena import has_failed, keep_with_process, views_of
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 

@@ -1,5 +1,11 @@
-"""Arena: one allocation for many tensors, each a view and a line of the ledger; MirroredTensor: a pinned double."""
+"""Arena: one allocation for many tensors, each a view and a line of the ledger; MirroredTensor: a pinned double.
 
+**A device that has failed** does nothing more for this process, and some memory cannot even be let go of: when pinned or symmetric
+memory goes, torch asks the device whether it is done with it, and throws its error where nothing may be thrown, which ends the
+process. Such memory stays with the process instead (`has_failed`, `keep_with_process`): nobody has it again before that goes.
+"""
+
+import ctypes
 from collections.abc import Iterable
 
 import torch
@@ -58,6 +64,23 @@ def allocate_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be had."""
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def has_failed(device: torch.device) -> bool:
+    """As far as is known without waiting for what still runs. A CPU never fails, nor a GPU that this process has not used yet."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    try:
+        if not torch.cuda.is_current_stream_capturing():  # where it is, asking would be an error by itself
+            torch.cuda.current_stream(device).query()
+    except RuntimeError:
+        return True
+    return False
+
+
+def keep_with_process(held: object) -> None:
+    """It is never collected, nor is what it holds: not at the interpreter's end either."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def views_of(buffer: torch.Tensor, specs: tuple[TensorSpec, ...]) -> tuple[torch.Tensor, ...]:

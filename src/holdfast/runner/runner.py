@@ -34,7 +34,7 @@ from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.kernels.sampling.last_tokens import NO_SLOT
-from holdfast.memory.failed_device import has_failed, keep_with_process
+from holdfast.memory.arena import has_failed, keep_with_process
 from holdfast.models.model import Model
 from holdfast.observability.log import get_logger
 from holdfast.planning.terms import PROMPT_ROWS
