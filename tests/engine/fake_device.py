@@ -27,6 +27,8 @@ class Held:
     token_ids: list[int]
     tables: list[list[int]]
     num_stored: int = 0
+    fork_of: int = -1
+    """Until its first step: the slot that it forks from."""
     num_computed: int = -1
     """Collected; -1 before its first step, which may start on cached pages."""
     num_scheduled: int = -1
@@ -46,8 +48,12 @@ class Launched:
     """Of its positions; None where it was coming at the launch."""
     tables: list[list[int]]
     chosen: tuple[int, ...] | None = None
-    """Once it has run."""
+    """Once it has run ..."""
+    values: list[int] = field(default_factory=list)
+    """... and the values of its rows."""
     is_late: bool = False
+    source: "Launched | None" = None
+    """What it forks from."""
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +95,10 @@ class FakeDevice:
         flight = Flight()
         for item in step.items:
             assert item.slot in self.slots, f"slot {item.slot} is running, and nobody is in it"
-            flight.parts.append(self._accept(item, self.slots[item.slot]))
+            part = self._accept(item, self.slots[item.slot])
+            if part.held.fork_of >= 0:
+                part.source = self._source(part, flight)
+            flight.parts.append(part)
         slots = [item.slot for item in step.items]
         assert len(set(slots)) == len(slots), f"slots {slots} run in one step"
         self.flights.append(flight)
@@ -102,7 +111,7 @@ class FakeDevice:
             flight.has_run = True
             now = []
             for part in flight.parts:
-                is_surplus = part.client.num_final is not None
+                is_surplus = part.client.num_final is not None and not self._is_read(part)
                 part.is_late = bool(part.held.num_late) or (is_surplus and self._rng.random() < 0.7)
                 part.held.num_late += part.is_late
                 if not part.is_late:
@@ -146,7 +155,8 @@ class FakeDevice:
         ids = [held.sequence_id for held in self.slots.values()]
         assert admitted.sequence_id not in ids, f"sequence {admitted.sequence_id} has two slots"
         tables: list[list[int]] = [[] for _ in self._groups]
-        self.slots[slot] = Held(admitted.sequence_id, list(admitted.token_ids), tables, admitted.num_stored)
+        held = Held(admitted.sequence_id, list(admitted.token_ids), tables, admitted.num_stored, admitted.fork_of)
+        self.slots[slot] = held
 
     def _accept(self, item: StepItem, held: Held) -> Launched:
         name = f"sequence {held.sequence_id}"
@@ -170,11 +180,49 @@ class FakeDevice:
         tables = [table[: group.pages_for(end)] for group, table in zip(self._groups, held.tables, strict=True)]
         return Launched(held, client, item, tokens, tables)
 
+    def _source(self, fork: Launched, flight: Flight) -> Launched:
+        """The part of the same step that a fork samples from: the same prompt, ended here, before it."""
+        found = [part for part in flight.parts if part.item.slot == fork.held.fork_of]
+        fork.held.fork_of = -1
+        name = f"sequence {fork.held.sequence_id}"
+        assert len(found) == 1, f"{name} forks from slot {fork.held.fork_of}, which is not in the step before it"
+        item, own = found[0].item, fork.item
+        assert found[0].source is None, f"{name} forks from a fork"
+        assert item.start + item.num_new_tokens - len(item.proposals) == own.start + 1, f"{name} forks at {own.start}"
+        assert own.num_new_tokens == 1, f"{name} forks with {own.num_new_tokens} tokens"
+        return found[0]
+
+    def _is_read(self, part: Launched) -> bool:
+        """Whether others start on what it writes: steps run in order, so that it cannot come after them."""
+        own = {page for table in part.tables for page in table}
+        others = [held for held in self.slots.values() if held is not part.held]
+        others += [other.held for flight in self.flights for other in flight.parts if other.held is not part.held]
+        return any(page in own and page >= 0 for held in others for table in held.tables for page in table) or any(
+            other.source is part for flight in self.flights for other in flight.parts
+        )
+
     def _compute(self, parts: list[Launched]) -> None:
-        """All writes, then all reads, as the attention of a layer does."""
-        ends = [self._write(part) for part in parts]
-        for part, end in zip(parts, ends, strict=True):
+        """All writes, then all reads, as the attention of a layer does; then copies for forks."""
+        rows = [part for part in parts if part.source is None]
+        ends = [self._write(part) for part in rows]
+        for part, end in zip(rows, ends, strict=True):
             self._shadow.read(part.tables, part.item.start, end, part.client.truth, part.client.sequence)
+        for part in parts:
+            if part.source is not None:
+                self._fork(part, part.source)
+
+    def _fork(self, part: Launched, source: Launched) -> None:
+        """Copies what the fork does not share, and chooses from the last row of the source's prompt."""
+        num_tokens = part.item.start + 1
+        part.client.learn(num_tokens)
+        written = self._shadow.copy(
+            source.tables, part.tables, (source.item.slot, part.item.slot), part.held.num_stored, num_tokens
+        )
+        self._see_pages(part.client, written)
+        self._shadow.read(part.tables, part.item.start, num_tokens, part.client.truth, part.client.sequence)
+        last = source.item.num_new_tokens - len(source.item.proposals) - 1
+        part.chosen = (next_token(source.values[last]),)
+        self._last_tokens[part.item.slot] = part.chosen[-1]
 
     def _write(self, part: Launched) -> int:
         """Computes its rows and chooses; where the positions end that a later step may read."""
@@ -190,7 +238,7 @@ class FakeDevice:
             values.append(value)
         written = self._shadow.write(part.tables, item.start, values, item.slot, part.held.num_stored)
         self._see_pages(client, written)
-        part.chosen = self._chosen(item, values)
+        part.chosen, part.values = self._chosen(item, values), values
         if part.chosen:
             self._last_tokens[item.slot] = part.chosen[-1]
         return item.start + item.num_new_tokens - len(item.proposals) + max(len(part.chosen) - 1, 0)

@@ -11,7 +11,7 @@ before gathered. Nobody checks such a state; a wrong one makes a wrong row, and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.cache.groups import HOLE, CacheGroup
 
@@ -176,6 +176,30 @@ class Shadow:
             for part, page in enumerate(tables[index]):
                 self.pages[page] = [row_of(index, values[-1]) + part]
             written += tables[index]
+        return written
+
+    def copy(
+        self,
+        source: Sequence[Sequence[int]],
+        target: Sequence[Sequence[int]],
+        slots: tuple[int, int],
+        num_shared: int,
+        num_tokens: int,
+    ) -> list[int]:
+        """Pages after the shared ones, states and unfinished rows, from one sequence to another; which were written."""
+        written = []
+        for index, own in enumerate(self.groups):
+            first, last = 0, own.group.state_pages
+            if not own.group.is_state:
+                seen = 0 if own.group.window is None else max(0, num_tokens - own.group.window)
+                first = max(num_shared, seen) // own.group.page_tokens
+                last = -(-num_tokens // own.group.page_tokens)
+            for page, copied in zip(source[index][first:last], target[index][first:last], strict=True):
+                held = self.pages[page]
+                self.pages[copied] = None if held is None else list(held)
+                written.append(copied)
+            if own.is_pooled:
+                self.pooled[slots[1], index] = replace(self.pooled[slots[0], index])
         return written
 
     def read(self, tables: Sequence[Sequence[int]], start: int, end: int, truth: Truth, name: object) -> None:

@@ -267,6 +267,8 @@ class Client:
     """Which life of the prefix cache it last started in."""
     is_anew: bool = False
     """It starts from its first token again, where it runs."""
+    basis: int = 0
+    """The step in flight that computes what it started on; 0: none."""
     num_given: int = 0
     """Tokens of output that it was given."""
     num_run: int = 0

@@ -57,6 +57,10 @@ class Simulation:
         )
         self.shadow = Shadow(self.world.shadows, self.world.num_pages)
         self.page_epochs = [-1] * self.world.num_pages
+        self._writer_of = [0] * self.world.num_pages
+        """The step that last writes each page."""
+        self._forks: dict[int, Sequence] = {}
+        """By the last schedule(): those that fork, and from whom."""
         self.epoch = 0
         self.alive: dict[int, Client] = {}
         """In order of arrival."""
@@ -193,12 +197,13 @@ class Simulation:
         self.device.cancel()
         self.scheduler.forget_steps()
         has_states = any(group.has_state for group in self.groups)
+        num_booked = self.scheduler._num_steps - len(self.flights)
         for item in (item for step in self.flights for item in step.scheduled):
             client = self.clients[item.sequence.sequence_id]
             is_alive, client.num_flying, client.num_coming = client.num_final is None, 0, 0
             if not is_alive:
                 client.is_placed = False
-            elif has_states and not client.is_anew:
+            elif (has_states or client.basis > num_booked) and not client.is_anew:
                 # A step that was never completed takes everything from those that it ran.
                 client.num_lost += client.num_held
                 client.is_anew, client.is_placed = True, False
@@ -235,6 +240,14 @@ class Simulation:
             assert self.flights, "nothing is in flight, and nobody is scheduled"
             self.seen["drain"] += 1
         items = () if step is None else step.scheduled
+        number = 0 if step is None else step.step.number
+        for item in items:
+            client = self.alive[item.sequence.sequence_id]
+            if client.is_anew or not client.is_running:
+                client.epoch = self.epoch
+            for page in self._written(item):
+                self._writer_of[page], self.page_epochs[page] = number, client.epoch
+        self._forks = {item.sequence.sequence_id: item.source for item in items if item.source is not None}
         self._see_changes(items)
         self._check_step(step, waits)
         self.shadow.poison(self.scheduler.pool.owner_counts(), self.scheduler.pool.kept_pages())
@@ -333,6 +346,16 @@ class Simulation:
             return PARAMS
         return PRIORITIES[self.priority_rng.choice(tuple(PRIORITIES))]
 
+    def _written(self, item: ScheduledSequence) -> list[int]:
+        """Pages that a step writes for a sequence."""
+        sequence = item.sequence
+        first = sequence.num_stored if item.source is not None else max(item.start, sequence.num_stored)
+        pages: list[int] = []
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            own = table if group.is_state else table[first // group.page_tokens :]
+            pages += [page for page in own if page != HOLE]
+        return pages
+
     def _see_changes(self, items: SequenceABC[ScheduledSequence]) -> None:
         """Who was admitted, with which hits, and who was preempted by the schedule() that just ran."""
         in_step = {item.sequence.sequence_id for item in items}
@@ -357,17 +380,16 @@ class Simulation:
                 self.counts["preempt"] += 1
             elif is_running and not client.is_running:
                 assert sequence_id in in_step, f"{sequence} was admitted and does not run"
-                client.epoch = self.epoch
                 self._admitted.add(sequence_id)
                 num_admitted += 1
                 self._check_hit(sequence)
+                client.basis = self._basis(sequence)
                 client.num_found += sequence.num_computed
                 self.num_hit_tokens += sequence.num_computed
                 self.counts["share"] += sequence.num_computed > 0
             else:
                 assert is_running == client.is_running, f"{sequence} changed sides without a reason"
-            if client.is_anew:
-                client.epoch, client.is_anew = self.epoch, False
+            client.is_anew = False
             client.is_running = is_running
             self._check_account(client)
         self._check_victims(victims)
@@ -382,6 +404,20 @@ class Simulation:
                 one.sequence_id: one.num_tokens + self.clients[one.sequence_id].num_coming + smallest
                 for one in self.scheduler.running
             }
+
+    def _basis(self, sequence: Sequence) -> int:
+        """The latest step in flight, or about to be, that computes what a sequence starts on; 0: none."""
+        if sequence.sequence_id in self._forks:
+            return self.scheduler._num_steps
+        num_booked = self.scheduler._num_steps - len(self.flights) - 1
+        start = max(sequence.num_computed, sequence.num_stored)
+        steps = [
+            self._writer_of[page]
+            for group, table in zip(self.groups, sequence.tables, strict=True)
+            for page in (() if group.is_state else table[: start // group.page_tokens])
+            if page != HOLE
+        ]
+        return max((step for step in steps if step > num_booked), default=0)
 
     def _check_victims(self, victims: list[Sequence]) -> None:
         """Whoever gave way was less important, or as important and younger, than all that stayed; whoever started, the reverse."""
@@ -431,6 +467,9 @@ class Simulation:
 
     def _check_hit(self, sequence: Sequence) -> None:
         start = max(sequence.num_computed, sequence.num_stored)
+        if sequence.sequence_id in self._forks:
+            self._check_fork(sequence, self._forks[sequence.sequence_id])
+            return
         assert start % self.block == 0, f"{sequence} starts inside a page"
         resumed = max(start - tokens_again(self.groups), 0)
         assert sequence.num_computed == resumed, f"{sequence} does not begin with what its state is made of"
@@ -451,10 +490,23 @@ class Simulation:
         ages = [self.page_epochs[page] for page in pages]
         assert all(age == self.epoch for age in ages), f"{sequence} hits pages from before a reset: {ages=}"
 
+    def _check_fork(self, sequence: Sequence, source: Sequence) -> None:
+        """It has the prompt and the salt of its source, which started after the last reset, and shares whole blocks."""
+        assert self.world.caches_prefixes, f"{sequence} forks without sharing"
+        assert sequence.use_prefix_cache, f"{sequence} must compute its whole prompt"
+        is_twin = source.token_ids[: source.num_prompt_tokens] == sequence.token_ids
+        assert is_twin, f"{sequence} forks from another prompt: {source}"
+        assert source.cache_salt == sequence.cache_salt, f"{sequence} forks across salts"
+        assert sequence.num_computed == sequence.num_tokens - 1, f"{sequence} does not start at its last token"
+        assert sequence.num_stored % self.block == 0, f"{sequence} shares half a block"
+        epoch = self.clients[source.sequence_id].epoch
+        assert epoch == self.epoch, f"{sequence} forks from {source}, which started before a reset"
+        self.seen["forks"] += 1
+
     def _check_step(self, step: LiveStep | None, waits: bool) -> None:
         if step is None:
             return
-        limits, pool = self.world.limits, self.scheduler.pool
+        limits = self.world.limits
         assert len(step.scheduled) <= limits.max_num_seqs, f"{len(step.scheduled)} sequences in a step"
         assert step.num_tokens <= limits.max_num_batched_tokens, f"{step.num_tokens} tokens in a step"
         order = [item.sequence.sequence_id for item in step.scheduled]
@@ -476,6 +528,7 @@ class Simulation:
             sequence, end = item.sequence, item.start + item.num_new_tokens
             for group, table in zip(self.groups, sequence.tables, strict=True):
                 far = max(end, sequence.num_stored + 1) if sequence.num_stored else end
+                far = end if item.source is not None else far
                 num_pages = group.state_pages if group.is_state else -(-far // group.page_tokens)
                 # What a longer step was given, that was then not taken or was forgotten, is kept.
                 may_have_more = self.world.is_late or self.world.has_priorities
@@ -484,8 +537,21 @@ class Simulation:
                 first = max(item.start, sequence.num_stored)
                 for page in table if group.is_state else table[first // group.page_tokens :]:
                     assert page != HOLE, f"{sequence} writes into a hole of {group.name}"
-                    assert pool.num_owners(page) == 1, f"page {page} is written and has other owners"
-                    assert not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
+                    self._check_writer(item, page)
+
+    def _check_writer(self, item: ScheduledSequence, page: int) -> None:
+        """A page that is written belongs to one sequence, and to those that start on it in this very step."""
+        pool, prefix = self.scheduler.pool, self.scheduler.prefix
+        is_pending = prefix._pending.get(page) == self.scheduler._num_steps
+        num_new = sum(
+            page in table
+            for number in self._admitted
+            if number != item.sequence.sequence_id
+            for table in self.alive[number].sequence.tables
+        )
+        assert pool.num_owners(page) == 1 + num_new, f"page {page} is written and has other owners"
+        assert not num_new or is_pending, f"page {page} is shared and is not registered"
+        assert is_pending or not pool.is_kept(page), f"page {page} is written and holds a registered prefix"
 
     def _check_share(self, step: LiveStep) -> None:
         """In a pipeline: nobody twice, no more than a stage's share, and nobody left out while there is room."""

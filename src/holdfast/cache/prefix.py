@@ -151,6 +151,8 @@ class PrefixCache:
         self._entries: dict[bytes, PrefixEntry] = {}
         self._by_page: dict[int, PrefixEntry] = {}
         self._epoch = 0
+        self._pending: dict[int, int] = {}
+        """Registered pages that a step in flight computes: the number of that step."""
         self.max_entries = ENTRIES_PER_PAGE * pool.num_pages
         self.num_filled = 0
         """Holes that were filled since the start."""
@@ -188,32 +190,83 @@ class PrefixCache:
         """True when block `index` of a sequence that was matched before may be found now."""
         return index < len(chain.keys) and chain.keys[index].digest in self._entries
 
-    def share(self, chain: PrefixChain, hit: PrefixHit) -> list[list[int]]:
-        """Starts a sequence on what `match` found, with one more owner a page, and returns its tables."""
-        for table in hit.tables:
+    def is_current(self, chain: PrefixChain) -> bool:
+        """False if the cache was reset since the sequence started: others must not start on what it computed."""
+        return chain.epoch == self._epoch
+
+    def is_same_block(
+        self, own: tuple[PrefixChain, Sequence[int]], other: tuple[PrefixChain, Sequence[int]], index: int
+    ) -> bool:
+        """True if two sequences agree in salt and tokens up to the end of block `index`, which both have in full."""
+        if (index + 1) * self.block_tokens > min(len(own[1]), len(other[1])):
+            return False
+        keys = [self._key(*one, index) for one in (own, other)]
+        return own[0].salt == other[0].salt and keys[0] == keys[1]
+
+    def share(
+        self, chain: PrefixChain, hit: PrefixHit, tables: Sequence[Sequence[int]] | None = None
+    ) -> list[list[int]]:
+        """Starts a sequence on what `match` found, or on `tables` of its pages; one more owner a page. Returns its tables."""
+        entries, tables = hit.entries, hit.tables if tables is None else tables
+        for table in tables:
             for page in table:
                 if page != HOLE:
                     self._pool.share(page)
-        chain.num_blocks = len(hit.entries)
-        chain.tip = hit.entries[-1] if hit.entries else None
+        chain.num_blocks = len(entries)
+        chain.tip = entries[-1] if entries else None
         chain.epoch = self._epoch
         chain.is_closed = False
-        return [list(table) for table in hit.tables]
+        return [list(table) for table in tables]
 
     def register(
-        self, chain: PrefixChain, token_ids: Sequence[int], tables: Sequence[Sequence[int]], num_computed: int
+        self,
+        chain: PrefixChain,
+        token_ids: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        num_tokens: int,
+        step: int = 0,
     ) -> None:
-        """Enters those of a sequence's blocks that have become full of computed tokens."""
+        """Enters those of a sequence's blocks that are full of tokens: computed ones, or ones that `step` computes.
+
+        A sequence that starts on a block of a step in flight reads it in the same step or later. Steps run in order, and
+        each writes all rows of a layer before it reads any. The pages stay pending until `settle`.
+        """
         if chain.epoch != self._epoch or not self._can_hit:
             return
-        while not chain.is_closed and chain.num_blocks < num_computed // self.block_tokens:
+        while not chain.is_closed and chain.num_blocks < num_tokens // self.block_tokens:
             key = self._key(chain, token_ids, chain.num_blocks)
-            entry = self._enter(chain, key, self._slots(tables, chain.num_blocks))
+            entry = self._enter(chain, key, self._slots(tables, chain.num_blocks), step)
             if entry is None:
                 chain.is_closed = True
             else:
                 chain.tip = entry
                 chain.num_blocks += 1
+
+    def settle(self, step: int) -> None:
+        """The steps up to this one have run: their pages hold what they are registered for."""
+        if self._pending:
+            self._pending = {page: own for page, own in self._pending.items() if own > step}
+
+    def has_pending(self, tables: Sequence[Sequence[int]]) -> bool:
+        """True if a step in flight computes one of these pages."""
+        return bool(self._pending) and any(page in self._pending for table in tables for page in table)
+
+    def rewind(self, chain: PrefixChain, num_tokens: int) -> None:
+        """Move a sequence's place back to the last block among its first `num_tokens`, before those after it are forgotten."""
+        num_blocks = num_tokens // self.block_tokens
+        while chain.num_blocks > num_blocks:
+            chain.num_blocks -= 1
+            if chain.tip is None or not chain.tip.is_registered:
+                chain.is_closed = True
+            else:
+                chain.tip = chain.tip.parent
+
+    def forget_pending(self) -> None:
+        """The steps in flight were dropped: forget the pages that they were to compute, and all blocks after them."""
+        for page in list(self._pending):
+            if page in self._pending:
+                self._evict(page)
+        assert not self._pending, f"pages {list(self._pending)} are pending and no entry has them"
 
     def reset(self) -> None:
         """Forgets everything; what running sequences have computed so far is not registered later either."""
@@ -225,6 +278,7 @@ class PrefixCache:
             self._pool.forget(page)
         self._entries.clear()
         self._by_page.clear()
+        self._pending.clear()
         self._epoch += 1
 
     def _serves(self, runs: Sequence[int], num_tokens: int) -> bool:
@@ -262,7 +316,7 @@ class PrefixCache:
     def _is_same(entry: PrefixEntry, parent: PrefixEntry | None, salt: bytes, key: BlockKey) -> bool:
         return entry.parent is parent and entry.key.tokens == key.tokens and entry.salt == salt
 
-    def _enter(self, chain: PrefixChain, key: BlockKey, slots: list[int]) -> PrefixEntry | None:
+    def _enter(self, chain: PrefixChain, key: BlockKey, slots: list[int], step: int) -> PrefixEntry | None:
         """The entry of this block, new or another sequence's; None when there can be none."""
         parent = chain.tip
         if parent is not None and not parent.is_registered:
@@ -277,12 +331,12 @@ class PrefixCache:
             self._entries[key.digest] = entry
             if parent is not None:
                 parent.children[key.digest] = entry
-            self._fill(entry, slots)
+            self._fill(entry, slots, step)
         elif entry.num_pages < len(slots):
-            self.num_filled += self._fill(entry, slots)
+            self.num_filled += self._fill(entry, slots, step)
         return entry
 
-    def _fill(self, entry: PrefixEntry, slots: Sequence[int]) -> int:
+    def _fill(self, entry: PrefixEntry, slots: Sequence[int], step: int) -> int:
         """Puts pages into an entry's holes, as many as there are, and says how many."""
         before = entry.num_pages
         for slot, page in enumerate(slots):
@@ -291,6 +345,8 @@ class PrefixCache:
             assert page not in self._by_page, f"page {page} is registered twice"
             self._pool.keep(page)
             self._by_page[page] = entry
+            if step:
+                self._pending[page] = step
             entry.slots[slot] = page
             entry.num_pages += 1
         return entry.num_pages - before
@@ -302,6 +358,7 @@ class PrefixCache:
             self._drop(entry)
             return
         del self._by_page[page]
+        self._pending.pop(page, None)
         entry.slots[slot] = HOLE
         entry.num_pages -= 1
         self._pool.forget(page)
@@ -326,12 +383,15 @@ class PrefixCache:
             for page in entry.slots:
                 if page != HOLE:
                     del self._by_page[page]
+                    self._pending.pop(page, None)
                     self._pool.forget(page)
 
     def check(self) -> None:
         """Kept pages are those of entries, each in one slot; entries under their names, linked, of use, and not too many."""
         kept = self._pool.kept_pages()
         assert kept == sorted(self._by_page), f"the pool keeps {kept}, registered are {sorted(self._by_page)}"
+        strays = [page for page in self._pending if page not in self._by_page]
+        assert not strays, f"pages {strays} are pending, and no entry has them"
         num_entries = len(self._entries)
         assert num_entries <= self.max_entries, f"{num_entries} entries, at most {self.max_entries}"
         num_children = num_below = 0

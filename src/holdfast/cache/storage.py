@@ -29,8 +29,11 @@ class PageStorage:
         tokens = f"{num_slots} tokens" if len(spec.groups) == 1 else f"{num_pages} pages"
         self._arena = Arena(KV_OWNER, specs, device, ledger, tokens)
         self._planes: list[dict[str, torch.Tensor]] = [{} for _ in spec.layers]
+        self._columns: list[torch.Tensor] = []
+        """Every plane as [columns, pages, bytes of a chunk]."""
         for plane in planes:
             whole_SX = self._arena.tensors[plane.name]
+            self._columns.append(whole_SX.view(torch.uint8).view(plane.num_columns, num_pages, -1))
             for layer, columns in plane.columns.items():
                 first, num_columns = columns
                 self._planes[layer][plane.plane.name] = whole_SX.narrow(0, first * num_slots, num_columns * num_slots)
@@ -43,9 +46,16 @@ class PageStorage:
         """All planes of the index-th entry by name, each [num_slots, *token_shape]."""
         return dict(self._planes[index])
 
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages of all columns, each pair from the first to the second, without allocating."""
+        for source, target in pairs:
+            # One call for all planes: a model of 64 layers has hundreds, and each would be a launch.
+            torch._foreach_copy_([own[:, target] for own in self._columns], [own[:, source] for own in self._columns])
+
     def release(self) -> None:
         """Give the pages back; nothing can be read afterwards."""
         self._planes.clear()
+        self._columns.clear()
         self._arena.release()
 
 
@@ -67,6 +77,11 @@ class StateStorage:
     def state(self, layer: int, name: str = ENTRIES) -> torch.Tensor:
         """float32 [P, K, 3, D] of a layer's entries, or of its INDEX: largest gate, sum of weights, weighted sum."""
         return self._states[name, layer]
+
+    def copy_place(self, source: int, target: int) -> None:
+        """Copy the states of one slot to another, without allocating."""
+        for whole_LPK3D in self._arena.tensors.values():
+            whole_LPK3D[:, target].copy_(whole_LPK3D[:, source])
 
     def release(self) -> None:
         """Give them back; nothing can be read afterwards."""

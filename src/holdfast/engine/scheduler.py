@@ -90,101 +90,18 @@ This needs a caller that finishes a sequence once it has max_tokens of output, o
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field
 
 from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
 from holdfast.cache.pages import PagePool
-from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixHit, can_hit, strong_hash
+from holdfast.cache.prefix import PrefixCache, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
 from holdfast.engine.page_needs import PageNeeds
 from holdfast.engine.queues import Queues, SlotPool, named
+from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start
+from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, new_pages
 from holdfast.errors import QueueFullError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
 from holdfast.request.step import Admitted, Step, StepItem
-
-Propose = Callable[[Sequence], SequenceABC[int]]
-"""Tokens that may follow a sequence's last one, the nearest first; as many as one likes."""
-
-
-@dataclass(eq=False, slots=True)
-class Track:
-    """What the scheduler knows of a sequence beyond the sequence itself."""
-
-    longest: int
-    """Tokens that are computed of it at the most."""
-    max_pages: int
-    """Pages that it holds at the most."""
-    chain: PrefixChain
-    capacity: int = 0
-    """Tokens that its tables have places for."""
-    end: int = 0
-    """Where the farthest step ended that it was given pages for."""
-    last_step: int = 0
-    """The number of the latest step that it is in."""
-    is_told: bool = False
-    """The runner has it in its slot."""
-    is_grown: bool = False
-    """Its tables have pages that no step has told of."""
-    num_told: list[int] = field(default_factory=list)
-    """Places of each table that steps have told of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """The front of the queue did not fit; while none of this changes it need not be tried again."""
-
-    sequence_id: int
-    num_available: int
-    num_running: int
-    num_claimed: int
-    """By those that ran."""
-    num_known: int
-    """Blocks of its prefix that were entries."""
-    num_filled: int
-    """Holes of the prefix cache that had been filled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantined:
-    """What a finished sequence leaves to steps in flight."""
-
-    last_step: int
-    """Once this one is booked nobody writes here any more."""
-    slot: int
-    tables: list[list[int]]
-
-
-@dataclass(eq=False, slots=True)
-class Guesses:
-    """What one step still has for proposals."""
-
-    propose: Propose
-    num_rows: int
-    """Positions that may choose a token beside one of each sequence."""
-    num_claimed: int | None = None
-    """Pages that are for those that run, once somebody has asked for more."""
-
-
-def _admitted(sequence: Sequence) -> Admitted:
-    return Admitted(
-        sequence.slot,
-        sequence.sequence_id,
-        tuple(sequence.token_ids),
-        sequence.num_prompt_tokens,
-        sequence.params,
-        sequence.seed,
-        sequence.bad_word_ids,
-        sequence.num_stored,
-    )
-
-
-def _new_pages(sequence: Sequence, track: Track) -> tuple[tuple[int, ...], ...]:
-    """What no step has told of; by now one does."""
-    tables, num_told = sequence.tables, track.num_told
-    pages = tuple(tuple(table[told:]) for table, told in zip(tables, num_told, strict=True))
-    track.num_told = [len(table) for table in tables]
-    track.is_grown = False
-    return pages if any(pages) else ()
 
 
 def _rows_alike(sequence: Sequence, start: int) -> int:
@@ -225,6 +142,7 @@ class Scheduler:
         self.groups = tuple(groups) or (CacheGroup("whole context", limits.page_tokens),)
         self.pool = PagePool(num_pages, len(self.groups))
         self.prefix = PrefixCache(self.pool, self.groups, prefix_root, prefix_hash)
+        self._shares = enable_prefix_caching
         self._caches_prefixes = enable_prefix_caching and can_hit(self.groups)
         self._needs = PageNeeds(limits, num_pages, self.groups)
         self._windows = tuple(index for index, group in enumerate(self.groups) if group.window is not None)
@@ -353,6 +271,10 @@ class Scheduler:
                 ScheduledSequence(sequence, start, num_new_tokens + len(proposals), end == num_tokens, proposals)
             )
             budget -= num_new_tokens + len(proposals)
+        # From here on the step is certain, so those that are admitted may start on what it computes.
+        if self._caches_prefixes:
+            for item in items:
+                self._register(item.sequence, item.num_tokens, self._num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
             self._admit_waiting(items, budget)
         if items:
@@ -370,6 +292,7 @@ class Scheduler:
         assert is_oldest, "only the oldest step in flight can be completed, and only once"
         assert len(token_ids) == len(step.scheduled), f"{len(token_ids)} results for {len(step.scheduled)} sequences"
         self._in_flight.popleft()
+        self.prefix.settle(step.step.number)
         for item, chosen in zip(step.scheduled, token_ids, strict=True):
             if item.sequence.state is SequenceState.RUNNING:
                 self._book(item, chosen)
@@ -397,17 +320,22 @@ class Scheduler:
         """The runner has dropped everything in flight: it is scheduled again, from the last booked position on.
 
         What those steps told stays told: admissions, pages and releases; numbers go on. A state may have been moved on,
-        and none can be computed from its middle: its sequence starts anew, released and admitted again.
+        and none can be computed from its middle: its sequence starts anew, released and admitted again. So does one that
+        started on what a dropped step was to compute.
         """
         steps, self._in_flight = self._in_flight, deque()
+        num_booked = self._num_steps - len(steps)
         self._leave_quarantine(self._num_steps)
+        for sequence in self._queues.running:
+            self.prefix.rewind(self._tracks[sequence.sequence_id].chain, sequence.num_kept)
+        self.prefix.forget_pending()
         self._blocked = None
         for item in (item for step in steps for item in step.scheduled):
             sequence = item.sequence
             if sequence.state is not SequenceState.RUNNING or sequence.num_scheduled == sequence.num_computed:
                 continue
             sequence.num_scheduled, sequence.num_coming = sequence.num_computed, 0
-            if self._has_states:
+            if self._has_states or self._tracks[sequence.sequence_id].ready_step > num_booked:
                 self._start_anew(sequence)
 
     def reset_prefix_cache(self) -> None:
@@ -443,7 +371,7 @@ class Scheduler:
     def _launched(self, items: list[ScheduledSequence]) -> LiveStep:
         """From now on these are in flight; the step says what the runner does not know yet."""
         self._num_steps += 1
-        admitted: list[Admitted] = []
+        came: list[Admitted] = []
         told: list[StepItem] = []
         for item in items:
             sequence = item.sequence
@@ -452,11 +380,11 @@ class Scheduler:
             sequence.num_coming += item.samples
             track.last_step = self._num_steps
             if not track.is_told:
-                admitted.append(_admitted(sequence))
+                came.append(admitted(sequence, -1 if item.source is None else item.source.slot))
                 track.is_told = True
-            pages = _new_pages(sequence, track) if track.is_grown else ()
+            pages = new_pages(sequence, track) if track.is_grown else ()
             told.append(StepItem(sequence.slot, item.start, item.num_new_tokens, item.samples, pages, item.proposals))
-        step = Step(self._num_steps, tuple(self._released), tuple(admitted), tuple(told))
+        step = Step(self._num_steps, tuple(self._released), tuple(came), tuple(told))
         self._released.clear()
         live = LiveStep(tuple(items), step)
         self._in_flight.append(live)
@@ -478,14 +406,20 @@ class Scheduler:
             assert is_known, f"{named(sequence)} goes on at {item.start} without the token that it did not get"
         sequence.token_ids += chosen
         sequence.num_coming -= item.samples
-        block_tokens = self.prefix.block_tokens
-        num_cached = min(num_computed, sequence.num_prompt_tokens) if self.is_invariant else num_computed
-        if self._caches_prefixes and num_cached // block_tokens > item.start // block_tokens:
-            chain = self._tracks[sequence.sequence_id].chain
-            self.prefix.register(chain, sequence.token_ids, sequence.tables, num_cached)
+        if self._caches_prefixes:
+            self._register(sequence, num_computed)
         sequence.num_computed = num_computed
         if self._windows:
             self._give_back(sequence)
+
+    def _register(self, sequence: Sequence, num_tokens: int, step: int = 0) -> None:
+        """Enters the full blocks among the first `num_tokens`, as far as they are known; `step` computes them, or 0: they are."""
+        num_tokens = min(num_tokens, len(sequence.token_ids))
+        if self.is_invariant:
+            num_tokens = min(num_tokens, sequence.num_prompt_tokens)
+        chain = self._tracks[sequence.sequence_id].chain
+        if num_tokens // self.prefix.block_tokens > chain.num_blocks:
+            self.prefix.register(chain, sequence.token_ids, sequence.tables, num_tokens, step)
 
     def _leave_quarantine(self, number: int) -> None:
         """Step `number` was the last to write some of what is there."""
@@ -569,7 +503,7 @@ class Scheduler:
         self._release_pages(sequence)
         self._released.append(sequence.slot)
         track.is_told = False
-        self._start(sequence, self.prefix.miss())
+        self._start(sequence, NO_START)
 
     def _preempt_last(self) -> Sequence:
         assert not self._in_flight, f"a sequence is preempted with {self.num_in_flight} steps in flight"
@@ -584,27 +518,41 @@ class Scheduler:
     def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
         most = self.limits.max_num_seqs if self.num_stages == 1 else self._most_admitted()
-        while self.num_waiting and budget > 0 and self._slots.num_free and len(scheduled) < most:
+        leaders: Leaders | None = None
+        while self.num_waiting and self._slots.num_free and len(scheduled) < most:
             sequence = self._queues.first_waiting
-            if self._is_still_blocked(sequence):
+            if leaders is None:
+                leaders = Leaders(self.prefix, scheduled, self._queues.running, lambda one: self._tracks[one].chain)
+            chain = self._tracks[sequence.sequence_id].chain
+            shares = self._shares and sequence.use_prefix_cache
+            source = leaders.twin(sequence) if shares else None
+            if source is None and (
+                budget == 0 or self._is_still_blocked(sequence) or (shares and leaders.awaits(sequence, chain))
+            ):
                 return
             if claims is None:
                 claims = sum(map(self._claim, self._queues.running))
-            hit = self._hit(sequence)
-            num_taken = claims + self._num_taken(sequence, hit)
-            if num_taken > self.pool.num_available:
+            start = hit_start(self._hit(sequence), self._tokens_again)
+            if source is not None:
+                fork = fork_start(start.hit, source, self.groups)
+                if claims + self._num_taken(sequence, fork) <= self.pool.num_available:
+                    start = fork
+                elif budget == 0:
+                    return
+            if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 self._blocked = Blocked(
                     sequence.sequence_id,
                     self.pool.num_available,
                     self.num_running,
                     claims,
-                    hit.num_known,
+                    start.hit.num_known,
                     self.prefix.num_filled,
                 )
                 return
-            item = self._admit(sequence, hit, budget)
+            item = self._admit(sequence, start, budget)
             scheduled.append(item)
-            budget -= item.num_new_tokens
+            leaders.add(item)
+            budget -= item.num_rows
             claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
 
     def _most_admitted(self) -> int:
@@ -613,44 +561,51 @@ class Scheduler:
         num_new = min(self.num_waiting, self._slots.num_free)
         return self._part_of(num_idle + num_new, self.num_running + num_new)
 
-    def _num_taken(self, sequence: Sequence, hit: PrefixHit) -> int:
-        """Pages that are no more available to others once it starts on a hit: its claim, and what it takes at once."""
+    def _num_taken(self, sequence: Sequence, start: Start) -> int:
+        """Pages that are no more available to others once it starts: its claim, and what it takes at once."""
         num_owners = self.pool.num_owners
         longest = self._tracks[sequence.sequence_id].longest
-        claim = self._needs.claim(sequence, hit.tables, hit.num_tokens, longest, lambda page: num_owners(page) > 0)
+        claim = self._needs.claim(sequence, start.tables, start.num_kept, longest, lambda page: num_owners(page) > 0)
         # Hits save pages, but those that nobody owns were counted as available.
-        num_revived = sum(num_owners(page) == 0 for table in hit.tables for page in table if page != HOLE)
+        num_revived = sum(num_owners(page) == 0 for table in start.tables for page in table if page != HOLE)
         # A page that had one owner will have two: behind that one's window it would no longer come back.
-        num_joined = sum(num_owners(page) == 1 for index in self._windows for page in hit.tables[index] if page != HOLE)
-        return claim + num_revived + num_joined
+        joined = (page for index in self._windows for page in start.tables[index] if page != HOLE)
+        return claim + num_revived + sum(num_owners(page) == 1 for page in joined)
 
-    def _admit(self, sequence: Sequence, hit: PrefixHit, max_new_tokens: int) -> ScheduledSequence:
+    def _admit(self, sequence: Sequence, start: Start, max_new_tokens: int) -> ScheduledSequence:
         self._queues.admit()
         sequence.slot = self._slots.take()
         self._blocked = None
-        self._start(sequence, hit)
-        if self._asks_cache(sequence) and sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = hit.num_tokens
+        self._start(sequence, start)
+        if self._shares and sequence.use_prefix_cache and sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = start.num_kept
             self.num_prefix_query_tokens += len(sequence.token_ids)
-            self.num_prefix_hit_tokens += hit.num_tokens
-        start = sequence.num_computed
-        num_new_tokens = min(len(sequence.token_ids) - start, max_new_tokens)
-        if self.is_invariant:
-            num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
+            self.num_prefix_hit_tokens += start.num_kept
+        first = sequence.num_computed
+        num_new_tokens = len(sequence.token_ids) - first
+        if start.source is None:
+            num_new_tokens = min(num_new_tokens, max_new_tokens)
+            if self.is_invariant:
+                num_new_tokens = min(num_new_tokens, _rows_alike(sequence, first))
         # Even if its first step does not reach the end of the hit, it has a page of its own to give back.
-        has_grown = self._grow(sequence, max(start + num_new_tokens, hit.num_tokens + 1))
+        has_grown = self._grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without room"
-        return ScheduledSequence.of(sequence, start, num_new_tokens)
+        if self._caches_prefixes:
+            self._register(sequence, first + num_new_tokens, self._num_steps + 1)
+        samples = first + num_new_tokens == len(sequence.token_ids)
+        return ScheduledSequence(sequence, first, num_new_tokens, samples, (), start.source)
 
-    def _start(self, sequence: Sequence, hit: PrefixHit) -> None:
+    def _start(self, sequence: Sequence, start: Start) -> None:
         track = self._tracks[sequence.sequence_id]
-        sequence.tables = self.prefix.share(track.chain, hit)
-        sequence.num_computed = sequence.num_scheduled = max(hit.num_tokens - self._tokens_again, 0)
-        sequence.num_stored = hit.num_tokens if self._tokens_again else 0
+        sequence.tables = self.prefix.share(track.chain, start.hit, start.tables or ((),) * len(self.groups))
+        sequence.num_computed = sequence.num_scheduled = start.num_computed
+        sequence.num_stored = start.num_stored
+        is_pending = start.source is not None or self.prefix.has_pending(sequence.tables)
+        track.ready_step = self._num_steps + 1 if is_pending else 0
         track.num_told = [0] * len(self.groups)
         track.is_grown = True
         track.capacity = self._needs.capacity(sequence.tables)
-        track.end = hit.num_tokens
+        track.end = start.hit.num_tokens
 
     def _hit(self, sequence: Sequence) -> PrefixHit:
         """Cached pages that it can start on; its last token is always computed, since that is where logits come from."""
@@ -773,7 +728,8 @@ class Scheduler:
         for group, table in zip(self.groups, tables, strict=True):
             self._check_table(sequence, group, table)
         assert len(pages) == sum(self.pages_held(sequence)), f"{named(sequence)} holds {pages}, counted otherwise"
-        num_full, num_registered = sequence.num_kept // self.prefix.block_tokens, track.chain.num_blocks
+        num_full = max(sequence.num_kept, sequence.num_scheduled) // self.prefix.block_tokens
+        num_registered = track.chain.num_blocks
         assert num_registered <= num_full, f"{named(sequence)}: {num_registered=} blocks, {num_full=}"
 
     def _check_table(self, sequence: Sequence, group: CacheGroup, table: list[int]) -> None:

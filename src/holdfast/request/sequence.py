@@ -96,11 +96,18 @@ class ScheduledSequence:
     """True when the step reaches the last token, known or coming, so that the next one can be chosen."""
     proposals: tuple[int, ...] = ()
     """What is guessed to follow that token. They are the last of the new tokens; each that is chosen too is accepted."""
+    source: Sequence | None = None
+    """The sequence that it forks from. Its one position has no row then: it samples from the source's last row."""
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, num_new_tokens: int) -> "ScheduledSequence":
         """Positions of a sequence with no step in flight, without proposals."""
         return cls(sequence, start, num_new_tokens, start + num_new_tokens == sequence.num_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step: one for each new token, and none for a fork."""
+        return self.num_new_tokens if self.source is None else 0
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +125,12 @@ class LiveStep:
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_new_tokens for item in self.scheduled)
+        """Rows of the step; forks have none."""
+        return sum(item.num_rows for item in self.scheduled)
+
+    @property
+    def has_forks(self) -> bool:
+        return any(item.source is not None for item in self.scheduled)
 
     def sampling(self) -> Iterator[ScheduledSequence]:
         """Those that choose a token in this step, in order."""

@@ -45,7 +45,10 @@ class Admitted:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     num_stored: int = 0
     """Its first tokens that are on pages already although steps run the last of them: nothing is written for these. 0 where its
-    first step begins behind all that is stored."""
+    first step begins behind all that is stored. Of a fork, the tokens that it shares."""
+    fork_of: int = -1
+    """The slot of the sequence that it forks from, or -1. That sequence ends the same prompt in this step. The fork has no row:
+    it samples from the other's last row, and gets copies of its pages after `num_stored`, and of its states."""
 
 
 class StepItem(NamedTuple):
@@ -74,7 +77,8 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_new_tokens for item in self.items)
+        """Rows of the step; forks have none."""
+        return sum(item.num_new_tokens for item in self.items) - sum(one.fork_of >= 0 for one in self.admitted)
 
 
 NO_STEP = Step(0)
@@ -220,6 +224,7 @@ def write_admitted(writer: Writer, step: Step) -> None:
         writer.int(admitted.seed - _WORD)
         write_words(writer, admitted.bad_word_ids)
         writer.int(admitted.num_stored)
+        writer.int(admitted.fork_of)
 
 
 def _read_admitted(reader: Reader) -> Admitted:
@@ -229,8 +234,8 @@ def _read_admitted(reader: Reader) -> Admitted:
     if not token_ids:
         refuse(f"the sequence of slot {slot} has no tokens")
     params, seed, words = read_params(reader), reader.int() + _WORD, read_words(reader)
-    num_stored = reader.int(0, len(token_ids) - 1)
-    return Admitted(slot, sequence_id, token_ids, num_prompt_tokens, params, seed, words, num_stored)
+    num_stored, fork_of = reader.int(0, len(token_ids) - 1), reader.int(-1, MAX_TOKEN_ID)
+    return Admitted(slot, sequence_id, token_ids, num_prompt_tokens, params, seed, words, num_stored, fork_of)
 
 
 def write_words(writer: Writer, words: tuple[tuple[int, ...], ...]) -> None:

@@ -231,6 +231,7 @@ class RunnerBuild:
         """Rows that a step is padded to, where products are to round alike; none where any number will do."""
         self._is_sharing = False
         self._storage: PageStorage | None = None
+        self._states: StateStorage | None = None
         self._releases: list[Callable[[], None]] = []
 
     def load(
@@ -339,10 +340,17 @@ class RunnerBuild:
             frozenset(self._model.generation.eos_token_ids),
             device,
             self.row_sizes,
+            self._copy_cache,
         )
         self._releases.append(runner.close)
         self._centre_keys(runner, rotaries, biases, means)
         return runner
+
+    def _copy_cache(self, pairs: Sequence[tuple[int, int]], source: int, target: int) -> None:
+        """Copy pages, and the states of a slot, for a sequence that forks."""
+        self.storage.copy_pages(pairs)
+        if self._states is not None:
+            self._states.copy_place(source, target)
 
     def _sampler(self) -> Sampler | SharedSampler:
         """From whole logits, or on ranks from a share of them."""
@@ -414,7 +422,7 @@ class RunnerBuild:
         plan, spec, device = self._plan, self._spec, self._device
         declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
         assert declaration is not None, f"{plan.declared.name} cannot run"
-        states = StateStorage(plan.states, plan.resolved.limits.max_num_seqs, device, self._ledger)
+        states = self._states = StateStorage(plan.states, plan.resolved.limits.max_num_seqs, device, self._ledger)
         self._releases.append(states.release)
         backend = build_compressed_backend(declaration, specs, storage, states, bounds, self._num_sms)
         scratch, dtype, recipe = declaration.scratch(specs, bounds), plan.resolved.dtype, plan.resolved.recipe

@@ -60,9 +60,9 @@ class StepGraphs:
         return len(self._steps)
 
     def size_for(self, num_rows: int, num_logit_rows: int, is_decode: bool) -> int | None:
-        """The smallest captured size that takes so many rows, or None."""
+        """The smallest captured size that takes so many rows, or None. Forks can make more logits than rows."""
         sizes = self._sizes[is_decode]
-        index = bisect_left(sizes, num_rows)
+        index = bisect_left(sizes, max(num_rows, num_logit_rows))
         if index == len(sizes) or num_logit_rows > self.logit_rows(sizes[index], is_decode):
             return None
         return sizes[index]

@@ -53,6 +53,10 @@ from holdfast.runner.step_inputs import BatchBuffers
 log = get_logger(__name__)
 
 
+CopyCache = Callable[[SequenceABC[tuple[int, int]], int, int], None]
+"""Copies pages, each pair from the first to the second, and the states of one slot to another."""
+
+
 class _WantedRows(NamedTuple):
     """Rows of a step whose logits are wanted: all that are chosen from, and prompts where they are asked for."""
 
@@ -72,9 +76,14 @@ class _WantedRows(NamedTuple):
     @classmethod
     def of(cls, step: LiveStep) -> "_WantedRows":
         wanted = cls([], [], [], [], [])
-        row = 0
+        row, prompt_ends = 0, dict[int, int]()
         for item in step.scheduled:
-            sequence, end, num_prompt = item.sequence, row + item.num_new_tokens, 0
+            sequence, end, num_prompt = item.sequence, row + item.num_rows, 0
+            if item.source is not None:
+                wanted.prompt_rows.append((0, 0))
+                wanted._add_choices(item, prompt_ends[item.source.slot])
+                continue
+            prompt_ends[sequence.slot] = end - len(item.proposals)
             if sequence.params.prompt_logprobs is not None:
                 num_prompt = max(0, min(item.num_new_tokens, sequence.num_prompt_tokens - 1 - item.start))
             wanted.prompt_rows.append((len(wanted.logit_rows), num_prompt) if num_prompt else (0, 0))
@@ -122,9 +131,10 @@ class Runner:
         eos_token_ids: frozenset[int],
         device: torch.device,
         row_sizes: SequenceABC[int] = (),
+        copy_cache: CopyCache | None = None,
     ) -> None:
         """`groups` are those of the cache; `row_sizes`: numbers of rows that products round alike in, which every step is padded
-        to; none where any number will do."""
+        to; none where any number will do. `copy_cache` copies pages and states for forks."""
         self.limits = limits
         self.groups = tuple(groups)
         self.num_pages = num_pages
@@ -136,6 +146,7 @@ class Runner:
         self.sampler = sampler
         self.device = device
         self._row_sizes = tuple(row_sizes)
+        self._copy_cache = copy_cache
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
         self._is_kept = False
@@ -366,7 +377,25 @@ class Runner:
         outside.wait_stream(self._stream)
 
     def _begin(self, flight: _Flight) -> None:
-        """Compute a step: on a GPU all of it is enqueued, and nothing waited for.
+        """Compute a step, then copy what its forks do not share: on a GPU all of it is enqueued, and nothing waited for."""
+        self._begin_rows(flight)
+        for item in flight.step.scheduled:
+            if item.source is not None:
+                self._copy_fork(item.sequence, item.source, item.num_tokens)
+
+    def _copy_fork(self, fork: Sequence, source: Sequence, num_tokens: int) -> None:
+        """Copy the pages of the source after those that the fork shares, and its states. No later step has begun."""
+        pairs: list[tuple[int, int]] = []
+        for group, table, pages in zip(self.groups, source.tables, fork.tables, strict=True):
+            first = 0
+            if not group.is_state:
+                first = max(fork.num_stored // group.page_tokens, group.first_page(num_tokens - 1))
+            pairs += zip(table[first : group.pages_for(num_tokens)], pages[first:], strict=False)
+        assert self._copy_cache is not None, "forks need a cache that can be copied"
+        self._copy_cache(pairs, source.slot, fork.slot)
+
+    def _begin_rows(self, flight: _Flight) -> None:
+        """Compute the rows of a step, and begin to choose.
 
         A step with prompt logprobs is the exception. They are read back in blocks, so it is over when this returns, and so is
         what was in flight before it; their results wait to be collected in order.
@@ -478,7 +507,7 @@ class Runner:
         num_rows, num_logits, is_staged = step.num_tokens, len(wanted.logit_rows), self.sampler.num_stages > 1
         if self.graphs is None or not step.scheduled or wanted.has_prompts or (is_staged and not num_logits):
             return None
-        is_decode = num_logits == num_rows == len(step.scheduled)
+        is_decode = num_logits == num_rows == len(step.scheduled) and not step.has_forks
         if self._row_sizes and is_decode:
             # Rows of a prompt go through large tiles there (attention/tile_scheduler.py), which decode steps have none of.
             is_decode = all(item.start >= item.sequence.num_prompt_tokens for item in step.scheduled)

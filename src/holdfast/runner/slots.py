@@ -63,10 +63,11 @@ class Slots:
                 "send every step once and in order",
             )
         seats = self._seated(step)
-        self._check_items(step, seats)
+        sources = self._sources(step, seats)
+        self._check_items(step, seats, sources)
         self._seats = seats
         self._number = step.number
-        return LiveStep(tuple(self._apply(item) for item in step.items), step)
+        return LiveStep(tuple(self._apply(item, sources) for item in step.items), step)
 
     def book(self, live: LiveStep, result: StepResult) -> None:
         """A step has ended: its tokens are known from here on. Again is the same."""
@@ -115,8 +116,9 @@ class Slots:
             _refuse_item(step, admitted, f"has {num_tokens} tokens, and 1 to {most} are possible")
         if not 1 <= admitted.num_prompt_tokens <= num_tokens:
             _refuse_item(step, admitted, f"has a prompt of {admitted.num_prompt_tokens} among {num_tokens} tokens")
+        may_store = self._tokens_again or admitted.fork_of >= 0
         if admitted.num_stored and (
-            not self._tokens_again or admitted.num_stored % self._block_tokens or admitted.num_stored >= num_tokens
+            not may_store or admitted.num_stored % self._block_tokens or admitted.num_stored >= num_tokens
         ):
             _refuse_item(step, admitted, f"has {admitted.num_stored} of {num_tokens} tokens stored, which cannot be")
         self._check_tokens(step, admitted, admitted.token_ids)
@@ -141,7 +143,26 @@ class Slots:
         )
         return _Seat(sequence, sequence.num_tokens)
 
-    def _check_items(self, step: Step, seats: dict[int, _Seat]) -> None:
+    def _sources(self, step: Step, seats: dict[int, _Seat]) -> dict[int, Sequence]:
+        """By slot of a fork, the sequence that it forks from: one that ends the same prompt in this step, before it."""
+        sources: dict[int, Sequence] = {}
+        items = {item.slot: (place, item) for place, item in enumerate(step.items)}
+        for admitted in step.admitted:
+            if admitted.fork_of < 0:
+                continue
+            source, (place, item) = seats.get(admitted.fork_of), items.get(admitted.fork_of, (0, None))
+            own_place, own = items.get(admitted.slot, (0, None))
+            num_tokens = admitted.num_prompt_tokens
+            if source is None or item is None or own is None or admitted.fork_of in sources or place > own_place:
+                _refuse_item(step, admitted, f"forks from slot {admitted.fork_of}, which does not run before it")
+            if item.start + item.num_new_tokens - len(item.proposals) != num_tokens or own.num_new_tokens != 1:
+                _refuse_item(step, admitted, f"forks from slot {admitted.fork_of}, which does not end its prompt here")
+            if source.sequence.token_ids[:num_tokens] != list(admitted.token_ids):
+                _refuse_item(step, admitted, f"forks from slot {admitted.fork_of}, which has another prompt")
+            sources[admitted.slot] = source.sequence
+        return sources
+
+    def _check_items(self, step: Step, seats: dict[int, _Seat], sources: dict[int, Sequence]) -> None:
         limits, seen = self._limits, set[int]()
         num_tokens = num_sampled = 0
         for item in step.items:
@@ -151,18 +172,18 @@ class Slots:
             if item.slot in seen:
                 _refuse(step, f"it runs slot {item.slot} twice")
             seen.add(item.slot)
-            self._check_positions(step, item, seat)
+            self._check_positions(step, item, seat, item.slot in sources)
             # What the tables hold was looked at when it came.
             if item.pages or item.start + item.num_new_tokens > seat.room or seat.next_start is None:
                 self._check_pages(step, item, seat)
-            num_tokens += item.num_new_tokens
+            num_tokens += 0 if item.slot in sources else item.num_new_tokens
             num_sampled += item.samples + len(item.proposals)
         if num_tokens > limits.max_num_batched_tokens:
             _refuse(step, f"it runs {num_tokens} tokens, and at most {limits.max_num_batched_tokens} fit")
         if num_sampled > limits.sampled_rows:
             _refuse(step, f"it chooses from {num_sampled} rows, and at most {limits.sampled_rows} fit")
 
-    def _check_positions(self, step: Step, item: StepItem, seat: _Seat) -> None:
+    def _check_positions(self, step: Step, item: StepItem, seat: _Seat, is_fork: bool) -> None:
         start, end = item.start, item.start + item.num_new_tokens
         if item.num_new_tokens < 1 or start < 0:
             _refuse_item(step, item, f"runs {item.num_new_tokens} tokens from position {start}")
@@ -170,7 +191,7 @@ class Slots:
             _refuse_item(step, item, "has proposals in flight, and where it goes on is not known")
         if seat.next_start is not None and start != seat.next_start:
             _refuse_item(step, item, f"goes on at position {seat.next_start}, and not at {start}")
-        if seat.next_start is None and not self._can_begin(start, seat.sequence.num_stored):
+        if seat.next_start is None and not is_fork and not self._can_begin(start, seat.sequence.num_stored):
             stored = seat.sequence.num_stored
             _refuse_item(
                 step, item, f"begins at position {start} with {stored} tokens stored, where its state is not known"
@@ -223,7 +244,7 @@ class Slots:
             if _has_hole_behind(held, new) or _is_hole(held, new, group.first_page(start)):
                 _refuse_item(step, item, f"has no page where cache group {index} is read")
 
-    def _apply(self, item: StepItem) -> ScheduledSequence:
+    def _apply(self, item: StepItem, sources: dict[int, Sequence]) -> ScheduledSequence:
         seat = self._seats[item.slot]
         sequence = seat.sequence
         if item.pages:
@@ -233,7 +254,8 @@ class Slots:
         seat.next_start = item.start + item.num_new_tokens
         seat.num_tokens += item.samples
         seat.is_open = bool(item.proposals)
-        return ScheduledSequence(sequence, item.start, item.num_new_tokens, item.samples, item.proposals)
+        source = sources.get(item.slot)
+        return ScheduledSequence(sequence, item.start, item.num_new_tokens, item.samples, item.proposals, source)
 
 
 def _room(group: CacheGroup, table: list[int]) -> int:

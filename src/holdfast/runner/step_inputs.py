@@ -34,6 +34,7 @@ Only where steps may be so large that the gaps would outweigh that does each buf
 would begin elsewhere for each number of rows, and kernels are compiled for, and graphs captured at, aligned places.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
@@ -289,7 +290,7 @@ class BatchBuffers:
         *,
         is_listed: bool = False,
     ) -> Batch:
-        """Lay a step out as rows; `logit_rows` are the rows whose logits are wanted, ascending.
+        """Lay a step out as rows; `logit_rows` are the rows whose logits are wanted, one twice if a fork samples from it too.
 
         Rows of padding have token 0 at position 0 and no slot; padded `logit_rows` are row 0 again. `keep_slots` are those of
         the first wanted rows; the others keep nothing. `is_listed`: wanted rows are listed even where they are all.
@@ -304,7 +305,7 @@ class BatchBuffers:
             self.inputs.host[2 : self._num_listed, num_real:num_rows] = PADDING_SLOT
         logits, num_wanted = None, num_rows
         counts = [num_rows] * self._num_listed
-        if is_listed or len(logit_rows) != num_real:
+        if is_listed or step.has_forks or len(logit_rows) != num_real:
             logits = self._write_logit_rows(logit_rows, sequences, num_padded_logit_rows)
             num_wanted = logits.rows_R.shape[0]
         if not self.inputs.is_shared:
@@ -327,12 +328,13 @@ class BatchBuffers:
 
     def _write_rows(self, step: LiveStep) -> list[SequenceRows]:
         ids, positions = self._host[:2]
-        table_rows = [-1] * len(step.scheduled)
+        items = [item for item in step.scheduled if item.source is None]
+        table_rows = [-1] * len(items)
         if self.page_table is not None:
-            table_rows = self.page_table.rows([item.sequence for item in step.scheduled])
+            table_rows = self.page_table.rows([item.sequence for item in items])
         sequences = []
         row = 0
-        for item, table_row in zip(step.scheduled, table_rows, strict=True):
+        for item, table_row in zip(items, table_rows, strict=True):
             sequence, start, num_rows = item.sequence, item.start, item.num_new_tokens
             tables, end = tuple(sequence.tables), row + num_rows
             if num_rows == 1:
@@ -389,11 +391,9 @@ class BatchBuffers:
         assert num_wanted <= num_rows <= self._num_places, f"{num_wanted=} {num_rows=} of {self._num_places}"
         self._host[-1][:num_wanted] = logit_rows
         self._host[-1][num_wanted:num_rows] = 0
-        singles, owners = [], iter(sequences)
-        owner = next(owners)
+        singles, starts = [], [own.row_start for own in sequences]
         for index, row in enumerate(logit_rows):
-            while row >= owner.row_start + owner.num_rows:
-                owner = next(owners)
+            owner = sequences[bisect_right(starts, row) - 1]
             position = owner.start + row - owner.row_start
             singles.append(SequenceRows(index, 1, position, owner.tables, owner.table_row))
         return LogitRows(self._logit_rows_T[:num_rows], tuple(singles))

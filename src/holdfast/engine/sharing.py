@@ -1,0 +1,127 @@
+"""Sharing: what a waiting sequence starts on (cached blocks, blocks that this step computes, or a fork of a twin); no torch.
+
+Attention writes the keys and values of all rows of a step before any row reads them. So a sequence may start on blocks
+that another sequence computes in the same step, or in an earlier step in flight: the device runs steps in order.
+
+A *twin* has the same prompt and reaches its end in this step. A sequence forks from its twin without a row of its own: it
+samples from the twin's last row, shares its whole blocks, and the runner copies the open rest after the step's forward pass.
+
+    blocks   [ shared ........................ | open: copied after the step ]
+    tokens   0                                 B                            N - 1: the row that both sample from
+
+If a running sequence is about to compute the next block of a waiting one, the waiting one does not compute it too. It
+waits only as long as that sequence runs, comes first in order, and has more of the common prompt to compute.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.cache.groups import HOLE, CacheGroup
+from holdfast.cache.prefix import PrefixCache, PrefixChain, PrefixHit
+from holdfast.request.sequence import ScheduledSequence
+from holdfast.request.sequence import Sequence as Completion
+
+Tables = tuple[tuple[int, ...], ...]
+Key = tuple[bytes, int, tuple[int, ...]]
+"""Of a prompt, to find twins: salt, length and last tokens."""
+KEY_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a sequence starts, and on which pages."""
+
+    hit: PrefixHit
+    tables: Tables
+    """Pages that it shares, by cache group and place."""
+    num_computed: int
+    num_stored: int = 0
+    """Tokens on shared pages, if some of them are computed again or if it forks; else 0."""
+    source: Completion | None = None
+    """The twin that it forks from."""
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that it does not have to compute and store."""
+        return max(self.num_computed, self.num_stored)
+
+
+NO_START = Start(PrefixHit((), (), 0, 0), (), 0)
+"""From the first token on."""
+
+
+def hit_start(hit: PrefixHit, tokens_again: int) -> Start:
+    """Start after a hit; the last `tokens_again` of it are computed again, without storing them."""
+    num_stored = hit.num_tokens if tokens_again else 0
+    return Start(hit, hit.tables, max(hit.num_tokens - tokens_again, 0), num_stored)
+
+
+def fork_start(hit: PrefixHit, twin: Completion, groups: Sequence[CacheGroup]) -> Start:
+    """Start at the last token of a twin's prompt, on the blocks of a hit; the runner copies what follows them."""
+    num_computed = twin.num_prompt_tokens - 1
+    tables = []
+    for group, table in zip(groups, hit.tables, strict=True):
+        num_hidden = min(group.first_page(num_computed), len(table))
+        tables.append((*[HOLE] * num_hidden, *table[num_hidden:]))
+    return Start(hit, tuple(tables), num_computed, hit.num_tokens, twin)
+
+
+class Leaders:
+    """Sequences of one step that others may share with: those whose prompt ends here, and those that go on after it."""
+
+    def __init__(
+        self,
+        prefix: PrefixCache,
+        scheduled: Iterable[ScheduledSequence],
+        running: Iterable[Completion],
+        chain_of: Callable[[int], PrefixChain],
+    ) -> None:
+        self._prefix = prefix
+        self._chain_of = chain_of
+        self._twins: dict[Key, Completion] = {}
+        self._computing: list[tuple[Completion, int]] = []
+        """Sequences with more of their prompt to compute, and how far they are scheduled."""
+        ends = {item.sequence.sequence_id: item for item in scheduled}
+        for sequence in running:
+            item = ends.get(sequence.sequence_id)
+            if item is not None:
+                self.add(item)
+            elif sequence.num_scheduled < sequence.num_prompt_tokens and prefix.is_current(
+                chain_of(sequence.sequence_id)
+            ):
+                self._computing.append((sequence, sequence.num_scheduled))
+
+    def add(self, item: ScheduledSequence) -> None:
+        """Take in a sequence of this step."""
+        sequence, end = item.sequence, item.num_tokens
+        if not self._prefix.is_current(self._chain_of(sequence.sequence_id)):
+            return
+        if end < sequence.num_prompt_tokens:
+            self._computing.append((sequence, end))
+        elif end == sequence.num_prompt_tokens and item.source is None:
+            self._twins.setdefault(_key(sequence), sequence)
+
+    def twin(self, sequence: Completion) -> Completion | None:
+        """Find a sequence of this step with the same prompt, whose last row this one can sample from."""
+        if len(sequence.token_ids) != sequence.num_prompt_tokens:
+            return None
+        twin = self._twins.get(_key(sequence))
+        if twin is None or twin.token_ids[: twin.num_prompt_tokens] != sequence.token_ids:
+            return None
+        return twin
+
+    def awaits(self, sequence: Completion, chain: PrefixChain) -> bool:
+        """True if a sequence that comes first is about to compute the next block of this one, or all of its prompt."""
+        for leader, end in self._computing:
+            if leader.params.priority > sequence.params.priority or leader.cache_salt != sequence.cache_salt:
+                continue
+            index = end // self._prefix.block_tokens
+            own, other = (chain, sequence.token_ids), (self._chain_of(leader.sequence_id), leader.token_ids)
+            if self._prefix.is_same_block(own, other, index) or leader.token_ids == sequence.token_ids:
+                return True
+        return False
+
+
+def _key(sequence: Completion) -> Key:
+    num_tokens = sequence.num_prompt_tokens
+    return sequence.cache_salt, num_tokens, tuple(sequence.token_ids[max(num_tokens - KEY_TOKENS, 0) : num_tokens])
