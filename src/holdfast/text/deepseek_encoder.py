@@ -235,7 +235,9 @@ class ChatWriter:
             return self._answer(index, message, turn.place)
         if turn.role == "latest_reminder":
             return self._strings.latest_reminder.format(content=message["content"])
-        blocks = [self._block(one) for one in _in_call_order(turn.messages, self._order)]
+        are_known = all(str(one.get("tool_call_id")) in self._order for one in turn.messages)
+        order = self._order if self._is_v4 or are_known else {}
+        blocks = [self._block(one) for one in _in_call_order(turn.messages, order)]
         whole = self._strings.between_blocks.join(blocks)
         if turn.role == "user":
             return self._strings.user.format(content=whole)
