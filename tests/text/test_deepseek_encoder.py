@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from counted_work import num_lines
 from holdfast.config import EngineConfig
 from holdfast.engine.open_text import open_text
 from holdfast.errors import PromptError, RequestError, TemplateError
@@ -406,10 +407,10 @@ def test_content_without_a_guard_would_be_control_tokens():
     tokenizer = Tokenizer(deepseek_tokenizer(V4), "tokenizer.json", {})
     rendered = ENCODERS[V4].render_chat([says("user", USER)], tokenizer.control_tokens, thinking=False)
     ids = tokenizer.encode_chat(rendered.text, rendered.own)
-    assert ids.count(tokenizer.vocabulary_id(USER)) == 2
+    assert ids.count(tokenizer.vocabulary_id(USER) or 0) == 2
     tokenizer.guard(ENCODERS[V4].control_texts)
     rendered = ENCODERS[V4].render_chat([says("user", USER)], tokenizer.control_tokens, thinking=False)
-    assert tokenizer.encode_chat(rendered.text, rendered.own).count(tokenizer.vocabulary_id(USER)) == 1
+    assert tokenizer.encode_chat(rendered.text, rendered.own).count(tokenizer.vocabulary_id(USER) or 0) == 1
 
 
 TEXTS = ("", "hi", "{0} {content}", "<think>", USER, "｜DSML｜", END, "<｜", "日本\n\n", '"\\n', None, 7, ["a"])
@@ -450,9 +451,11 @@ def test_random_chats_give_a_prompt_or_a_request_error():
     assert all(outcomes[version, is_text] > 20 for version in (V32, V4) for is_text in (True, False)), outcomes
 
 
-def test_ten_thousand_messages_are_written_in_linear_time():
-    messages = [says(("user", "tool", "developer", "assistant")[place % 4], "x") for place in range(10_000)]
-    assert len(ENCODERS[V4].render(messages)) > 100_000
+@pytest.mark.parametrize("version", [V32, V4])
+def test_long_chats_cost_work_in_proportion(version):
+    turns = [*TWO, says("tool", "a"), says("tool", "b"), says("system"), says("user"), says("developer")]
+    work = [num_lines(lambda number=number: ENCODERS[version].render(turns * number)) for number in (20, 80)]
+    assert work[1] < 4.5 * work[0]
 
 
 @pytest.mark.parametrize(

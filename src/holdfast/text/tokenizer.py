@@ -102,7 +102,7 @@ class Tokenizer:
         eos = () if self.eos_token_id is None else (self.eos_token_id,)
         self.end_token_ids = frozenset((*eos, *end_token_ids))
         """Tokens that end an answer, as far as the tokenizer's files say."""
-        self._kept_whole = [token.content for token in added.values() if not token.special]
+        self._kept_whole = {token.content: token_id for token_id, token in added.items() if not token.special}
         self._control_texts: frozenset[str] = frozenset()
         self._encoder_lock = Lock()
         self._pieces = TokenPieces(backend.id_to_token, decode_rule(decoder_json, origin), self.special_token_ids)
@@ -127,7 +127,7 @@ class Tokenizer:
         if self._backend.encode_special_tokens:
             return ControlTokens({})
         special = {self._backend.id_to_token(token_id): token_id for token_id in sorted(self.special_token_ids)}
-        special |= {text: self._backend.token_to_id(text) for text in self._kept_whole if text in self._control_texts}
+        special |= {text: token_id for text, token_id in self._kept_whole.items() if text in self._control_texts}
         return ControlTokens({text: token_id for text, token_id in special.items() if text}, self._kept_whole)
 
     @cached_property
