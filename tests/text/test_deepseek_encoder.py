@@ -195,6 +195,37 @@ WRITTEN: dict[str, tuple[str, list[dict[str, object]], dict[str, Any], str]] = {
     "v32 after an answer": (V32, [says("user", "Q"), says("assistant", "A")], {}, f"{USER}Q{ANSWER}</think>A{END}{ANSWER}</think>"),
     "v4 no generation prompt": (V4, CHAT, LOW | {"add_generation_prompt": False}, f"S{USER}Hi"),
     "v32 no generation prompt": (V32, CHAT, {"add_generation_prompt": False}, f"S{USER}Hi"),
+    "v32 results with an unknown id stay in their order": (
+        V32,
+        [*TWO, says("tool", "b", tool_call_id="2"), says("tool", "a", tool_call_id="?")],
+        {},
+        f"{USER}Q{ANSWER}</think>{dsml('function_calls', invoke('f'), invoke('g'))}{END}"
+        "\n\n<function_results>\n<result>b</result>\n<result>a</result>\n</function_results>\n\n</think>",
+    ),
+    "v4 a user after a task": (
+        V4,
+        [says("user", "Q", task="title"), says("user", "b")],
+        LOW,
+        f"{USER}Q{USER}b{ANSWER}<think>",
+    ),
+    "v4 a result after a task": (
+        V4,
+        [says("user", "Q", task="title"), says("tool", "3")],
+        LOW,
+        f"{USER}Q\n\n<tool_result>3</tool_result><｜title｜>",
+    ),
+    "v4 answers to a task hold no thoughts": (
+        V4,
+        [says("user", "Q", task="action"), says("assistant", "A", reasoning="R"), says("assistant", "B", reasoning="S")],
+        LOW | {"add_generation_prompt": False},
+        f"{USER}Q{ANSWER}<think><｜action｜>A{END}S</think>B{END}",
+    ),
+    "v4 an answer before a task": (
+        V4,
+        [says("assistant", "A", reasoning="R"), says("user", "Q", task="title")],
+        LOW | {"drop_thinking": False},
+        f"R</think>A{END}{USER}Q<｜title｜>",
+    ),
     "v4 action": (V4, [says("user", "Q", task="action")], LOW, f"{USER}Q{ANSWER}<think><｜action｜>"),
     **{
         f"v4 task {name}": (V4, [says("user", "Q", task=name)], LOW, f"{USER}Q<｜{name}｜>")
