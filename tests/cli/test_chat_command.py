@@ -15,7 +15,7 @@ import pytest
 from cli.cli_models import Here, pipe_in, start
 from engine.fakes import assert_at_rest, make_engine
 from holdfast.api.llm import LLM
-from holdfast.cli.chat import MORE, PROMPT, ChatHistory, ChatSession, Piped, Typed
+from holdfast.cli.chat import MORE, PROMPT, ChatHistory, ChatSession, Piped, Typed, split_thoughts
 from holdfast.cli.opened_model import prepare, sampling_params, stream
 from holdfast.errors import ConfigError, HoldfastError, PromptError
 
@@ -32,7 +32,7 @@ def test_turns_are_taken_back_from_the_end() -> None:
     history = ChatHistory(None)
     history.add("a", "b")
     history.add("c", "d")
-    assert history.take_back() == ("c", "d")
+    assert history.take_back() == ("c", "d", "")
     assert history.messages() == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert history.clear() == 1
     assert history.take_back() is None
@@ -111,6 +111,22 @@ def test_piped_bytes_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(messages) == "fine"
     with pytest.raises(PromptError, match="byte 4 of it"):
         next(messages)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "kept"),
+    [
+        ("[u]Q<think>\n", "so\n</think>\n\nYes.", {"content": "Yes.", "reasoning_content": "so"}),
+        ("[u]Q<think>", "cut off", {"content": "", "reasoning_content": "cut off"}),
+        ("[u]Q</think>", "a </think> b", {"content": "a </think> b"}),
+        ("[u]Q", "<think>so</think>Yes.", {"content": "<think>so</think>Yes."}),
+        (None, "Yes.", {"content": "Yes."}),
+    ],
+)
+def test_history_keeps_opened_thoughts_apart(prompt, text, kept):
+    history = ChatHistory(None)
+    history.add("Q", *split_thoughts(text, prompt))
+    assert history.messages()[1] == {"role": "assistant", **kept}
 
 
 class FakeAnswers:

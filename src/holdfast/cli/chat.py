@@ -32,6 +32,7 @@ from holdfast.errors import ConfigError, RequestError, shown
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.text.reasoning import CLOSING, OPENING
 
 QUOTES = '"""'
 PROMPT, MORE = ">>> ", "... "
@@ -43,12 +44,16 @@ _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
 DEFAULT_MAX_TOKENS = 1024
 
 
+Turn = tuple[str, str, str]
+"""A question, its answer, and the thoughts before the answer."""
+
+
 class ChatHistory:
     """A system message, if any, and turns: a question and its answer, alternating."""
 
     def __init__(self, system: str | None) -> None:
         self.system = system
-        self._turns: list[tuple[str, str]] = []
+        self._turns: list[Turn] = []
 
     @property
     def num_turns(self) -> int:
@@ -59,18 +64,19 @@ class ChatHistory:
         messages: list[Mapping[str, object]] = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
-        for asked, answered in self._turns:
+        for asked, answered, thoughts in self._turns:
             messages.append({"role": "user", "content": asked})
-            messages.append({"role": "assistant", "content": answered})
+            reasoning = {"reasoning_content": thoughts} if thoughts else {}
+            messages.append({"role": "assistant", "content": answered, **reasoning})
         if question is not None:
             messages.append({"role": "user", "content": question})
         return messages
 
-    def add(self, question: str, answer: str) -> None:
+    def add(self, question: str, answer: str, thoughts: str = "") -> None:
         """A turn that is over."""
-        self._turns.append((question, answer))
+        self._turns.append((question, answer, thoughts))
 
-    def take_back(self) -> tuple[str, str] | None:
+    def take_back(self) -> Turn | None:
         """Forget the last turn and return it; None if there was none."""
         return self._turns.pop() if self._turns else None
 
@@ -93,6 +99,17 @@ class ChatHistory:
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(f"/save {shown(file)[1:-1]} was asked", reason, "choose another place") from error
+
+
+def split_thoughts(text: str, prompt: str | None) -> tuple[str, str]:
+    """Split a text into answer and thoughts, if the prompt has opened thoughts; else all of it is the answer.
+
+    Jinja templates find thoughts in old content; an encoder needs them in a field of their own.
+    """
+    if prompt is None or not prompt.rstrip().endswith(OPENING):
+        return text, ""
+    thoughts, _, answer = text.partition(CLOSING)
+    return answer.strip(), thoughts.strip()
 
 
 class Typed:
@@ -248,7 +265,7 @@ class ChatSession:
         if not answer and was_stopped:
             write_line("(stopped before the first word; the question is taken back)")
             return False
-        self.history.add(question, answer)
+        self.history.add(question, *split_thoughts(answer, prepared.prompt))
         self._speed = speed_of(output)
         self._num_output_tokens += self._speed.num_output_tokens
         self._tell_ending(output, prepared, was_stopped)

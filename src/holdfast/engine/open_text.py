@@ -8,6 +8,7 @@ from holdfast.loading.gguf.parts import read_parts
 from holdfast.loading.locate import locate_tokenizer
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.text.chat_template import ChatTemplate, chat_template_from_directory, chat_template_from_gguf
+from holdfast.text.deepseek_encoder import encoder_of
 from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 
@@ -19,7 +20,10 @@ def open_text(config: EngineConfig, model: OpenModel) -> tuple[Tokenizer | None,
     if config.tokenizer == NO_TOKENIZER:
         return None, None
     tokenizer = open_tokenizer(config, model)
-    return tokenizer, open_chat_template(config, model, tokenizer)
+    template = open_chat_template(config, model, tokenizer)
+    if template is not None:
+        tokenizer.guard(template.control_texts)
+    return tokenizer, template
 
 
 def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
@@ -43,11 +47,13 @@ def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
 
 
 def open_chat_template(config: EngineConfig, model: OpenModel, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that was asked for, or the model's own, if it has one."""
+    """Open the configured template, the model's own, or the encoder that its architecture has; None without any."""
     if config.chat_template is None:
         if model.gguf is not None:
-            return chat_template_from_gguf(model.gguf.metadata, model.path.name)
-        return chat_template_from_directory(model.path)
+            own = chat_template_from_gguf(model.gguf.metadata, model.path.name)
+        else:
+            own = chat_template_from_directory(model.path)
+        return own or encoder_of(model.spec.architecture)
     source, origin = config.chat_template, "chat_template"
     if "{" not in source:
         path = Path(source).expanduser()

@@ -53,6 +53,8 @@ class ChatTemplate:
         """The file it came from."""
         self.special_tokens = dict(special_tokens)
         """bos_token, eos_token and the like, which templates may write."""
+        self.control_texts: tuple[str, ...] = ()
+        """Tokens that are control tokens in messages, whether or not the tokenizer flags them as special."""
         self._compiled: tuple[jinja2.Template, ChatSandbox] | TemplateError | None = None
         self._lock = Lock()
 
@@ -95,7 +97,7 @@ class ChatTemplate:
             text, variables = self._first_rendered(self._ways(variables, data, tools_in_words), data)
             own = () if control is None else self._own_tokens(text, variables, control, data.num_chars)
         if continue_final_message:
-            text = _until_final(text, variables["messages"])
+            text = self._until_final(text, variables["messages"])
             own = tuple((start, end) for start, end in own if end <= len(text))
         return RenderedChat(text, own)
 
@@ -169,6 +171,21 @@ class ChatTemplate:
             "remove them, or pass allow_special_tokens=True",
         )
 
+    def _until_final(self, text: str, messages: object) -> str:
+        """A rendered chat up to the end of its last message, which is to go on."""
+        assert isinstance(messages, list), f"{messages=} are no plain messages"
+        content = messages[-1].get("content")
+        if isinstance(content, str) and content.strip():
+            for final in (content, content.rstrip(), content.strip()):
+                place = text.rfind(final)
+                if place >= 0:
+                    return text[: place + len(final)]
+        raise PromptError(
+            "continue_final_message was asked",
+            "the last message has no text, or the template changes it",
+            "give the beginning of the answer as the content of the last message",
+        )
+
     def check(self) -> None:
         """Raise now if the template cannot even be compiled."""
         with self._lock:
@@ -217,22 +234,6 @@ class ChatTemplate:
 
     def _error(self, has: str, do: str) -> TemplateError:
         return TemplateError(f"the chat template of {self.origin} was asked for a prompt", has, do)
-
-
-def _until_final(text: str, messages: object) -> str:
-    """A rendered chat up to the end of its last message, which is to go on."""
-    assert isinstance(messages, list), f"{messages=} are no plain messages"
-    content = messages[-1].get("content")
-    if isinstance(content, str) and content.strip():
-        for final in (content, content.rstrip(), content.strip()):
-            place = text.rfind(final)
-            if place >= 0:
-                return text[: place + len(final)]
-    raise PromptError(
-        "continue_final_message was asked",
-        "the last message has no text, or the template changes it",
-        "give the beginning of the answer as the content of the last message",
-    )
 
 
 def plain_reason(error: Exception) -> str:

@@ -10,6 +10,7 @@ somebody else, so in content it is text: the same characters, cut into tokens li
 Text without such tokens takes none of these steps. Marks are noncharacters of Unicode, which no text has.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -135,6 +136,14 @@ def unmarked(text: str) -> tuple[str, list[Mark]]:
     return MARKS.sub("", text), marks
 
 
+def _with_special(state: str, texts: set[str]) -> str:
+    """Flag these added tokens as special in a saved tokenizer: only such tokens can be read as text."""
+    whole = json.loads(state)
+    for token in whole["added_tokens"]:
+        token["special"] = token["special"] or token["content"] in texts
+    return json.dumps(whole)
+
+
 class ContentEncoder:
     """A second tokenizer, in which control tokens are text and placeholders stand for them."""
 
@@ -142,7 +151,9 @@ class ContentEncoder:
         import tokenizers
 
         added = backend.get_added_tokens_decoder()
-        self._backend = tokenizers.Tokenizer.from_str(backend.to_str())
+        plain = {token.content for token in added.values() if not token.special} & control.special.keys()
+        state = backend.to_str()
+        self._backend = tokenizers.Tokenizer.from_str(_with_special(state, plain) if plain else state)
         self._backend.encode_special_tokens = True
         self._control = control
         self._placeholders = {

@@ -1,7 +1,7 @@
 """Tokenizer: text to token ids and back, from the files of a folder and the special tokens they name; no torch."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -102,7 +102,8 @@ class Tokenizer:
         eos = () if self.eos_token_id is None else (self.eos_token_id,)
         self.end_token_ids = frozenset((*eos, *end_token_ids))
         """Tokens that end an answer, as far as the tokenizer's files say."""
-        self._kept_whole = [token.content for token in added.values() if not token.special]
+        self._kept_whole = {token.content: token_id for token_id, token in added.items() if not token.special}
+        self._control_texts: frozenset[str] = frozenset()
         self._encoder_lock = Lock()
         self._pieces = TokenPieces(backend.id_to_token, decode_rule(decoder_json, origin), self.special_token_ids)
 
@@ -114,12 +115,19 @@ class Tokenizer:
         """
         return longest_token_chars(self._backend)
 
+    def guard(self, texts: Iterable[str]) -> None:
+        """Count these added tokens among the control tokens, although the files do not flag them as special."""
+        self._control_texts |= frozenset(texts)
+        self.__dict__.pop("control_tokens", None)
+        self.__dict__.pop("_content_encoder", None)
+
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """Special tokens as they are written; none where the tokenizer reads them all as text."""
         if self._backend.encode_special_tokens:
             return ControlTokens({})
         special = {self._backend.id_to_token(token_id): token_id for token_id in sorted(self.special_token_ids)}
+        special |= {text: token_id for text, token_id in self._kept_whole.items() if text in self._control_texts}
         return ControlTokens({text: token_id for text, token_id in special.items() if text}, self._kept_whole)
 
     @cached_property

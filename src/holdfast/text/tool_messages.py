@@ -33,9 +33,9 @@ def with_names_of_tools(messages: Sequence[Message]) -> list[Message]:
     names: dict[object, object] = {}
     named = []
     for message in messages:
-        for call in _calls(message):
+        for call in calls_of(message):
             if isinstance(call.get("id"), str):
-                names[call["id"]] = _function(call)["name"]
+                names[call["id"]] = function_of(call)["name"]
         call_id = message.get("tool_call_id")
         if message["role"] == "tool" and "name" not in message and isinstance(call_id, str) and call_id in names:
             message = {**message, "name": names[call_id]}
@@ -46,7 +46,7 @@ def with_names_of_tools(messages: Sequence[Message]) -> list[Message]:
 def with_argument_objects(messages: Sequence[Message], data: PlainData) -> list[Message]:
     """Calls whose arguments are objects where they were the JSON text of one, as most templates want them."""
     return [
-        {**message, "tool_calls": [_with_object(call, data) for call in _calls(message)]}
+        {**message, "tool_calls": [_with_object(call, data) for call in calls_of(message)]}
         if "tool_calls" in message
         else message
         for message in messages
@@ -60,7 +60,7 @@ def as_plain_chat(messages: Sequence[Message], tools: object, data: PlainData, i
     for message in messages:
         content, is_answer = message.get("content"), message["role"] == "tool"
         if not is_answer:
-            calls = [_call_text(_with_object(call, data)) for call in _calls(message)]
+            calls = [_call_text(_with_object(call, data)) for call in calls_of(message)]
             kept = {key: value for key, value in message.items() if key != "tool_calls"}
             chat.append({**kept, "content": "\n".join([str(content), *calls] if content else calls)})
         elif was_answer:
@@ -92,12 +92,14 @@ def _listing(tools: object) -> str:
     return _WORDS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
-def _calls(message: Message) -> list[dict[str, object]]:
+def calls_of(message: Message) -> list[dict[str, object]]:
+    """Calls of tools that a message makes."""
     calls = message.get("tool_calls")
     return calls if isinstance(calls, list) else []
 
 
-def _function(call: dict[str, object]) -> dict[str, object]:
+def function_of(call: dict[str, object]) -> dict[str, object]:
+    """Name and arguments of a call, which may stand under `function`."""
     function = call.get("function", call)
     assert isinstance(function, dict), f"{call=} was not checked"
     return function
@@ -108,13 +110,13 @@ def _answer_text(content: object) -> str:
 
 
 def _call_text(call: dict[str, object]) -> str:
-    function = _function(call)
+    function = function_of(call)
     told = {"name": function["name"], "arguments": function.get("arguments", {})}
     return f"<tool_call>\n{json.dumps(told, ensure_ascii=False)}\n</tool_call>"
 
 
 def _with_object(call: dict[str, object], data: PlainData) -> dict[str, object]:
-    function = _function(call)
+    function = function_of(call)
     text = function.get("arguments")
     if not isinstance(text, str):
         return call
