@@ -263,6 +263,15 @@ SECTIONS: Mapping[str, Columns] = {
         "% of the roof": _value("percent_of_roof", "runs ahead"),
         "against waiting": _value("ratio"),
     },
+    "shared-prompts": {
+        "": _value("measure"),
+        "rows": _value("values", "shared", "rows"),
+        "without sharing": _value("values", "alone", "rows"),
+        "pages": _value("values", "shared", "pages"),
+        "without": _value("values", "alone", "pages"),
+        "seconds": _value("values", "shared", "seconds"),
+        "without ": _value("values", "alone", "seconds"),
+    },
     "channel": {
         "tokens/s": _value("measure"),
         "core in process": _value("values", "core in process"),

@@ -10,8 +10,8 @@ border one to the right, preemption one to the left; besides that, they only joi
 **Steps in flight.** schedule() may be called again before the step that it gave has ended. A step in flight is believed
 as far as positions go: `num_scheduled` is behind its last one, and a token that it chooses is *coming*, so that a
 sequence goes on from there without anybody knowing the token. complete() books steps in the order in which they were
-given. What is not known is never acted upon: prefixes are registered, window pages given back and tokens appended when a
-step is booked, and whoever is preempted has nothing in flight.
+given. What is not known is never acted upon: window pages are given back and tokens appended when a step is booked, and
+whoever is preempted has nothing in flight.
 
     position    0 ......... num_computed ......... num_scheduled ......... tokens, known and coming
                 [ booked   )[ steps in flight     )[ the next steps       )
@@ -19,6 +19,12 @@ step is booked, and whoever is preempted has nothing in flight.
 A sequence that ends with steps in flight leaves surplus behind: those steps still write its pages and its slot. Both
 stay in *quarantine*, owned by nobody who runs and given to nobody, until the last of these steps is booked. Its surplus
 tokens are dropped there. An end by max_tokens leaves none: nobody is scheduled past it.
+
+**Sharing** (engine/sharing.py). Full blocks of known tokens are registered as soon as their step is certain, so sequences that
+are admitted in the same step, or while it is in flight, start on them. Equal prompts fork: they cost no row. A leader that is
+aborted leaves its pages to those that share them, because its steps still run. If steps in flight are dropped, their blocks
+are forgotten, and what started on them starts anew. A waiting sequence never computes what a running one of the same or a
+higher priority is about to compute; that one is running, so it computes in the next steps or leaves.
 
 **Pipelines.** With `num_stages` stages (pipeline parallelism) as many steps are in flight, one in each, and a sequence is in
 one of them at a time: its next token goes through all stages before the first can go on from it. So that no stage waits for
@@ -62,10 +68,10 @@ smallest pages. In a step that preempted someone nobody is admitted.
 **Preemption frees memory at once**, because it happens only with nothing in flight. A sequence that is admitted on a hit
 of h tokens takes a new page in every group that keeps rows, because h ends a page in all of them and the token at h is
 never part of a hit, and its states are its own. What it computed can be shared only with sequences admitted later; of
-equals these are preempted first. So each preemption makes pages available, as long as some group still holds the newest
-token, or a state, between steps: every one but a window of 1, which at the end of a page holds nothing. Where all groups
-are such, or one gives way whose pages a more important one shares, a preemption may free nothing, and the next one
-follows; nothing below needs more.
+equals these are preempted first. A fork may hold no page of its own until its second step. So each preemption makes pages available, as long as some group still holds the newest
+token, or a state, between steps: every one but a window of 1, which at the end of a page holds nothing. If all groups
+are such, if a fork at the end of a page gives way, or one whose pages a more important one shares, a preemption may free
+nothing, and the next one follows; nothing below needs more.
 
 **Liveness.** Whoever calls books the oldest step in flight whenever schedule() gives None or an empty step. Then the first
 that runs advances by at least one token in every step that is given with nothing in flight, and in between it goes on or
