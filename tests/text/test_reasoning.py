@@ -8,7 +8,7 @@ from holdfast.errors import RequestError
 from holdfast.text.answer_deltas import MAX_HELD_SPACE_CHARS, ContentDelta, ReasoningDelta
 from holdfast.text.answer_parser import AnswerParser
 from holdfast.text.reasoning import DEEPSEEK_R1, QWEN3, ReasoningParser, choose_reasoning_parser
-from holdfast.text.tool_calls import HERMES
+from holdfast.text.tool_formats import HERMES
 from text.answer_cases import CUTS, TOOLS, content_of, cut, in_short, read
 
 CASES = {
@@ -90,7 +90,7 @@ def test_the_format_is_chosen_by_name_or_by_what_the_template_knows():
     assert choose_reasoning_parser(None) is None
     assert choose_reasoning_parser("<think>", "none") is None
     assert choose_reasoning_parser(None, "deepseek_r1") is DEEPSEEK_R1
-    with pytest.raises(RequestError, match="qwen3, deepseek_r1 are there"):
+    with pytest.raises(RequestError, match="qwen3, deepseek_r1, harmony, deepseek_v3, .* are there"):
         choose_reasoning_parser(None, "r2")
 
 

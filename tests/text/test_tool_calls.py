@@ -9,17 +9,9 @@ from hypothesis import strategies as st
 from counted_work import num_lines
 from holdfast.errors import RequestError
 from holdfast.text.answer_deltas import MAX_HELD_SPACE_CHARS, ContentDelta, ToolCallDelta
-from holdfast.text.call_readers import MAX_VALUE_CHARS
-from holdfast.text.tool_calls import (
-    FORMATS,
-    HERMES,
-    LLAMA3_JSON,
-    MAX_CALLS,
-    MAX_HELD_CHARS,
-    MAX_PROBLEMS,
-    QWEN3_CODER,
-    choose_tool_parser,
-)
+from holdfast.text.tag_calls import MAX_VALUE_CHARS
+from holdfast.text.tool_calls import MAX_CALLS, MAX_HELD_CHARS, MAX_PROBLEMS
+from holdfast.text.tool_formats import FORMATS, HERMES, LLAMA3_JSON, QWEN3_CODER, choose_tool_parser
 from text.answer_cases import CUTS, TOOLS, calls_of, content_of, cut, in_short, read
 from text.template_cases import CHAT_TEMPLATES
 
@@ -235,7 +227,7 @@ VALUES = st.recursive(
 @given(calls=st.lists(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), min_size=1, max_size=3), cuts=CUTS)
 def test_arguments_arrive_as_they_were_written(form, calls, cuts):
     written = [json.dumps(arguments, ensure_ascii=False) for arguments in calls]
-    texts = [f'{{"name": "look", "{form.arguments_key}": {arguments}}}' for arguments in written]
+    texts = [f'{{"name": "look", "{form.syntax.arguments_key}": {arguments}}}' for arguments in written]
     text = "; ".join(texts) if form is LLAMA3_JSON else "".join(f"<tool_call>\n{one}\n</tool_call>\n" for one in texts)
     parser = form.parser(TOOLS)
     assert in_short(read(parser, cut(text, cuts))) == [("look", arguments) for arguments in written]
@@ -344,7 +336,7 @@ def test_the_format_is_chosen_by_name_or_by_what_the_template_teaches():
     assert choose_tool_parser(None) is None
     assert choose_tool_parser(qwen, "none") is None
     assert choose_tool_parser(None, "llama3_json") is LLAMA3_JSON
-    with pytest.raises(RequestError, match="hermes, llama3_json, qwen3_coder are there"):
+    with pytest.raises(RequestError, match="hermes, llama3_json, qwen3_coder, glm, kimi_k2, harmony, deepseek_v3, .* are there"):
         choose_tool_parser(qwen, "hermit")
     for source in CHAT_TEMPLATES.values():
         choose_tool_parser(source)
