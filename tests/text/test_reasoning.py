@@ -90,7 +90,7 @@ def test_the_format_is_chosen_by_name_or_by_what_the_template_knows():
     assert choose_reasoning_parser(None) is None
     assert choose_reasoning_parser("<think>", "none") is None
     assert choose_reasoning_parser(None, "deepseek_r1") is DEEPSEEK_R1
-    with pytest.raises(RequestError, match="qwen3, deepseek_r1, harmony, deepseek_v3, .* are there"):
+    with pytest.raises(RequestError, match=r"qwen3, deepseek_r1, harmony, deepseek_v3, .* are there"):
         choose_reasoning_parser(None, "r2")
 
 

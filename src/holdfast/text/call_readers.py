@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.errors import shown
-from holdfast.text.answer_deltas import DeltaList, partial_end
+from holdfast.text.answer_deltas import DeltaList
 from holdfast.text.json_scanner import Found, JsonScanner, is_object
 from holdfast.text.tools import NAME, Tool
 

@@ -13,7 +13,7 @@ deltas, joined, however it is cut, at a cost in proportion to its length.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol

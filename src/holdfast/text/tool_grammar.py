@@ -47,7 +47,9 @@ def tool_call_grammar(
     # An answer in channels ends at its first call.
     num_more = MAX_FORCED_CALLS - 1 if is_parallel and choice.name is None and form.syntax is not None else 0
     more = f"({lark_text(form.between)} call){{0,{num_more}}}" if num_more else ""
-    parts = (begin and lark_marked(begin + line, special), "call", more, end and lark_marked(line + end, special))
+    # The lexer takes the longest literal, so the line break before the end must not be part of it: calls begin with one too.
+    last = (lark_text(line), lark_marked(end, special)) if end else ()
+    parts = (begin and lark_marked(begin + line, special), "call", more, *last)
     names = " | ".join(f"call{index}" for index in range(len(allowed)))
     calls = " ".join(part for part in parts if part)
     return "\n".join((with_thoughts(calls, thoughts, special), f"call: {call}", f"one: {names}", *rules, ""))
