@@ -141,7 +141,9 @@ class ResponseOutput:
         self._waiting = []
         if delta.name is not None:
             self._close("completed")
-            self._begin_item("function_call", {"call_id": delta.id or new_id("call"), "name": delta.name, "arguments": ""})
+            self._begin_item(
+                "function_call", {"call_id": delta.id or new_id("call"), "name": delta.name, "arguments": ""}
+            )
         if delta.arguments:
             self._texts.append(delta.arguments)
             self._tell("response.function_call_arguments.delta", **self._place(), delta=delta.arguments)
