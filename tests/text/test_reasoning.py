@@ -116,7 +116,9 @@ def test_choose_reasoning_parser_names_of_vllm_are_taken():
     ],
 )
 def test_reasoning_format_prompt_of_each_family_is_known(prompt, thoughts):
-    assert choose_reasoning_parser("<think>").thoughts(prompt) == thoughts
+    form = choose_reasoning_parser("<think>")
+    assert form is not None
+    assert form.thoughts(prompt) == thoughts
 
 
 def test_harmony_reasoning_prompt_end_decides_the_grammar():

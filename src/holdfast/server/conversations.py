@@ -91,10 +91,9 @@ async def prepare_chat(
     beside = partial(_beside, bool(tools))
     setting = await beside(ToolSetting, service, template.source, tools, tool_choice)
     form = setting.form(choose_reasoning_parser(template.source, service.reasoning_parser))
-    make_params = partial(sampling_params, service, fields, max_tokens=max_tokens, logprobs=logprobs)
-    stops = form.stop_token_ids(service.llm.tokenizer)
-    if stops and not fields.ignore_eos:
-        make_params = partial(make_params, stop_token_ids=[*(fields.stop_token_ids or ()), *stops])
+    make_params = partial(
+        sampling_params, service, fields, max_tokens=max_tokens, logprobs=logprobs, **_stops(service, form, fields)
+    )
     salt, continues = cache_salt(request, fields), bool(flags[1])
     try:
         prepared = await service.llm.prepare_chat(
@@ -116,16 +115,25 @@ async def prepare_chat(
     elif rule is not None:
         made = rule.made()
         behind = behind_thoughts(made, thoughts, special)
-        if behind is None:
-            # A grammar of the caller's own says all of the answer.
+        if behind is None:  # a grammar of the caller's own says all of the answer
             form, special = AnswerForm(None, form.calls, form.tools), {}
         prepared = await _held(service, prepared, rule, behind or made, make_params, salt)
     record = record_of(request)
     if record.wants_text:
         record.prompt = prepared.prompt
     prepared = replace(prepared, kept_token_ids=frozenset(special.values()))
-    hidden = () if fields.skip_special_tokens is False else tuple(special)
-    return Chat(prepared, form, hidden, one_call, service.llm.tokenizer)
+    return Chat(prepared, form, _hidden(fields, special), one_call, service.llm.tokenizer)
+
+
+def _hidden(fields: SamplingFields, special: Mapping[str, int]) -> tuple[str, ...]:
+    """Markers that content does not show: none if the request wants special tokens."""
+    return () if fields.skip_special_tokens is False else tuple(special)
+
+
+def _stops(service: Service, form: AnswerForm, fields: SamplingFields) -> dict[str, list[int]]:
+    """Tokens that end an answer of this form, beside those of the request."""
+    stops = () if fields.ignore_eos else form.stop_token_ids(service.llm.tokenizer)
+    return {"stop_token_ids": [*(fields.stop_token_ids or ()), *stops]} if stops else {}
 
 
 async def _beside(is_large: bool, work: Callable[..., _Result], *given: object) -> _Result:

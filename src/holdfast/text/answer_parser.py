@@ -138,7 +138,7 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """What a further piece of the answer makes certain."""
-        deltas = [ContentDelta(text)] if self._reasoning is None else self._reasoning.feed(text)
+        deltas: list[AnswerDelta] = [ContentDelta(text)] if self._reasoning is None else self._reasoning.feed(text)
         return self._markers.filtered(self._called(deltas))
 
     def finish(self) -> list[AnswerDelta]:

@@ -292,23 +292,16 @@ class ToolParser:
         return end
 
     def _between(self, text: str, place: int) -> int:
-        """Read what follows a call in a section: the next call or the end of the section; anything else is content."""
+        """Read what follows a call in a section: its end, or whatever stands in a text too."""
         match = _SPACE.match(text, place)
         begin = place if match is None else match.end()
-        opening, ending = self.form.opening, self.form.section[1]
-        if text.startswith(ending, begin):
-            self._state = _State.TEXT
-            return begin + len(ending)
-        if text.startswith(opening, begin) and self.num_calls < MAX_CALLS:
-            end = begin + len(opening)
-            self._begin_call(text[place:end], is_marked=True)
-            return end
-        rest = text[begin : begin + max(len(opening), len(ending))]
-        if opening != rest and (opening.startswith(rest) or ending.startswith(rest)):
+        ending = self.form.section[1]
+        rest = text[begin : begin + len(ending)]
+        if rest != ending and ending.startswith(rest):
             self._kept = text[place:]
             return len(text)
         self._state = _State.TEXT
-        return place
+        return begin + len(ending) if rest == ending else place
 
     def _content(self, text: str) -> None:
         if self._is_after_call:
