@@ -207,7 +207,7 @@ def streamed_and_whole(form, text, cuts):
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_parser_answer_cut_anywhere_is_stable(form):
-    longest = sorted((text for one, text in ALL_GOLDEN if one is form), key=len)[-3:]
+    longest = sorted((text for one, text in ALL_GOLDEN if one is form), key=len)[-2:]
     for text in longest:
         for end in range(len(text)):
             streamed, whole = streamed_and_whole(form, text[:end], [text[: end // 2], text[end // 2 : end]])
