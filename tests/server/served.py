@@ -8,7 +8,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,17 +62,20 @@ def make_served_engine(**options: Any) -> Engine:
     return engine
 
 
-def open_tiny_engine(folder: Path, **options: Any) -> Engine:
+def open_tiny_engine(
+    folder: Path, template: str = TEMPLATE, special_tokens: Sequence[str] = (), **options: Any
+) -> Engine:
     """A tiny random model of bytes, which says nothing of sense unless it must."""
     settings = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "head_dim": 16}
     own = {"max_position_embeddings": 2048, "eos_token_id": 258, "torch_dtype": "float32"}
+    own["vocab_size"] = 259 + len(special_tokens)
     (folder / "config.json").write_text(json.dumps({**SMALL, **settings, **own}))
     backend = Backend(models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "<pad>", "</s>"])
+    backend.add_special_tokens(["<s>", "<pad>", "</s>", *special_tokens])
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
     sizes = {"max_model_len": 1536, "max_num_seqs": 4, "kv_cache_memory": "64MB", "load_format": "dummy"}
     return open_engine(EngineConfig.from_options(model=folder, device="cpu", **{**sizes, **options}), None)
 

@@ -11,6 +11,7 @@ import pytest
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate
+from holdfast.text.harmony import TOKENS
 from server.served import TEMPLATE, app_client, open_tiny_engine, said, user
 from text.test_tool_grammar import takes
 
@@ -175,3 +176,78 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words():
         assert "<tool_response>" in text
         calls[0]["function"]["arguments"] = {"unit": "c"}  # as an object: the same
         assert client.post("/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"] == tokens
+
+
+HARMONY_TEMPLATE = """\
+{{ tools | tojson }}{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endfor %}<|start|>assistant{# <|channel|>analysis #}"""
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A tiny random model whose markers are special tokens, as those of gpt-oss are."""
+    folder = tmp_path_factory.mktemp("channels")
+    with app_client(open_tiny_engine(folder, HARMONY_TEMPLATE, TOKENS)) as client:
+        yield client
+
+
+NO_ANALYSIS = {str(ord("a")): -100}
+SHORT_ANALYSIS = {str(ord("a")): 90, str(259 + TOKENS.index("<|end|>")): 90}
+BOOLEAN = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("bias", [NO_ANALYSIS, SHORT_ANALYSIS], ids=["no-analysis", "analysis"])
+def test_harmony_forced_call_with_special_tokens_is_read(channels, bias):
+    done = asked(channels, tools=TOOLS, tool_choice=NAMED, logit_bias=bias)
+    (call,) = done["message"]["tool_calls"]
+    assert (done["finish_reason"], call["function"]["name"]) == ("tool_calls", "look")
+    assert json.loads(call["function"]["arguments"])["unit"] in ("c", "f")
+    assert done["message"]["content"] is None
+    assert set(done["message"].get("reasoning_content", "")) == (set() if bias is NO_ANALYSIS else {"a"})
+
+
+@pytest.mark.parametrize("bias", [NO_ANALYSIS, SHORT_ANALYSIS], ids=["no-analysis", "analysis"])
+def test_harmony_schema_holds_the_final_channel(channels, bias):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOOLEAN}}
+    done = asked(channels, response_format=form, logit_bias=bias)
+    assert isinstance(json.loads(done["message"]["content"])["x"], bool)
+    assert set(done["message"].get("reasoning_content", "")) == (set() if bias is NO_ANALYSIS else {"a"})
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_harmony_markers_are_shown_only_when_special_tokens_are(channels, skips):
+    word = {"structured_outputs": {"grammar": f'start: <[{259 + TOKENS.index("<|message|>")}]> "a"'}}
+    done = asked(channels, **word, skip_special_tokens=skips)
+    assert done["message"]["content"] == ("a" if skips else "<|message|>a")
+    rule = {"structured_outputs": {"choice": ["b"]}, "logit_bias": NO_ANALYSIS}
+    done = asked(channels, **rule, skip_special_tokens=skips)
+    assert done["message"]["content"] == "b"
+
+
+KIMI_TEMPLATE = TEMPLATE.replace("<tool_call>", "<|tool_calls_section_begin|>")
+
+
+def test_kimi_k2_calls_keep_the_ids_of_the_model():
+    section = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:3<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    with app_client(chat_template=ChatTemplate(KIMI_TEMPLATE, "fake", {}), max_model_len=2048) as client:
+        done = asked(client, messages=user(said(f"Hm {section}")), tools=TOOLS)
+        assert done["message"]["content"] == "Hm"
+        assert [call["id"] for call in done["message"]["tool_calls"]] == ["functions.now:3"]
+        # Some models leave </think> out before a section.
+        done = asked(client, messages=user(said(f"<think>hm\n{section}")), tools=TOOLS)
+        assert done["message"]["reasoning_content"] == "hm"
+        assert [call["id"] for call in done["message"]["tool_calls"]] == ["functions.now:3"]
+        body = {"messages": user(said(section)), "tools": TOOLS, "stream": True}
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        assert not any(delta.get("content") for delta in deltas)
+        assert [call["id"] for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call] == [
+            "functions.now:3"
+        ]
+        body = {"input": said(section), "tools": [{"type": "function", "name": "now", "parameters": None}]}
+        response = client.post("/v1/responses", json=body).json()
+        assert [item["call_id"] for item in response["output"]] == ["functions.now:3"]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from holdfast.errors import RequestError
 from holdfast.text.answer_deltas import MAX_HELD_SPACE_CHARS, ContentDelta, ReasoningDelta
 from holdfast.text.answer_parser import AnswerParser
-from holdfast.text.reasoning import DEEPSEEK_R1, QWEN3, ReasoningParser, choose_reasoning_parser
-from holdfast.text.tool_calls import HERMES
+from holdfast.text.reasoning import DEEPSEEK_R1, HARMONY, QWEN3, ReasoningParser, choose_reasoning_parser
+from holdfast.text.tool_formats import HERMES
 from text.answer_cases import CUTS, TOOLS, content_of, cut, in_short, read
 
 CASES = {
@@ -90,8 +90,48 @@ def test_the_format_is_chosen_by_name_or_by_what_the_template_knows():
     assert choose_reasoning_parser(None) is None
     assert choose_reasoning_parser("<think>", "none") is None
     assert choose_reasoning_parser(None, "deepseek_r1") is DEEPSEEK_R1
-    with pytest.raises(RequestError, match="qwen3, deepseek_r1 are there"):
+    with pytest.raises(RequestError, match=r"qwen3, deepseek_r1, harmony, deepseek_v3, .* are there"):
         choose_reasoning_parser(None, "r2")
+
+
+def test_choose_reasoning_parser_channels_are_harmony():
+    assert choose_reasoning_parser("{{ '<|start|>assistant<|channel|>analysis<|message|>' }}") is HARMONY
+    assert choose_reasoning_parser("an encoder of <｜DSML｜tool_calls> and <think>") is QWEN3
+
+
+def test_choose_reasoning_parser_names_of_vllm_are_taken():
+    for name in ("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "glm45", "glm47", "kimi_k2"):
+        assert choose_reasoning_parser(None, name) is QWEN3
+    assert choose_reasoning_parser(None, "openai_gptoss") is choose_reasoning_parser(None, "openai") is HARMONY
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thoughts"),
+    [
+        ("<｜User｜>Hi<｜Assistant｜><think>", "open"),
+        ("<｜User｜>Hi<｜Assistant｜></think>", "none"),
+        ("<|user|>\nHi<|assistant|>", "may"),
+        ("<|user|>\nHi<|assistant|>\n<think></think>", "none"),
+        ("<|im_assistant|>assistant<|im_middle|>", "may"),
+    ],
+)
+def test_reasoning_format_prompt_of_each_family_is_known(prompt, thoughts):
+    form = choose_reasoning_parser("<think>")
+    assert form is not None
+    assert form.thoughts(prompt) == thoughts
+
+
+def test_harmony_reasoning_prompt_end_decides_the_grammar():
+    assert HARMONY.thoughts("<|start|>user<|message|>Hi<|end|><|start|>assistant") == "channels"
+    assert HARMONY.thoughts("<|start|>assistant<|channel|>final<|message|>So") == "none"
+
+
+@pytest.mark.parametrize("text", ["<think>hm\n<|begin|>a", "<think>hm</think><|begin|>a", "<think>hm</th<|begin|>a"])
+def test_reasoning_parser_marker_of_calls_ends_thoughts(text):
+    thoughts = "hm</th" if "</th<" in text else "hm"
+    for pieces in ([text], list(text)):
+        parser = ReasoningParser(False, ["<|begin|>"])
+        assert in_short(read(parser, pieces)) == [f"?{thoughts}", "<|begin|>a"]
 
 
 CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'

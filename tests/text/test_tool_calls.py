@@ -1,6 +1,7 @@
 """ToolParser: transcripts of each format, broken ones, and the same result at the same cost however the text is cut."""
 
 import json
+import random
 
 import pytest
 from hypothesis import example, given
@@ -9,18 +10,24 @@ from hypothesis import strategies as st
 from counted_work import num_lines
 from holdfast.errors import RequestError
 from holdfast.text.answer_deltas import MAX_HELD_SPACE_CHARS, ContentDelta, ToolCallDelta
-from holdfast.text.call_readers import MAX_VALUE_CHARS
-from holdfast.text.tool_calls import (
+from holdfast.text.tag_calls import MAX_VALUE_CHARS
+from holdfast.text.tool_calls import MAX_CALLS, MAX_HELD_CHARS, MAX_PROBLEMS, ToolFormat
+from holdfast.text.tool_formats import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V4,
+    DEEPSEEK_V31,
+    DEEPSEEK_V32,
     FORMATS,
+    GLM,
+    HARMONY,
     HERMES,
+    KIMI_K2,
     LLAMA3_JSON,
-    MAX_CALLS,
-    MAX_HELD_CHARS,
-    MAX_PROBLEMS,
     QWEN3_CODER,
     choose_tool_parser,
 )
 from text.answer_cases import CUTS, TOOLS, calls_of, content_of, cut, in_short, read
+from text.call_transcripts import GOLDEN_FORMATS, GOLDEN_HARMONY, KIMI_BEGIN, KIMI_END, kimi
 from text.template_cases import CHAT_TEMPLATES
 
 LOOK = '{"name": "look", "arguments": {"city": "Rome"}}'
@@ -149,9 +156,13 @@ GOLDEN_QWEN3_CODER = {
     "cut off": ("<tool_call><function=look><parameter=city>Ro", [("look", '{"city": "Ro')]),
     "half a name": ("<tool_call><function=lo", ["<tool_call><function=lo"]),
 }
+GOLDEN_CASES = [
+    *((HERMES, GOLDEN_HERMES), (LLAMA3_JSON, GOLDEN_LLAMA), (QWEN3_CODER, GOLDEN_QWEN3_CODER)),
+    *GOLDEN_FORMATS,
+]
 GOLDEN = [
     pytest.param(form, text, expected, id=f"{form.name}: {name}")
-    for form, cases in ((HERMES, GOLDEN_HERMES), (LLAMA3_JSON, GOLDEN_LLAMA), (QWEN3_CODER, GOLDEN_QWEN3_CODER))
+    for form, cases in GOLDEN_CASES
     for name, (text, expected) in cases.items()
 ]
 
@@ -160,9 +171,10 @@ GOLDEN = [
 def test_transcripts(form, text, expected):
     whole = form.parser(TOOLS)
     assert in_short(read(whole, [text])) == expected
-    for size in (1, 2, 7):
+    pieces = [[text[i : i + size] for i in range(0, len(text), size)] for size in (1, 7)]
+    for one in [*pieces, *([text[:place], text[place:]] for place in range(1, len(text)))]:
         parser = form.parser(TOOLS)
-        assert in_short(read(parser, [text[i : i + size] for i in range(0, len(text), size)])) == expected
+        assert in_short(read(parser, one)) == expected
         assert parser.problems == whole.problems
 
 
@@ -179,6 +191,65 @@ def test_problems_are_told_where_something_is_wrong(form, text, expected):
         assert is_sound or parser.problems
     if not calls_of(deltas):
         assert content_of(deltas) == text
+
+
+ALL_GOLDEN: list[tuple[ToolFormat, str]] = [
+    (form, text) for form, cases in (*GOLDEN_CASES, (HARMONY, GOLDEN_HARMONY)) for text, _ in cases.values()
+]
+
+
+def streamed_and_whole(form, text, cuts):
+    """The same answer in pieces and at once, with what was told of it."""
+    parser, whole = form.parser(TOOLS), form.parser(TOOLS)
+    first, second = read(parser, cuts), read(whole, [text])
+    return (first, parser.problems, parser.num_calls), (second, whole.problems, whole.num_calls)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_parser_answer_cut_anywhere_is_stable(form):
+    longest = sorted((text for one, text in ALL_GOLDEN if one is form), key=len)[-2:]
+    for text in longest:
+        for end in range(len(text)):
+            streamed, whole = streamed_and_whole(form, text[:end], [text[: end // 2], text[end // 2 : end]])
+            assert streamed == whole, (form.name, text[:end])
+
+
+MARKERS = sorted({marker for form in FORMATS.values() for marker in (*form.tokens, form.opening, *form.section)} - {""})
+
+
+def mutated(text: str, chance: random.Random) -> str:
+    """A text with parts left out, swapped, doubled, cut off, or with a marker where none belongs."""
+    for _ in range(chance.randint(1, 4)):
+        start = chance.randrange(len(text) + 1)
+        end = min(len(text), start + chance.randint(1, 24))
+        head, part, tail = text[:start], text[start:end], text[end:]
+        text = chance.choice(
+            [head + tail, head + part[::-1] + tail, head + part + part + tail, tail + part + head, head]
+            + [head + chance.choice(MARKERS) + part + tail] * 2
+        )
+    return text
+
+
+def check_mutations(form, num_texts: int) -> None:
+    chance = random.Random(7)
+    texts = [text for one, text in ALL_GOLDEN if one is form]
+    for _ in range(num_texts):
+        text = mutated(chance.choice(texts), chance)
+        size = chance.choice([1, 2, 5, 20])
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        streamed, whole = streamed_and_whole(form, text, pieces)
+        assert streamed == whole, (form.name, text)
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_parser_mutated_answers_read_alike_in_pieces(form):
+    check_mutations(form, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_parser_many_mutated_answers_read_alike(form):
+    check_mutations(form, 2000)
 
 
 FRAGMENTS = [
@@ -200,10 +271,29 @@ FRAGMENTS = [
     ),
 ]
 ANSWERS = st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join)
+SECTION_FRAGMENTS = [
+    *MARKERS,
+    *(
+        'look">',
+        "look",
+        "functions.look:0",
+        "function",
+        "\n```json\n",
+        "```",
+        '{"city": "Rome"}',
+        "{}",
+        "{x",
+        " ",
+        "\n",
+    ),
+    *("<arg_key>city</arg_key>", "<arg_value>Rome</arg_value>", "analysis", "final", " to=functions.now", "assistant"),
+    *('<｜DSML｜parameter name="city" string="true">', "</｜DSML｜parameter>", "</｜DSML｜invoke>", "Well", "<", "｜"),
+]
+SECTION_ANSWERS = st.lists(st.sampled_from(SECTION_FRAGMENTS), max_size=16).map("".join)
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-@given(text=ANSWERS, cuts=CUTS)
+@given(text=st.one_of(ANSWERS, SECTION_ANSWERS), cuts=CUTS)
 @example(text=f" \n <tool_call>{LOOK}</tool_call> \n ", cuts=[1, 2, 3, 5, 70, 71])
 def test_cuts_change_nothing(form, text, cuts):
     parser, whole = form.parser(TOOLS), form.parser(TOOLS)
@@ -212,8 +302,8 @@ def test_cuts_change_nothing(form, text, cuts):
     assert parser.num_calls == whole.num_calls
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-@given(text=st.one_of(ANSWERS, st.text(max_size=40)))
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form is not HARMONY], ids=lambda form: form.name)
+@given(text=st.one_of(ANSWERS, SECTION_ANSWERS, st.text(max_size=40)))
 def test_text_without_a_call_comes_out_as_it_went_in(form, text):
     parser = form.parser(TOOLS)
     deltas = read(parser, list(text))
@@ -235,7 +325,7 @@ VALUES = st.recursive(
 @given(calls=st.lists(st.dictionaries(st.text(max_size=6), VALUES, max_size=4), min_size=1, max_size=3), cuts=CUTS)
 def test_arguments_arrive_as_they_were_written(form, calls, cuts):
     written = [json.dumps(arguments, ensure_ascii=False) for arguments in calls]
-    texts = [f'{{"name": "look", "{form.arguments_key}": {arguments}}}' for arguments in written]
+    texts = [f'{{"name": "look", "{form.syntax.arguments_key}": {arguments}}}' for arguments in written]
     text = "; ".join(texts) if form is LLAMA3_JSON else "".join(f"<tool_call>\n{one}\n</tool_call>\n" for one in texts)
     parser = form.parser(TOOLS)
     assert in_short(read(parser, cut(text, cuts))) == [("look", arguments) for arguments in written]
@@ -289,6 +379,20 @@ def test_text_comes_at_once_but_for_what_may_begin_a_marker():
         (QWEN3_CODER, "<tool_call><function=look><parameter=days>", "1"),
         (QWEN3_CODER, "<tool_call><function=look>", " "),
         (QWEN3_CODER, "<tool_call><function=look><parameter=", "a "),
+        (GLM, "", "<tool_call>look"),
+        (GLM, "<tool_call>look", "<arg_key>city</arg_key><arg_value>x</arg_value>"),
+        (KIMI_K2, "", "<|tool_calls_section_begin|>"),
+        (KIMI_K2, "", "<|tool_call_begin|>"),
+        (KIMI_K2, "", f"{KIMI_BEGIN}{kimi('functions.now:0', '{}')}{KIMI_END}"),
+        (KIMI_K2, KIMI_BEGIN, kimi("functions.now:0", "x")),
+        (KIMI_K2, f"{KIMI_BEGIN}<|tool_call_begin|>now<|tool_call_argument_begin|>", " "),
+        (DEEPSEEK_V3, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "function<｜tool▁sep｜>"),
+        (DEEPSEEK_V4, "", '<｜DSML｜tool_calls><｜DSML｜invoke name="'),
+        (HARMONY, "", "<|channel|>"),
+        (HARMONY, "", "<|start|>assistant<|channel|>final<|message|>a<|end|> "),
+        (HARMONY, "", " "),
+        (HARMONY, "", "<|channel|>commentary to=functions.now<|message|>{}<|call|>"),
+        (HARMONY, "<|channel|>analysis<|message|>", "<|cha"),
     ],
 )
 def test_cost_is_in_proportion_to_the_text(form, head, unit):
@@ -297,8 +401,10 @@ def test_cost_is_in_proportion_to_the_text(form, head, unit):
         parser = form.parser(TOOLS)
         return num_lines(lambda: read(parser, [text[i : i + size] for i in range(0, len(text), size)]))
 
+    # Whole calls are repeated less often than MAX_CALLS: beyond it they cost what text costs.
+    num_units = 60 if len(unit) > 40 else 400
     for size in (3, 10**9):
-        assert cost(800, size) <= 2.3 * cost(400, size) + 4000
+        assert cost(2 * num_units, size) <= 2.3 * cost(num_units, size) + 4000
 
 
 @pytest.mark.parametrize("size", [1000, 10**9])
@@ -344,7 +450,53 @@ def test_the_format_is_chosen_by_name_or_by_what_the_template_teaches():
     assert choose_tool_parser(None) is None
     assert choose_tool_parser(qwen, "none") is None
     assert choose_tool_parser(None, "llama3_json") is LLAMA3_JSON
-    with pytest.raises(RequestError, match="hermes, llama3_json, qwen3_coder are there"):
+    with pytest.raises(RequestError, match=r"hermes, llama3_json, .*deepseek_v4 are there"):
         choose_tool_parser(qwen, "hermit")
     for source in CHAT_TEMPLATES.values():
         choose_tool_parser(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "form"),
+    [
+        ("{% for t in tools %}{% endfor %}<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>", GLM),
+        ("{{ tools }}<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}", KIMI_K2),
+        ("{{ tools }}{{ '<|start|>assistant<|channel|>analysis<|message|>' }}", HARMONY),
+        ("{{ tools }}<｜tool▁calls▁begin｜>{{ '<｜tool▁sep｜>' + name + '\\n' + '```json' }}", DEEPSEEK_V3),
+        ("{{ tools }}<｜tool▁calls▁begin｜>{{ name + '<｜tool▁sep｜>' + arguments }}", DEEPSEEK_V31),
+        ("{{ '<｜tool▁calls▁begin｜>' }} knows calls, lists none", HERMES),
+        ("an encoder, which writes <｜DSML｜function_calls> and <think>", DEEPSEEK_V32),
+        ("an encoder, which writes <｜DSML｜tool_calls> and <think>", DEEPSEEK_V4),
+    ],
+)
+def test_choose_tool_parser_template_markers_name_the_format(source, form):
+    assert choose_tool_parser(source) is form
+
+
+def test_choose_tool_parser_names_of_vllm_are_taken():
+    names = {"glm45": GLM, "glm47": GLM, "openai": HARMONY, "kimi_k2": KIMI_K2, "deepseek_v3": DEEPSEEK_V3}
+    names |= {"deepseek_v31": DEEPSEEK_V31, "deepseek_v32": DEEPSEEK_V32, "deepseek_v4": DEEPSEEK_V4}
+    for name, form in names.items():
+        assert choose_tool_parser(None, name) is form
+
+
+def test_kimi_k2_ids_are_the_models_own_once_each():
+    section = "".join(kimi(name, "{}") for name in ("functions.now:7", "look:8", "functions.now:7"))
+    deltas = read(KIMI_K2.parser(TOOLS), [KIMI_BEGIN + section + KIMI_END])
+    found = [(delta.name, delta.id) for delta in deltas if isinstance(delta, ToolCallDelta) and delta.name]
+    assert found == [("now", "functions.now:7"), ("look", "look:8"), ("now", None)]
+
+
+@pytest.mark.parametrize("size", [100, 10**9])
+def test_section_that_never_names_a_call_is_content(size):
+    text = f"{KIMI_BEGIN}<|tool_call_begin|>{'x' * 2000}"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert in_short(read(KIMI_K2.parser(TOOLS), pieces)) == [text]
+
+
+def test_section_calls_above_the_limit_are_content():
+    parser = KIMI_K2.parser(TOOLS)
+    call = kimi("functions.now:0", "{}")
+    deltas = read(parser, [KIMI_BEGIN + call * (MAX_CALLS + 2) + KIMI_END])
+    assert parser.num_calls == MAX_CALLS
+    assert content_of(deltas) == call * 2 + KIMI_END

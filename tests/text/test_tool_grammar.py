@@ -2,14 +2,16 @@
 
 import json
 import random
+import re
 
+import numpy as np
 import pytest
 
 from holdfast.errors import RequestError
 from holdfast.text.answer_deltas import ContentDelta
 from holdfast.text.answer_parser import AnswerParser
 from holdfast.text.reasoning import ReasoningParser
-from holdfast.text.tool_calls import FORMATS, HERMES, LLAMA3_JSON, QWEN3_CODER
+from holdfast.text.tool_formats import DEEPSEEK_V32, FORMATS, GLM, HARMONY, HERMES, LLAMA3_JSON, QWEN3_CODER
 from holdfast.text.tool_grammar import MAX_FORCED_CALLS, tool_call_grammar
 from holdfast.text.tools import ToolChoice, parse_tools
 from text.answer_cases import calls_of, in_short, read
@@ -54,7 +56,8 @@ def random_answer(lark: str, chance: random.Random, max_bytes: int = 500) -> str
     mask = llguidance_numpy.allocate_token_bitmask(1, BYTES.vocab_size)
     while len(written) < max_bytes and not state.is_stopped():
         llguidance_numpy.fill_next_token_bitmask(state, mask)
-        allowed = [token for token in range(BYTES.vocab_size) if mask[0][token // 32] >> (token % 32) & 1]
+        bits = np.unpackbits(np.asarray(mask[0]).view(np.uint8), bitorder="little")[: BYTES.vocab_size]
+        allowed = bits.nonzero()[0].tolist()
         if BYTES.eos_token in allowed and chance.random() < 0.6:
             break
         plain = [token for token in allowed if 32 <= token < 127 or token == 10] or allowed
@@ -90,27 +93,40 @@ ONE = {
     "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "llama3_json": '{"name": "now", "parameters": {}}',
     "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "glm": "<tool_call>now\n</tool_call>",
+    "kimi_k2": "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    "harmony": "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "deepseek_v32": '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>',
+    "deepseek_v4": '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>',
 }
+
+
+def calls_in(form, num_calls: int) -> str:
+    """An answer of this many calls."""
+    line = "\n" if form.section[0].startswith("<｜DSML") else ""
+    return form.section[0] + line + form.between.join([ONE[form.name]] * num_calls) + line + form.section[1]
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_one_call_several_or_the_one_that_was_named(form):
-    one, between = ONE[form.name], "; " if form is LLAMA3_JSON else "\n"
+    one, most = calls_in(form, 1), 1 if form is HARMONY else MAX_FORCED_CALLS
     several = tool_call_grammar(form, TOOLS, ToolChoice("required"))
     assert takes(several, one)
-    assert takes(several, between.join([one] * MAX_FORCED_CALLS))
-    assert not takes(several, between.join([one] * (MAX_FORCED_CALLS + 1)))
+    assert takes(several, calls_in(form, most))
+    assert not takes(several, calls_in(form, most + 1))
     assert not takes(several, "")
     assert not takes(several, f"Well, {one}")
     single = tool_call_grammar(form, TOOLS, ToolChoice("required"), is_parallel=False)
     assert takes(single, one)
-    assert not takes(single, between.join([one] * 2))
+    assert not takes(single, calls_in(form, 2))
     assert not takes(tool_call_grammar(form, TOOLS, ToolChoice("required", "look-é")), one)
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form is not HARMONY], ids=lambda form: form.name)
 def test_thoughts_come_before_calls_where_the_model_has_them(form):
-    one, choice = ONE[form.name], ToolChoice("required")
+    one, choice = calls_in(form, 1), ToolChoice("required")
     may = tool_call_grammar(form, TOOLS, choice, thoughts="may")
     is_open = tool_call_grammar(form, TOOLS, choice, thoughts="open")
     assert takes(may, one)
@@ -142,3 +158,79 @@ def test_tags_hold_no_names_with_brackets():
     with pytest.raises(RequestError, match="in tags"):
         tool_call_grammar(QWEN3_CODER, tools, ToolChoice("required"))
     assert tool_call_grammar(HERMES, tools, ToolChoice("required"))
+    with pytest.raises(RequestError, match="in tags"):
+        tool_call_grammar(GLM, tools, ToolChoice("required"))
+    quoted = {"type": "object", "properties": {'a"b': {"type": "string"}}}
+    tools = parse_tools([{"type": "function", "function": {"name": "f", "parameters": quoted}}])
+    with pytest.raises(RequestError, match="in tags"):
+        tool_call_grammar(DEEPSEEK_V32, tools, ToolChoice("required"))
+    assert tool_call_grammar(GLM, tools, ToolChoice("required"))
+
+
+def test_harmony_grammar_allows_analysis_before_the_call():
+    lark = tool_call_grammar(HARMONY, TOOLS, ToolChoice("required"), thoughts="channels")
+    analysis = "<|channel|>analysis<|message|>hm < <|e<|end|><|start|>assistant"
+    assert takes(lark, ONE["harmony"])
+    assert takes(lark, analysis + ONE["harmony"])
+    assert not takes(lark, "<|channel|>final<|message|>Hi")
+    found = in_short(read(HARMONY.parser(TOOLS), [analysis + ONE["harmony"]]))
+    assert found == ["?hm < <|e", ("now", "{}")]
+
+
+def test_glm_grammar_takes_calls_with_and_without_lines():
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+    tools = parse_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    lark = tool_call_grammar(GLM, tools, ToolChoice("required"))
+    pairs = [("a", "x\n<b>"), ("b", "5")]
+    for line in ("", "\n"):
+        tags = [f"<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}" for key, value in pairs]
+        text = f"<tool_call>f{line}{''.join(tags)}</tool_call>"
+        assert takes(lark, text)
+        assert calls_of(read(GLM.parser(tools), [text])) == [("f", '{"a": "x\\n<b>", "b": 5}')]
+
+
+class MarkerVocabulary:
+    """Bytes, an end token, and one special token for each marker."""
+
+    def __init__(self, markers) -> None:
+        self.ids = {marker: 257 + number for number, marker in enumerate(markers)}
+        self.tokens = [bytes([byte]) for byte in range(256)] + [b"</s>", *(marker.encode() for marker in self.ids)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.eos_token_id, self.bos_token_id = 256, None
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens of a text, with markers as special tokens."""
+        parts = re.split(f"({'|'.join(map(re.escape, self.ids))})", text)
+        return [token for part in parts for token in ([self.ids[part]] if part in self.ids else part.encode())]
+
+    def takes(self, lark: str, tokens: list[int]) -> bool:
+        """Whether the grammar takes these tokens, and nothing is missing then."""
+        wrapped = llguidance.TokenizerWrapper(self)
+        vocabulary = llguidance.LLTokenizer(wrapped, n_vocab=len(self.tokens), eos_token=[256])
+        state = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0)
+        return all(state.consume_token(token) for token in tokens) and state.is_accepting()
+
+
+FULL = {
+    "hermes": '<tool_call>\n{"name": "look-é", "arguments": {"city": "a", "unit": "c"}}\n</tool_call>',
+    "glm": '<tool_call>look-é\n<arg_key>city</arg_key>\n<arg_value>"a"</arg_value>\n<arg_key>unit</arg_key>'
+    "<arg_value>c</arg_value><arg_key>note</arg_key><arg_value>x < </arg y</arg_value></tool_call>",
+    "deepseek_v32": '<｜DSML｜invoke name="look-é">\n<｜DSML｜parameter name="city" string="false">"a"'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="unit" string="true">c</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="note" string="true">x </ y</｜DSML｜parameter>\n</｜DSML｜invoke>',
+}
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS.values() if not form.is_bare], ids=lambda form: form.name)
+def test_tool_call_grammar_special_markers_are_named_by_id(form):
+    vocabulary = MarkerVocabulary([*form.tokens, "</think>"])
+    thoughts = "channels" if form is HARMONY else "open"
+    lark = tool_call_grammar(form, TOOLS, ToolChoice("required"), True, thoughts, vocabulary.ids)
+    head = "" if form is HARMONY else "hm < </think>\n"
+    texts = [head + calls_in(form, 1)]
+    if form.name in FULL:
+        texts.append(texts[0].replace(ONE[form.name], FULL[form.name]))
+    for text in texts:
+        assert vocabulary.takes(lark, vocabulary(text)), text
+        # Spelled out in bytes a marker is text, and no marker.
+        assert not vocabulary.takes(lark, list(text.encode()))

@@ -456,13 +456,13 @@ COMMANDS = (
             ),
             _served(
                 "tool_parser",
-                "How calls of tools are written: auto (by the chat template), or a format's name.",
+                "How calls of tools are written: auto (by the chat template), none, or a name, such as kimi_k2 or harmony.",
                 "NAME",
                 "auto",
             ),
             _served(
                 "reasoning_parser",
-                "How reasoning is written: auto (by the chat template), none, or a format's name.",
+                "How reasoning is written: auto (by the chat template), none, or a name, such as qwen3 or harmony.",
                 "NAME",
                 "auto",
             ),

@@ -145,7 +145,7 @@ def is_loopback(host: str) -> bool:
 def check_parsers(options: ServeOptions) -> None:
     """A name that no format has is told before a model is opened."""
     from holdfast.text.reasoning import choose_reasoning_parser
-    from holdfast.text.tool_calls import choose_tool_parser
+    from holdfast.text.tool_formats import choose_tool_parser
 
     for option, choose, name in (
         ("--tool-parser", choose_tool_parser, options.tool_parser),

@@ -143,6 +143,8 @@ class PreparedRequest:
     cache_salt: bytes
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """params.bad_words in tokens."""
+    kept_token_ids: frozenset[int] = frozenset()
+    """Special tokens that stay in the text, because they mark the parts of an answer."""
 
 
 @dataclass(frozen=True, slots=True)

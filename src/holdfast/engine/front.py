@@ -218,7 +218,7 @@ class Front:
                 use_prefix_cache=own_params.prompt_logprobs is None and not own_params.skip_reading_prefix_cache,
                 bad_word_ids=prepared.bad_word_ids,
             )
-            yield Completion(name, index, request, self._tokenizer, now)
+            yield Completion(name, index, request, self._tokenizer, now, prepared.kept_token_ids)
 
     def _advance(self, completion: Completion, output: SequenceOutput, now: float) -> list[int]:
         """Hand a completion its tokens; what fails in its text ends this request alone."""

@@ -66,7 +66,13 @@ class Completion:
     """
 
     def __init__(
-        self, request_id: str, index: int, request: CoreRequest, tokenizer: Tokenizer | None, arrived_at: float
+        self,
+        request_id: str,
+        index: int,
+        request: CoreRequest,
+        tokenizer: Tokenizer | None,
+        arrived_at: float,
+        kept_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         params = request.params
         self.request_id = request_id
@@ -81,7 +87,9 @@ class Completion:
         self._tokenizer = tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, request.token_ids, params.skip_special_tokens)
+            self._detokenizer = IncrementalDetokenizer(
+                tokenizer, request.token_ids, params.skip_special_tokens, kept_token_ids
+            )
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:

@@ -132,7 +132,7 @@ def _choice(opened: _Opened, output: CompletionOutput, with_reasoning: bool) -> 
     if whole.calls:
         message["content"] = whole.content or None
         message["tool_calls"] = [
-            {"id": new_id("call"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in whole.calls
         ]
     logprobs = None
@@ -241,7 +241,7 @@ class _ChoiceStream:
         if piece.name is None:
             return f'{{"tool_calls":[{{"index":{piece.index},"function":{{"arguments":{quoted(piece.arguments)}}}}}]}}'
         function = f'{{"name":{quoted(piece.name)},"arguments":{quoted(piece.arguments)}}}'
-        call = f'"id":"{new_id("call")}","type":"function","function":{function}'
+        call = f'"id":{quoted(piece.id or new_id("call"))},"type":"function","function":{function}'
         return f'{{"tool_calls":[{{"index":{piece.index},{call}}}]}}'
 
     def _choice(self, delta: str, ending: str = '"finish_reason":null') -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from holdfast.server.streams import new_id
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
 from holdfast.text.answer_parser import AnswerParser
 
@@ -41,6 +42,7 @@ class WholeCall:
     """A call of a tool, complete."""
 
     name: str
+    id: str
     arguments: str = ""
 
 
@@ -63,6 +65,6 @@ def whole_answer(text: str, parser: AnswerText) -> WholeAnswer:
             whole.content += delta.text
         else:
             if delta.name is not None:
-                whole.calls.append(WholeCall(delta.name))
+                whole.calls.append(WholeCall(delta.name, delta.id or new_id("call")))
             whole.calls[-1].arguments += delta.arguments
     return whole

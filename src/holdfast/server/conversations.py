@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,11 +21,12 @@ from holdfast.server.schemas import AssistantMessage, Message, NamedToolChoice, 
 from holdfast.server.schemas import Tool as ToolBody
 from holdfast.server.service import Service, service_of
 from holdfast.server.structured import Rule
-from holdfast.text.answer_parser import AnswerParser
-from holdfast.text.reasoning import ReasoningParser, Thoughts, choose_reasoning_parser
+from holdfast.text.answer_parser import AnswerForm
+from holdfast.text.reasoning import ReasoningFormat, Thoughts, choose_reasoning_parser
 from holdfast.text.thought_grammar import behind_thoughts
 from holdfast.text.tokenizer import Tokenizer
-from holdfast.text.tool_calls import ToolFormat, ToolParser, choose_tool_parser
+from holdfast.text.tool_calls import ToolFormat
+from holdfast.text.tool_formats import choose_tool_parser
 from holdfast.text.tool_grammar import tool_call_grammar
 from holdfast.text.tools import parse_tool_choice, parse_tools
 
@@ -38,25 +39,24 @@ class Chat:
     """A conversation that the engine can take, and how its answer is read."""
 
     prepared: PreparedRequest
-    make_reasoning: Callable[[], ReasoningParser] | None
-    make_tools: Callable[[], ToolParser] | None
+    form: AnswerForm
+    hidden: tuple[str, ...]
+    """Markers that the text holds only because it must be read."""
     one_call: bool
     tokenizer: Tokenizer | None
 
     @property
     def splits(self) -> bool:
         """Whether an answer may hold more than content."""
-        return self.splits_reasoning or self.make_tools is not None
+        return self.form.splits
 
     @property
     def splits_reasoning(self) -> bool:
-        return self.make_reasoning is not None
+        return self.form.reasoning is not None
 
     def parser(self) -> AnswerText:
         """For the text of one completion."""
-        reasoning = self.make_reasoning() if self.make_reasoning else None
-        parser = AnswerParser(reasoning, self.make_tools() if self.make_tools else None)
-        return AnswerText(parser, one_call=self.one_call)
+        return AnswerText(self.form.parser(self.prepared.prompt, self.hidden), one_call=self.one_call)
 
     def num_tokens(self, text: str) -> int:
         """About how many tokens a text of the answer was."""
@@ -90,7 +90,10 @@ async def prepare_chat(
     # Tools may be megabytes of schemas: read, and written down as a grammar, beside the event loop.
     beside = partial(_beside, bool(tools))
     setting = await beside(ToolSetting, service, template.source, tools, tool_choice)
-    make_params = partial(sampling_params, service, fields, max_tokens=max_tokens, logprobs=logprobs)
+    form = setting.form(choose_reasoning_parser(template.source, service.reasoning_parser))
+    make_params = partial(
+        sampling_params, service, fields, max_tokens=max_tokens, logprobs=logprobs, **_stops(service, form, fields)
+    )
     salt, continues = cache_salt(request, fields), bool(flags[1])
     try:
         prepared = await service.llm.prepare_chat(
@@ -104,23 +107,33 @@ async def prepare_chat(
         )
     except (PromptError, TemplateError) as error:
         raise prompt_error(error, param) from error
-    form = choose_reasoning_parser(template.source, service.reasoning_parser)
     # Only the prompt says whether the answer begins with thoughts, which are free.
-    thoughts = "none" if form is None else form.thoughts(prepared.prompt)
-    forced = await beside(setting.forced_rule, thoughts, one_call, rule)
+    thoughts, special = form.thoughts(prepared.prompt), form.special_tokens(service.llm.tokenizer)
+    forced = await beside(setting.forced_rule, thoughts, special, one_call, rule)
     if forced is not None:
         prepared = await _held(service, prepared, forced, forced.made(), make_params, salt)
     elif rule is not None:
         made = rule.made()
-        behind = behind_thoughts(made, thoughts)
-        if behind is None:
-            form = None  # a grammar of the caller's own says all of the answer
+        behind = behind_thoughts(made, thoughts, special)
+        if behind is None:  # a grammar of the caller's own says all of the answer
+            form, special = AnswerForm(None, form.calls, form.tools), {}
         prepared = await _held(service, prepared, rule, behind or made, make_params, salt)
     record = record_of(request)
     if record.wants_text:
         record.prompt = prepared.prompt
-    make_reasoning = None if form is None else partial(form.parser, prepared.prompt)
-    return Chat(prepared, make_reasoning, setting.make_parser(), one_call, service.llm.tokenizer)
+    prepared = replace(prepared, kept_token_ids=frozenset(special.values()))
+    return Chat(prepared, form, _hidden(fields, special), one_call, service.llm.tokenizer)
+
+
+def _hidden(fields: SamplingFields, special: Mapping[str, int]) -> tuple[str, ...]:
+    """Markers that content does not show: none if the request wants special tokens."""
+    return () if fields.skip_special_tokens is False else tuple(special)
+
+
+def _stops(service: Service, form: AnswerForm, fields: SamplingFields) -> dict[str, list[int]]:
+    """Tokens that end an answer of this form, beside those of the request."""
+    stops = () if fields.ignore_eos else form.stop_token_ids(service.llm.tokenizer)
+    return {"stop_token_ids": [*(fields.stop_token_ids or ()), *stops]} if stops else {}
 
 
 async def _beside(is_large: bool, work: Callable[..., _Result], *given: object) -> _Result:
@@ -223,11 +236,13 @@ class ToolSetting:
         """What the template is told."""
         return None if self._form is None else [tool.listed() for tool in self._tools]
 
-    def make_parser(self) -> Callable[[], ToolParser] | None:
-        """How calls are read from an answer; None where there are none."""
-        return None if self._form is None else partial(self._form.parser, self._tools)
+    def form(self, reasoning: ReasoningFormat | None) -> AnswerForm:
+        """How an answer is read."""
+        return AnswerForm(reasoning, self._form, self._tools)
 
-    def forced_rule(self, thoughts: Thoughts, one_call: bool, asked: Rule | None) -> Rule | None:
+    def forced_rule(
+        self, thoughts: Thoughts, special: Mapping[str, int], one_call: bool, asked: Rule | None
+    ) -> Rule | None:
         """What an answer is held to so that it calls a tool; None where it may do as it likes."""
         if self._form is None or self._choice.mode != "required":
             return None
@@ -238,7 +253,7 @@ class ToolSetting:
                 param=asked.param,
             )
         try:
-            grammar = tool_call_grammar(self._form, self._tools, self._choice, not one_call, thoughts)
+            grammar = tool_call_grammar(self._form, self._tools, self._choice, not one_call, thoughts, special)
         except RequestError as error:
             raise prompt_error(error, "tools") from error
         return Rule("tool_choice", {"grammar": grammar})

@@ -20,8 +20,10 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 class ResponseOutput:
     """What the model has said so far. Items come one after the other; the last one is open until another begins."""
 
-    def __init__(self, frame: dict[str, Any]) -> None:
+    def __init__(self, frame: dict[str, Any], thoughts_end: str = CLOSING) -> None:
+        """`thoughts_end`: the marker that the content follows."""
         self._frame = frame
+        self._end_marker = thoughts_end
         self._items: list[dict[str, Any]] = frame["output"]
         self._texts: list[str] = []
         """Of the open item."""
@@ -128,7 +130,7 @@ class ResponseOutput:
         """Keep what waits behind the token that ends the reasoning; nothing of it while it goes on."""
         for place, entry in enumerate(self._waiting):
             self._thoughts_end = (self._thoughts_end + entry["token"])[-MAX_MARKER_CHARS:]
-            if CLOSING in self._thoughts_end:
+            if self._end_marker in self._thoughts_end:
                 self._waiting = self._waiting[place + 1 :]
                 self._thoughts_end = ""
                 return
@@ -139,7 +141,9 @@ class ResponseOutput:
         self._waiting = []
         if delta.name is not None:
             self._close("completed")
-            self._begin_item("function_call", {"call_id": new_id("call"), "name": delta.name, "arguments": ""})
+            self._begin_item(
+                "function_call", {"call_id": delta.id or new_id("call"), "name": delta.name, "arguments": ""}
+            )
         if delta.arguments:
             self._texts.append(delta.arguments)
             self._tell("response.function_call_arguments.delta", **self._place(), delta=delta.arguments)

@@ -88,7 +88,7 @@ async def _opened(request: Request, asked: ResponseRequest) -> _Opened:
     answer = Answer(request, chat.prepared, answer_id, Counted(num_reasoning_tokens=0))
     frame = _frame(asked, chat, answer_id, asked.model or service.name)
     writer = None if num_top is None else ChatLogprobWriter(tokenizer, num_top)
-    return _Opened(chat, answer, ResponseOutput(frame), chat.parser(), writer)
+    return _Opened(chat, answer, ResponseOutput(frame, chat.form.thoughts_end), chat.parser(), writer)
 
 
 def _tool(function: dict[str, Any]) -> Tool:

@@ -30,6 +30,8 @@ class ToolCallDelta:
     name: str | None
     """With the first delta of a call and with no other."""
     arguments: str = ""
+    id: str | None = None
+    """With the name, if the model numbers its calls itself; its template needs the same string in the next turn."""
 
 
 AnswerDelta = ContentDelta | ReasoningDelta | ToolCallDelta
@@ -43,6 +45,7 @@ class DeltaList:
         self._parts: list[str] = []
         self._kind: type[ContentDelta] | type[ReasoningDelta] | int = ContentDelta
         """Of the parts: a number is the index of the call whose arguments they are."""
+        self._call_ids: set[str] = set()
 
     def add(self, kind: type[ContentDelta] | type[ReasoningDelta] | int, text: str) -> None:
         """More text of one kind."""
@@ -53,10 +56,13 @@ class DeltaList:
             self._kind = kind
         self._parts.append(text)
 
-    def begin_call(self, index: int, name: str) -> None:
-        """A call, whose arguments follow."""
+    def begin_call(self, index: int, name: str, call_id: str | None = None) -> None:
+        """A call, whose arguments follow. An id that an earlier call has is left out: ids tell calls apart."""
         self._close()
-        self._done.append(ToolCallDelta(index, name))
+        call_id = None if call_id in self._call_ids else call_id
+        if call_id is not None:
+            self._call_ids.add(call_id)
+        self._done.append(ToolCallDelta(index, name, id=call_id))
 
     def take(self) -> list[AnswerDelta]:
         """All of them, once."""
@@ -126,7 +132,7 @@ def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
     for delta in deltas:
         if isinstance(delta, ToolCallDelta):
             if delta.name is not None:
-                whole.begin_call(delta.index, delta.name)
+                whole.begin_call(delta.index, delta.name, delta.id)
             whole.add(delta.index, delta.arguments)
         else:
             whole.add(type(delta), delta.text)

@@ -1,16 +1,130 @@
-"""AnswerParser: an answer as it streams, as reasoning, content and calls of tools, by what its model can do; no torch."""
+"""AnswerForm, AnswerParser: an answer as it streams, as reasoning, content and calls of tools, by what its model can do; no torch."""
 
-from holdfast.text.answer_deltas import AnswerDelta, ContentDelta
-from holdfast.text.reasoning import ReasoningParser
-from holdfast.text.tool_calls import ToolParser
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, ReasoningDelta, ToolCallDelta, partial_end
+from holdfast.text.harmony import HARMONY, HarmonyParser
+from holdfast.text.reasoning import CLOSING, ReasoningFormat, ReasoningParser, Thoughts
+from holdfast.text.tool_calls import AnswerReader, ToolFormat
+from holdfast.text.tools import Tool
+
+if TYPE_CHECKING:
+    from holdfast.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the answers to one request are read."""
+
+    reasoning: ReasoningFormat | None = None
+    calls: ToolFormat | None = None
+    """None if the request has no tools, or if calls stay in the text."""
+    tools: tuple[Tool, ...] = ()
+
+    @property
+    def splits(self) -> bool:
+        """Whether an answer may hold more than content."""
+        return self.reasoning is not None or self.calls is not None
+
+    @property
+    def thoughts_end(self) -> str:
+        """The marker that the content follows."""
+        return CLOSING if self.reasoning is None else self.reasoning.ending
+
+    def thoughts(self, prompt: str | None) -> Thoughts:
+        """What an answer to this prompt begins with."""
+        return "none" if self.reasoning is None else self.reasoning.thoughts(prompt)
+
+    def special_tokens(self, tokenizer: "Tokenizer | None") -> dict[str, int]:
+        """Find the markers that are special tokens: a text leaves them out unless it must be read."""
+        if tokenizer is None:
+            return {}
+        names = (*(self.reasoning.tokens if self.reasoning else ()), *(self.calls.tokens if self.calls else ()))
+        return _ids(tokenizer, names, tokenizer.special_token_ids)
+
+    def stop_token_ids(self, tokenizer: "Tokenizer | None") -> tuple[int, ...]:
+        """Find the tokens that end an answer of this form."""
+        is_channel = self.reasoning is not None and self.reasoning.is_channel
+        names = HARMONY.stops if is_channel else self.calls.stops if self.calls else ()
+        return () if tokenizer is None else tuple(_ids(tokenizer, names, None).values())
+
+    def parser(self, prompt: str | None = None, hidden: Sequence[str] = ()) -> "AnswerParser":
+        """For one answer to this prompt. Markers in `hidden` that mark nothing are left out."""
+        tools = None if self.calls is None else self.tools
+        if self.calls is HARMONY or (self.reasoning is not None and self.reasoning.is_channel):
+            reads_reasoning = self.reasoning is not None
+            return AnswerParser(
+                None, HarmonyParser(tools, reads_reasoning=reads_reasoning, prompt=prompt), MarkerFilter(hidden)
+            )
+        calls = None if self.calls is None else self.calls.parser(tools)
+        section = "" if self.calls is None else self.calls.section[0]
+        reasoning = None if self.reasoning is None else self.reasoning.parser(prompt, [section] if section else ())
+        return AnswerParser(reasoning, calls, MarkerFilter(hidden))
+
+
+def _ids(tokenizer: "Tokenizer", names: Sequence[str], among: frozenset[int] | None) -> dict[str, int]:
+    ids: Mapping[str, int | None] = {name: tokenizer.vocabulary_id(name) for name in names}
+    return {name: one for name, one in ids.items() if one is not None and (among is None or one in among)}
+
+
+class MarkerFilter:
+    """Leaves markers out of content and reasoning, however they are cut. Arguments of calls stay as they are."""
+
+    def __init__(self, hidden: Sequence[str] = ()) -> None:
+        self._hidden = tuple(hidden)
+        self._marker = re.compile("|".join(map(re.escape, hidden)))
+        self._kept = ""
+        self._kind: type[ContentDelta] | type[ReasoningDelta] = ContentDelta
+        """Of what is kept: the end of a text, which may begin a marker."""
+
+    def filtered(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
+        """The same deltas without markers."""
+        if not self._hidden:
+            return deltas
+        out = DeltaList()
+        for delta in deltas:
+            if isinstance(delta, ToolCallDelta) or not isinstance(delta, self._kind):
+                out.add(self._kind, self.rest())
+            if isinstance(delta, ToolCallDelta):
+                if delta.name is not None:
+                    out.begin_call(delta.index, delta.name, delta.id)
+                out.add(delta.index, delta.arguments)
+                continue
+            self._kind = type(delta)
+            out.add(self._kind, self._without_markers(self._kept + delta.text))
+        return out.take()
+
+    def _without_markers(self, text: str) -> str:
+        pieces = self._marker.split(text)
+        end = len(pieces[-1]) - max(partial_end(pieces[-1], marker) for marker in self._hidden)
+        pieces[-1], self._kept = pieces[-1][:end], pieces[-1][end:]
+        return "".join(pieces)
+
+    def finish(self) -> list[AnswerDelta]:
+        """What is kept; the answer has ended."""
+        rest = self.rest()
+        return [self._kind(rest)] if rest else []
+
+    def rest(self) -> str:
+        kept, self._kept = self._kept, ""
+        return kept
 
 
 class AnswerParser:
     """One completion: thoughts are split off first, and only what is left may call tools."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: AnswerReader | None,
+        markers: MarkerFilter | None = None,
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._markers = markers or MarkerFilter()
 
     @property
     def num_calls(self) -> int:
@@ -24,12 +138,14 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """What a further piece of the answer makes certain."""
-        return self._called([ContentDelta(text)] if self._reasoning is None else self._reasoning.feed(text))
+        deltas: list[AnswerDelta] = [ContentDelta(text)] if self._reasoning is None else self._reasoning.feed(text)
+        return self._markers.filtered(self._called(deltas))
 
     def finish(self) -> list[AnswerDelta]:
         """What was held back; the answer has ended."""
         deltas = self._called([] if self._reasoning is None else self._reasoning.finish())
-        return deltas + ([] if self._tools is None else self._tools.finish())
+        deltas += [] if self._tools is None else self._tools.finish()
+        return self._markers.filtered(deltas) + self._markers.finish()
 
     def _called(self, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
         if self._tools is None:

@@ -1,4 +1,4 @@
-"""CallReader: one call of a tool, from its first sign to its last: as a JSON object, or as Qwen3-Coder's tags; no torch.
+"""CallReader: one call of a tool, from its first sign to its last: a JSON object, or a name with JSON arguments; no torch.
 
 Nothing is told of a call before it is certain. From then on its arguments are, as far as they have come.
 """
@@ -6,10 +6,11 @@ Nothing is told of a call before it is certain. From then on its arguments are, 
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.errors import shown
-from holdfast.text.answer_deltas import DeltaList, partial_end
+from holdfast.text.answer_deltas import DeltaList
 from holdfast.text.json_scanner import Found, JsonScanner, is_object
 from holdfast.text.tools import NAME, Tool
 
@@ -29,6 +30,127 @@ class CallReader(Protocol):
     def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
         """Read on; stops where the call is done or broken, else at the limit or before half a tag there."""
         ...
+
+
+class ArgumentsReader:
+    """Copies one JSON object to the arguments of a call. Bare control characters in strings become escapes."""
+
+    def __init__(self) -> None:
+        self.is_done = self.is_broken = False
+        self._scanner = JsonScanner()
+
+    def read(self, text: str, place: int, limit: int, index: int, out: DeltaList) -> int:
+        """Read to the end of the object, to the first character that is not JSON, or to the limit."""
+        while not (self.is_done or self.is_broken):
+            end, found = self._scanner.scan(text, place, limit)
+            out.add(index, escaped(text[place:end], found))
+            place = end
+            self.is_done, self.is_broken = found is Found.END, found is Found.BROKEN
+            if found is Found.MORE:
+                break
+        return place
+
+
+def escaped(piece: str, found: Found) -> str:
+    """Write the control character at the end of a piece as an escape: bare, it is not JSON."""
+    return piece[:-1] + json.dumps(piece[-1])[1:-1] if found is Found.CONTROL else piece
+
+
+def told_unknown(name: str, tools: Mapping[str, Tool] | None, tell: Tell) -> bool:
+    """Tell of a name that the request does not list. True if the request lists tools without it."""
+    if tools is None or name in tools:
+        return False
+    tell(f"{shown(name)} is called, which is no tool of the request")
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class JsonSyntax:
+    """Calls that are one JSON object with the name and the arguments as members."""
+
+    arguments_key: str
+
+    def reader(self, index: int, tools: Mapping[str, Tool] | None, tell: Tell, is_marked: bool) -> CallReader:
+        """Make the reader of one call."""
+        return JsonCall(index, tools, tell, is_marked)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSyntax:
+    """Calls that are a name, a separator and a JSON object."""
+
+    head: re.Pattern[str]
+    """Matches the text before the separator: group "name", and group "id" if the model numbers its calls."""
+    separator: str
+    closing: str
+    """Follows the arguments."""
+    written_head: str
+    written_end: str = ""
+    """For a forced call: the text before the arguments, with {name}, and the text after them, before the closing marker."""
+
+    def reader(self, index: int, tools: Mapping[str, Tool] | None, tell: Tell, is_marked: bool) -> CallReader:
+        """Make the reader of one call."""
+        return HeadedCall(self, index, tools, tell)
+
+
+MAX_HEAD_CHARS = 512
+_SPACE = re.compile(r"\s*")
+
+
+class HeadedCall:
+    """Reads NAME <separator> {...}. The markers prove that it is a call, so arguments that are not JSON break only them."""
+
+    def __init__(self, syntax: HeadSyntax, index: int, tools: Mapping[str, Tool] | None, tell: Tell) -> None:
+        self.is_certain = self.is_done = self.is_broken = False
+        self._syntax = syntax
+        self._index = index
+        self._tools = tools
+        self._tell = tell
+        self._named: re.Match[str] | None = None
+        self._arguments = ArgumentsReader()
+
+    def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
+        """Read on; half a separator at the end waits for the next piece."""
+        if self._named is None:
+            place = self._head(text, place, limit)
+        if self._named is not None and not self.is_certain:
+            place = self._first(text, place, limit, out)
+        if self.is_certain and not (self.is_done or self.is_broken):
+            place = self._arguments.read(text, place, limit, self._index, out)
+            self.is_done, self.is_broken = self._arguments.is_done, self._arguments.is_broken
+        return place
+
+    def _head(self, text: str, place: int, limit: int) -> int:
+        separator = self._syntax.separator
+        end = min(limit, place + MAX_HEAD_CHARS)
+        found = text.find(separator, place, end)
+        if found < 0:
+            self.is_broken = end == place + MAX_HEAD_CHARS
+            return place
+        named = self._syntax.head.fullmatch(text, place, found)
+        if named is None or NAME.fullmatch(named["name"]) is None:
+            self.is_broken = True
+            return place
+        self._named = named
+        return found + len(separator)
+
+    def _first(self, text: str, place: int, limit: int, out: DeltaList) -> int:
+        """Look at the first sign of the arguments; with it the call is certain."""
+        match = _SPACE.match(text, place, limit)
+        place = place if match is None else match.end()
+        rest = text[place : min(limit, place + len(self._syntax.closing))]
+        is_empty = rest == self._syntax.closing
+        if not rest or (not is_empty and self._syntax.closing.startswith(rest)):
+            return place
+        assert self._named is not None, "the head of a call has no name"
+        name = self._named["name"]
+        told_unknown(name, self._tools, self._tell)
+        self.is_certain = True
+        out.begin_call(self._index, name, self._named.groupdict().get("id"))
+        if is_empty:
+            out.add(self._index, "{}")
+            self.is_done = True
+        return place
 
 
 class JsonCall:
@@ -55,11 +177,7 @@ class JsonCall:
         """Read on."""
         while True:
             end, found = self._scanner.scan(text, place, limit)
-            piece = text[place:end]
-            if found is Found.CONTROL:
-                # The value is what the model meant; bare, it would be no JSON.
-                piece = piece[:-1] + json.dumps(piece[-1])[1:-1]
-            self._keep(piece, out)
+            self._keep(escaped(text[place:end], found), out)
             place = end
             if found is Found.END:
                 self._end(out)
@@ -129,10 +247,7 @@ class JsonCall:
             self._begin_call(out)
 
     def _is_known(self, name: str) -> bool:
-        if self._tools is None or name in self._tools:
-            return True
-        self._tell(f"{shown(name)} is called, which is no tool of the request")
-        return self._is_marked
+        return not told_unknown(name, self._tools, self._tell) or self._is_marked
 
     def _begin_call(self, out: DeltaList) -> None:
         if self._name is None:
@@ -153,148 +268,6 @@ class JsonCall:
         # A brace that is missing at the end costs nothing.
         self.is_done = self.is_certain and not self._in_arguments
         self.is_broken = not self.is_done
-
-
-KEY = re.compile(r"[^<>\s](?:[^<>\n]{0,254}[^<>\s])?")
-"""Names of parameters that a tag can hold."""
-_FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
-_FUNCTION_START, _PARAMETER_START = "<function=", "<parameter="
-_VALUE_END, _FUNCTION_END = "</parameter>", "</function>"
-MAX_TAG_CHARS = 512
-"""White space before it included."""
-MAX_VALUE_CHARS = 2**16
-"""Of a value that is no text, which is held until it is whole."""
-_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-class XmlCall:
-    """<function=name><parameter=key>value</parameter></function>; arguments come out as a JSON object."""
-
-    def __init__(self, index: int, tools: Mapping[str, Tool] | None, tell: Tell) -> None:
-        self.is_certain = self.is_done = self.is_broken = False
-        self._index = index
-        self._tools = tools
-        self._tell = tell
-        self._properties: Mapping[str, object] = {}
-        self._seen: set[str] = set()
-        self._in_value = False
-        self._is_text = False
-        self._value: list[str] = []
-        self._num_value = 0
-
-    def read(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        """Read on; half a tag at the end is left for the next time."""
-        while place < limit and not (self.is_done or self.is_broken):
-            start, was_value = place, self._in_value
-            place = self._value_text(text, place, limit, out) if was_value else self._tag(text, place, limit, out)
-            if place == start and self._in_value == was_value:
-                break
-        return place
-
-    def _tag(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        rest = text[place : min(limit, place + MAX_TAG_CHARS)]
-        bare = rest.lstrip()
-        match = (_PARAMETER if self.is_certain else _FUNCTION).match(rest)
-        if match is not None and not self.is_certain:
-            self._begin_call(match[1].strip(), out)
-            return place if self.is_broken else place + match.end()
-        # A line break behind the tag is the tag's, and may be still to come.
-        if match is not None and (match.end() < len(rest) or rest.endswith("\n")):
-            self._begin_value(match[1].strip(), out)
-            return place + match.end()
-        if self.is_certain and bare.startswith(_FUNCTION_END):
-            self._close(out)
-            return place + len(rest) - len(bare) + len(_FUNCTION_END)
-        start = _PARAMETER_START if self.is_certain else _FUNCTION_START
-        may_go_on = _may_become(bare, start) or (self.is_certain and _FUNCTION_END.startswith(bare))
-        if may_go_on and len(rest) < MAX_TAG_CHARS:
-            return place
-        if self.is_certain:
-            self._tell(f"call {self._index} has something else where a parameter or its end is due")
-            self._close(out)
-        self.is_broken = not self.is_certain
-        return place
-
-    def _begin_call(self, name: str, out: DeltaList) -> None:
-        if NAME.fullmatch(name) is None:
-            self.is_broken = True
-            return
-        tool = None if self._tools is None else self._tools.get(name)
-        if self._tools is not None and tool is None:
-            self._tell(f"{shown(name)} is called, which is no tool of the request")
-        properties = (tool.parameters or {}).get("properties") if tool is not None else None
-        self._properties = properties if isinstance(properties, Mapping) else {}
-        self.is_certain = True
-        out.begin_call(self._index, name)
-        out.add(self._index, "{")
-
-    def _begin_value(self, key: str, out: DeltaList) -> None:
-        if key in self._seen:
-            self._tell(f"call {self._index} has the parameter {shown(key)} twice")
-        out.add(self._index, f"{', ' if self._seen else ''}{json.dumps(key, ensure_ascii=False)}: ")
-        self._seen.add(key)
-        self._in_value, self._is_text = True, self._is_text_parameter(key)
-        self._value, self._num_value = [], 0
-        if self._is_text:
-            out.add(self._index, '"')
-
-    def _is_text_parameter(self, key: str) -> bool:
-        schema = self._properties.get(key)
-        if not isinstance(schema, Mapping):
-            return True
-        return schema.get("type") == "string"
-
-    def _value_text(self, text: str, place: int, limit: int, out: DeltaList) -> int:
-        found = text.find(_VALUE_END, place, limit)
-        if found < 0:
-            # A line break before the closing tag is the tag's.
-            rest = text[place:limit]
-            num_kept = max(partial_end(rest, f"\n{_VALUE_END}"), partial_end(rest, _VALUE_END))
-            self._add_value(rest[: len(rest) - num_kept], out)
-            return limit - num_kept
-        self._add_value(text[place:found].removesuffix("\n"), out)
-        self._in_value = False
-        out.add(self._index, '"' if self._is_text else _as_json("".join(self._value)))
-        self._value = []
-        return found + len(_VALUE_END)
-
-    def _add_value(self, piece: str, out: DeltaList) -> None:
-        if self._is_text:
-            out.add(self._index, json.dumps(piece, ensure_ascii=False)[1:-1])
-            return
-        room = MAX_VALUE_CHARS - self._num_value
-        self._value.append(piece[:room])
-        self._num_value += len(piece[:room])
-        if len(piece) > room:
-            # Too long to be held until it is whole: a text after all.
-            self._is_text = True
-            out.add(self._index, '"' + json.dumps("".join(self._value) + piece[room:], ensure_ascii=False)[1:-1])
-            self._value = []
-
-    def _close(self, out: DeltaList) -> None:
-        out.add(self._index, "}")
-        self.is_done = True
-
-
-def _may_become(text: str, start: str) -> bool:
-    """Whether a text that is no tag yet may become one that starts so."""
-    if len(text) <= len(start):
-        return start.startswith(text)
-    return text.startswith(start) and "<" not in text[1:] and ">" not in text[:-1]
-
-
-def _as_json(value: str) -> str:
-    """A value as JSON where it is written as JSON, or as Python writes it; else as a text."""
-    bare = value.strip()
-    bare = _WORDS.get(bare, bare)
-    try:
-        if is_object(f'{{"":{bare}}}'):
-            json.loads(bare)
-            return bare
-    except (ValueError, RecursionError):
-        return json.dumps(value, ensure_ascii=False)
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _decoded(text: str) -> str:

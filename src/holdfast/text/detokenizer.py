@@ -68,9 +68,14 @@ class TokenPieces:
 class TextStream:
     """Token ids in, text out, in constant time a token; what was given out never changes."""
 
-    def __init__(self, pieces: TokenPieces, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, pieces: TokenPieces, skip_special_tokens: bool, kept_token_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """`kept_token_ids`: special tokens that are text all the same."""
         self._pieces = pieces
         self._skipped = pieces.skipped if skip_special_tokens else frozenset()
+        if kept_token_ids:
+            self._skipped -= kept_token_ids
         self._started = False
         self._strips_left = pieces.rule.max_strips
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -127,9 +132,13 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer", prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: "Tokenizer",
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        kept_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._stream = tokenizer.text_stream(skip_special_tokens)
+        self._stream = tokenizer.text_stream(skip_special_tokens, kept_token_ids)
         self._stream.follow(prompt_token_ids)
 
     def append(self, token_ids: Sequence[int]) -> str:

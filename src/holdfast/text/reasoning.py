@@ -4,18 +4,22 @@ Thoughts stand at the beginning of an answer. Some templates write <think> thems
 only </think> comes. White space beside the markers belongs to them.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
 from holdfast.errors import RequestError, shown
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, HeldSpace, ReasoningDelta, partial_end
+from holdfast.text.harmony import CHANNEL, MESSAGE, TOKENS, TURN
 
 AUTO, NONE = "auto", "none"
 OPENING, CLOSING = "<think>", "</think>"
 
-Thoughts = Literal["none", "may", "open"]
-"""At the beginning of an answer: there are none, <think> may open them, or the prompt has opened them."""
+Thoughts = Literal["none", "may", "open", "channels"]
+"""At the beginning of an answer: there are none, <think> may open them, the prompt has opened them, or they are messages in
+a channel of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +29,28 @@ class ReasoningFormat:
     name: str
     is_open: bool
     """Its answers begin with thoughts, whether or not <think> is written."""
+    is_channel: bool = False
+    """Thoughts are messages in a channel, which HarmonyParser reads."""
 
-    def parser(self, prompt: str | None = None) -> "ReasoningParser":
-        """For one answer to this prompt."""
-        return ReasoningParser(is_open=self.thoughts(prompt) == "open")
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Markers that are tokens of their own in the vocabulary."""
+        return TOKENS if self.is_channel else (OPENING, CLOSING)
+
+    @property
+    def ending(self) -> str:
+        """What the content follows."""
+        return MESSAGE if self.is_channel else CLOSING
+
+    def parser(self, prompt: str | None = None, also_ends: Sequence[str] = ()) -> "ReasoningParser":
+        """For one answer to this prompt; thoughts end at </think>, or before any of `also_ends`."""
+        return ReasoningParser(self.thoughts(prompt) == "open", also_ends)
 
     def thoughts(self, prompt: str | None) -> Thoughts:
         """What an answer to this prompt begins with: its end says whether thoughts were begun or skipped there."""
         end = "" if prompt is None else prompt[-64:].rstrip()
+        if self.is_channel:
+            return "channels" if prompt is None or end.endswith(TURN) else "none"
         if end.endswith(CLOSING):
             return "none"
         return "open" if self.is_open or end.endswith(OPENING) else "may"
@@ -40,7 +58,14 @@ class ReasoningFormat:
 
 QWEN3 = ReasoningFormat("qwen3", is_open=False)
 DEEPSEEK_R1 = ReasoningFormat("deepseek_r1", is_open=True)
-FORMATS = {form.name: form for form in (QWEN3, DEEPSEEK_R1)}
+HARMONY = ReasoningFormat("harmony", is_open=False, is_channel=True)
+FORMATS = {form.name: form for form in (QWEN3, DEEPSEEK_R1, HARMONY)}
+_OTHER_NAMES = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"), QWEN3),
+    **dict.fromkeys(("glm", "glm45", "glm47", "kimi_k2"), QWEN3),
+    **dict.fromkeys(("openai_gptoss", "openai"), HARMONY),
+}
+"""Families whose prompt says whether thoughts were begun, as Qwen3's does; and vLLM's names."""
 
 
 def choose_reasoning_parser(template: str | None, name: str = AUTO) -> ReasoningFormat | None:
@@ -48,13 +73,16 @@ def choose_reasoning_parser(template: str | None, name: str = AUTO) -> Reasoning
     if name == NONE:
         return None
     if name != AUTO:
-        if name not in FORMATS:
+        form = FORMATS.get(name) or _OTHER_NAMES.get(name)
+        if form is None:
             raise RequestError(
                 f"the reasoning parser {shown(name)} was asked",
-                f"{', '.join(FORMATS)} are there",
+                f"{', '.join((*FORMATS, *_OTHER_NAMES))} are there",
                 f"use one, {AUTO} or {NONE}",
             )
-        return FORMATS[name]
+        return form
+    if template is not None and CHANNEL in template:
+        return HARMONY
     return QWEN3 if template is not None and (OPENING in template or CLOSING in template) else None
 
 
@@ -69,8 +97,11 @@ class _State(Enum):
 class ReasoningParser:
     """Reads one answer: `feed` gives what is certain, `finish` what was still held back."""
 
-    def __init__(self, is_open: bool = False) -> None:
+    def __init__(self, is_open: bool = False, also_ends: Sequence[str] = ()) -> None:
         self._is_open = is_open
+        self._ends = (CLOSING, *also_ends)
+        """A marker of calls ends thoughts too: some models leave </think> out before it."""
+        self._end = re.compile("|".join(map(re.escape, self._ends)))
         self._state = _State.START
         self._out = DeltaList()
         self._space = HeldSpace()
@@ -132,13 +163,13 @@ class ReasoningParser:
         return self._space.release() + bare
 
     def _thought(self, text: str) -> str:
-        found = text.find(CLOSING)
-        if found < 0:
-            end = len(text) - partial_end(text, CLOSING)
+        found = self._end.search(text)
+        if found is None:
+            end = len(text) - max(partial_end(text, marker) for marker in self._ends)
             self._out.add(ReasoningDelta, self._space.show(text[:end]))
             self._kept = text[end:]
             return ""
-        self._out.add(ReasoningDelta, self._space.show(text[:found]))
+        self._out.add(ReasoningDelta, self._space.show(text[: found.start()]))
         self._space.drop()
         self._state = _State.CLOSED
-        return text[found + len(CLOSING) :]
+        return text[found.end() if found[0] == CLOSING else found.start() :]

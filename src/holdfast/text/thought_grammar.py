@@ -1,30 +1,45 @@
-"""Grammars of answers that begin with thoughts: any form of an answer, held to behind </think> alone; no torch."""
+"""Grammars of answers that begin with thoughts: any form of an answer, held to behind </think> alone; no torch.
+
+Lark, as llguidance reads it. A marker that is a special token has no text there, and is named by its id.
+"""
 
 import json
 import re
+from collections.abc import Mapping
 
 from holdfast.request.structured import StructuredOutputs
+from holdfast.text.harmony import CHANNEL, END, MESSAGE, TURN
 from holdfast.text.reasoning import CLOSING, OPENING, Thoughts
 
+SpecialTokens = Mapping[str, int]
+_NO_TOKENS: SpecialTokens = {}
 
-def with_thoughts(answer: str, thoughts: Thoughts) -> str:
+
+def with_thoughts(answer: str, thoughts: Thoughts, special: SpecialTokens = _NO_TOKENS) -> str:
     """The first rules of a grammar: an answer behind its thoughts."""
     if thoughts == "none":
         return f"start: {answer}"
+    if thoughts == "channels":
+        opened = lark_marked(f"{CHANNEL}analysis{MESSAGE}", special)
+        rules = f"{lark_until('thoughts', END, special)}\nthought: {opened} thoughts {lark_marked(TURN, special)}"
+        return f"start: thought? {answer}\n{rules}"
     # Thoughts end at the first closing marker.
-    rules = f"thoughts[suffix={lark_text(CLOSING)}]: /(?s:.*)/\nspace: /[ \\n]{{0,2}}/"
+    rules = f"{lark_until('thoughts', CLOSING, special)}\nspace: /[ \\n]{{0,2}}/"
     if thoughts == "open":
         return f"start: thoughts space {answer}\n{rules}"
-    return f"start: (opened thoughts space)? {answer}\nopened: {lark_text(OPENING)}\n{rules}"
+    return f"start: (opened thoughts space)? {answer}\nopened: {lark_marked(OPENING, special)}\n{rules}"
 
 
-def behind_thoughts(form: StructuredOutputs, thoughts: Thoughts) -> StructuredOutputs | None:
+def behind_thoughts(
+    form: StructuredOutputs, thoughts: Thoughts, special: SpecialTokens = _NO_TOKENS
+) -> StructuredOutputs | None:
     """The same form for an answer that may begin with thoughts; None for a grammar, whose first rule is the caller's."""
     if thoughts == "none":
         return form
     if form.grammar is not None:
         return None
-    return StructuredOutputs(grammar=f"{with_thoughts('answer', thoughts)}\nanswer: {_answer(form)}\n")
+    head = f"{lark_marked(f'{CHANNEL}final{MESSAGE}', special)} " if thoughts == "channels" else ""
+    return StructuredOutputs(grammar=f"{with_thoughts(f'{head}answer', thoughts, special)}\nanswer: {_answer(form)}\n")
 
 
 def _answer(form: StructuredOutputs) -> str:
@@ -46,3 +61,22 @@ _ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
 def lark_text(text: str) -> str:
     """A literal; empty for nothing."""
     return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def lark_marked(text: str, special: SpecialTokens) -> str:
+    """Write a text as literals, with the special tokens in it by their ids; empty for nothing."""
+    if not special:
+        return lark_text(text)
+    parts = re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True)))})", text)
+    return " ".join(f"<[{special[part]}]>" if part in special else lark_text(part) for part in parts if part)
+
+
+def lark_until(name: str, marker: str, special: SpecialTokens) -> str:
+    """Write a rule of any text that ends at the first marker."""
+    first = min((token for token in special if token in marker), key=marker.index, default=None)
+    if first is None:
+        return f"{name}[suffix={lark_text(marker)}]: /(?s:.*)/"
+    # No text holds a special token, so the longest text before one is the right text.
+    head, _, rest = marker.partition(first)
+    before = re.escape(head).replace("/", "\\/").replace("\\\n", "\\n")
+    return f"{name}: /(?s:.*){before}/ {lark_marked(first + rest, special)}"

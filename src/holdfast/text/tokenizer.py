@@ -189,9 +189,9 @@ class Tokenizer:
         """What one token adds inside a text; None for ids that no token has."""
         return self._pieces.piece(token_id)
 
-    def text_stream(self, skip_special_tokens: bool) -> TextStream:
+    def text_stream(self, skip_special_tokens: bool, kept_token_ids: frozenset[int] = frozenset()) -> TextStream:
         """A text to be built from token ids as they come."""
-        return TextStream(self._pieces, skip_special_tokens)
+        return TextStream(self._pieces, skip_special_tokens, kept_token_ids)
 
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

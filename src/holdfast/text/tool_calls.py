@@ -1,8 +1,11 @@
-"""ToolParser: calls of tools in an answer, told from its text as it streams: Hermes and Qwen, Llama, Qwen3-Coder; no torch.
+"""ToolParser: calls of tools in an answer, told from its text as it streams, in the format of its model; no torch.
 
     hermes        <tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>
     llama3_json   {"name": "look", "parameters": {"city": "Rome"}}, alone or several with ; between
     qwen3_coder   <tool_call><function=look><parameter=city>Rome</parameter></function></tool_call>
+    glm           <tool_call>look<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>
+    deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, kimi_k2    a section of calls between two markers
+    harmony       messages in channels, read by HarmonyParser
 
 A call is told when it is certain: its name is there and its arguments have begun. What is none after all is content,
 to the letter. Each character is looked at once, and what is held back is bounded, so that the same text gives the same
@@ -10,25 +13,42 @@ deltas, joined, however it is cut, at a cost in proportion to its length.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
-from holdfast.errors import RequestError, shown
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, HeldSpace, ToolCallDelta, partial_end
-from holdfast.text.call_readers import CallReader, JsonCall, XmlCall
+from holdfast.text.call_readers import CallReader, HeadSyntax, JsonSyntax
+from holdfast.text.tag_calls import TagSyntax
 from holdfast.text.tools import Tool
 
 MAX_HELD_CHARS = 2**16
 """Of a call that is not certain yet; a longer one is content."""
 MAX_CALLS = 128
 MAX_PROBLEMS = 8
-AUTO, NONE = "auto", "none"
 
-_HERMES_CLOSE = re.compile(r"[\s}]{0,64}")
 _LLAMA_BETWEEN = re.compile(r"\s{0,64}[;,]?\s{0,64}")
+_SPACE = re.compile(r"\s{0,64}")
 
-__all__ = ["ContentDelta", "ToolCallDelta", "ToolFormat", "ToolParser", "choose_tool_parser"]
+_NO_SLACK = re.compile("")
+
+__all__ = ["AnswerReader", "ContentDelta", "ToolCallDelta", "ToolFormat", "ToolParser"]
+
+
+class AnswerReader(Protocol):
+    """Reads one answer as it streams."""
+
+    num_calls: int
+    problems: list[str]
+
+    def feed(self, text: str) -> list[AnswerDelta]:
+        """What a further piece of the answer makes certain."""
+        ...
+
+    def finish(self) -> list[AnswerDelta]:
+        """What was held back; the answer has ended."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,58 +59,37 @@ class ToolFormat:
     opening: str
     """Stands before a call."""
     closing: str
-    """Stands behind it; empty where nothing does."""
-    is_bare: bool
+    """Stands behind it; empty where nothing does, or where the syntax has an end of its own."""
+    syntax: JsonSyntax | HeadSyntax | TagSyntax | None
+    """How one call is written between the two; None for channels."""
+    section: tuple[str, str] = ("", "")
+    """Begins and ends a run of calls; empty if each call stands alone."""
+    is_bare: bool = False
     """An answer may begin with a call that has no opening."""
-    arguments_key: str
+    slack: re.Pattern[str] = _NO_SLACK
+    """Matches what may stand between a call and its closing marker."""
+    between: str = "\n"
+    """Stands between two forced calls."""
+    breaks_lines: bool = False
+    """A forced call has a line break on the inner side of each marker."""
+    tokens: tuple[str, ...] = ()
+    """Markers that are tokens of their own in the vocabulary. A text without special tokens may lack them."""
+    stops: tuple[str, ...] = ()
+    """Those of them that end an answer."""
 
-    def parser(self, tools: Sequence[Tool] | None = None) -> "ToolParser":
+    def parser(self, tools: Sequence[Tool] | None = None) -> AnswerReader:
         """For one answer; names of calls are held against these tools where they are given."""
         return ToolParser(self, tools)
-
-
-HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", is_bare=False, arguments_key="arguments")
-LLAMA3_JSON = ToolFormat("llama3_json", "<|python_tag|>", "", is_bare=True, arguments_key="parameters")
-QWEN3_CODER = ToolFormat("qwen3_coder", "<tool_call>", "</tool_call>", is_bare=False, arguments_key="")
-FORMATS: Mapping[str, ToolFormat] = {form.name: form for form in (HERMES, LLAMA3_JSON, QWEN3_CODER)}
-_OTHER_NAMES = {"qwen": HERMES, "qwen3": HERMES, "qwen25": HERMES, "llama": LLAMA3_JSON, "llama4_json": LLAMA3_JSON}
-
-
-def choose_tool_parser(template: str | None, name: str = AUTO) -> ToolFormat | None:
-    """The format with this name, or the one that a chat template teaches; None where it is none of these.
-
-    A template that knows no tools is given them in words, which teach the format of Hermes.
-    """
-    if name == NONE:
-        return None
-    if name != AUTO:
-        form = FORMATS.get(name) or _OTHER_NAMES.get(name)
-        if form is None:
-            raise RequestError(
-                f"the tool parser {shown(name)} was asked",
-                f"{', '.join(FORMATS)} are there",
-                f"use one, {AUTO} or {NONE}",
-            )
-        return form
-    if template is None:
-        return None
-    if re.search(r"\btools\b", template) is None:
-        return HERMES
-    if "<function=" in template:
-        return QWEN3_CODER
-    if HERMES.opening in template:
-        return HERMES
-    if LLAMA3_JSON.opening in template or re.search(r'"parameters"\s*:', template.replace("\\", "")) is not None:
-        return LLAMA3_JSON
-    return None
 
 
 class _State(Enum):
     START = auto()
     TEXT = auto()
+    SECTION = auto()
     CALL = auto()
     BROKEN_ARGUMENTS = auto()
     AFTER = auto()
+    BETWEEN = auto()
 
 
 class ToolParser:
@@ -113,13 +112,19 @@ class ToolParser:
         """Of the call that is read: its text, until it is certain."""
         self._reader: CallReader | None = None
         self._is_after_call = False
+        self._begin = _any_of(form.section[0], form.opening)
+        self._ends = [end for end in (form.closing, *form.section, form.section[0] and form.opening) if end]
+        """Markers that end arguments which are not JSON."""
+        self._end = _any_of(*self._ends)
         self._state = _State.START if form.is_bare else _State.TEXT
         self._steps: dict[_State, Callable[[str, int], int]] = {
             _State.START: self._start,
             _State.TEXT: self._text,
+            _State.SECTION: self._section,
             _State.CALL: self._call,
             _State.BROKEN_ARGUMENTS: self._broken_arguments,
             _State.AFTER: self._after,
+            _State.BETWEEN: self._between,
         }
 
     def feed(self, text: str) -> list[AnswerDelta]:
@@ -134,6 +139,8 @@ class ToolParser:
         kept, self._kept = self._kept, ""
         if self._state in (_State.TEXT, _State.START):
             self._end_text(kept)
+        elif self._state is _State.SECTION:
+            self._end_text(self.form.section[0] + kept)
         elif self._state is _State.CALL:
             assert self._reader is not None, "a call is read by nobody"
             if self._reader.is_certain:
@@ -170,24 +177,39 @@ class ToolParser:
         self._out.add(ContentDelta, self._space.show(space))
 
     def _text(self, text: str, place: int) -> int:
-        opening = self.form.opening
-        found = text.find(opening, place)
-        if found >= 0 and self.num_calls < MAX_CALLS:
-            self._content(text[place:found])
-            self._begin_call(opening, is_marked=True)
-            return found + len(opening)
-        if found >= 0:
+        found = self._begin.search(text, place)
+        if found is not None and self.num_calls < MAX_CALLS:
+            self._content(text[place : found.start()])
+            if found[0] == self.form.opening:
+                self._begin_call(found[0], is_marked=True)
+            else:
+                self._state = _State.SECTION
+            return found.end()
+        if found is not None:
             self._tell(f"more than {MAX_CALLS} calls; the rest is content")
-        end = len(text) - partial_end(text[place:], opening)
+        end = len(text) - _partial_end_of_any(text[place:], (self.form.opening, self.form.section[0]))
         self._content(text[place:end])
         self._kept = text[end:]
         return len(text)
 
+    def _section(self, text: str, place: int) -> int:
+        """Read what follows the marker of a section: the first call, or the marker is content."""
+        match = _SPACE.match(text, place)
+        begin = place if match is None else match.end()
+        if text.startswith(self.form.opening, begin):
+            end = begin + len(self.form.opening)
+            self._begin_call(self.form.section[0] + text[place:end], is_marked=True)
+            return end
+        if self.form.opening.startswith(text[begin : begin + len(self.form.opening)]):
+            self._kept = text[place:]
+            return len(text)
+        self._state = _State.TEXT
+        self._content(self.form.section[0])
+        return place
+
     def _begin_call(self, lead: str, is_marked: bool) -> None:
-        if self.form is QWEN3_CODER:
-            self._reader = XmlCall(self.num_calls, self._tools, self._tell)
-        else:
-            self._reader = JsonCall(self.num_calls, self._tools, self._tell, is_marked)
+        assert self.form.syntax is not None, f"{self.form.name} is read by another parser"
+        self._reader = self.form.syntax.reader(self.num_calls, self._tools, self._tell, is_marked)
         self._held, self._num_held = [lead], len(lead)
         self._state = _State.CALL
 
@@ -227,37 +249,59 @@ class ToolParser:
 
     def _broken_arguments(self, text: str, place: int) -> int:
         """As the model wrote them, up to the marker; whoever called can tell the model."""
-        closing = self.form.closing
-        found = text.find(closing, place) if closing else -1
-        if found >= 0:
-            self._out.add(self.num_calls - 1, text[place:found])
-            self._state, self._is_after_call = _State.TEXT, True
-            return found + len(closing)
-        end = len(text) - partial_end(text[place:], closing) if closing else len(text)
+        found = self._end.search(text, place) if self._ends else None
+        if found is not None:
+            self._out.add(self.num_calls - 1, text[place : found.start()])
+            self._is_after_call = True
+            self._state = _State.BETWEEN if self.form.section[0] else _State.TEXT
+            return found.end() if found[0] == self.form.closing else found.start()
+        end = len(text) - _partial_end_of_any(text[place:], self._ends)
         self._out.add(self.num_calls - 1, text[place:end])
         self._kept = text[end:]
         return len(text)
 
     def _after(self, text: str, place: int) -> int:
         """The marker behind a call, or the next call; anything else is content."""
-        pattern = _HERMES_CLOSE if self.form.closing else _LLAMA_BETWEEN
-        match = pattern.match(text, place)
+        if self.form.is_bare:
+            return self._after_bare(text, place)
+        following = _State.BETWEEN if self.form.section[0] else _State.TEXT
+        marker = self.form.closing
+        match = self.form.slack.match(text, place)
         begin = place if match is None else match.end()
-        rest = text[begin:]
-        marker = self.form.closing or self.form.opening
+        rest = text[begin : begin + len(marker)]
         if marker.startswith(rest) and rest != marker:
             self._kept = text[place:]
             return len(text)
-        if self.form.closing:
-            self._state = _State.TEXT
-            return begin + len(marker) if rest.startswith(marker) else place
-        is_marked = rest.startswith(marker)
+        self._state = following
+        return begin + len(marker) if marker and rest == marker else place
+
+    def _after_bare(self, text: str, place: int) -> int:
+        match = _LLAMA_BETWEEN.match(text, place)
+        begin = place if match is None else match.end()
+        marker = self.form.opening
+        rest = text[begin : begin + len(marker)]
+        if marker.startswith(rest) and rest != marker:
+            self._kept = text[place:]
+            return len(text)
+        is_marked = rest == marker
         if not (is_marked or rest[0] == "{") or self.num_calls >= MAX_CALLS:
             self._state = _State.TEXT
             return place
         end = begin + len(marker) if is_marked else begin
         self._begin_call(text[place:end], is_marked)
         return end
+
+    def _between(self, text: str, place: int) -> int:
+        """Read what follows a call in a section: its end, or whatever stands in a text too."""
+        match = _SPACE.match(text, place)
+        begin = place if match is None else match.end()
+        ending = self.form.section[1]
+        rest = text[begin : begin + len(ending)]
+        if rest != ending and ending.startswith(rest):
+            self._kept = text[place:]
+            return len(text)
+        self._state = _State.TEXT
+        return begin + len(ending) if rest == ending else place
 
     def _content(self, text: str) -> None:
         if self._is_after_call:
@@ -270,3 +314,11 @@ class ToolParser:
     def _tell(self, problem: str) -> None:
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(problem)
+
+
+def _any_of(*markers: str) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(marker) for marker in markers if marker))
+
+
+def _partial_end_of_any(text: str, markers: Sequence[str]) -> int:
+    return max((partial_end(text, marker) for marker in markers if marker), default=0)

@@ -7,10 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 
 from holdfast.errors import RequestError, shown
-from holdfast.text.call_readers import KEY
+from holdfast.text.call_readers import HeadSyntax, JsonSyntax
+from holdfast.text.harmony import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE
 from holdfast.text.reasoning import Thoughts
-from holdfast.text.thought_grammar import lark_text, with_thoughts
-from holdfast.text.tool_calls import QWEN3_CODER, ToolFormat
+from holdfast.text.tag_calls import KEY, TagSyntax
+from holdfast.text.thought_grammar import SpecialTokens, lark_marked, lark_text, lark_until, with_thoughts
+from holdfast.text.tool_calls import ToolFormat
 from holdfast.text.tools import Tool, ToolChoice
 
 MAX_FORCED_CALLS = 16
@@ -25,25 +27,51 @@ def tool_call_grammar(
     choice: ToolChoice,
     is_parallel: bool = True,
     thoughts: Thoughts = "none",
+    special: SpecialTokens | None = None,
 ) -> str:
-    """One call or several of the tools that may be chosen, behind thoughts where the model has them."""
+    """One call or several of the tools that may be chosen, behind thoughts where the model has them.
+
+    `special`: markers of the format that are special tokens of the vocabulary, by their ids.
+    """
     allowed = choice.allowed(tools)
     assert allowed, f"{choice=} leaves none of {len(tools)} tools"
+    special = special or {}
     rules: list[str] = []
     for index, tool in enumerate(allowed):
-        rules += _xml_rules(index, tool) if form is QWEN3_CODER else _json_rules(index, tool, form.arguments_key)
-    opening, closing, between = ("<tool_call>\n", "\n</tool_call>", "\n") if form.closing else ("", "", "; ")
-    call = " ".join(part for part in (lark_text(opening), "one", lark_text(closing)) if part)
-    num_more = MAX_FORCED_CALLS - 1 if is_parallel and choice.name is None else 0
-    more = f" ({lark_text(between)} call){{0,{num_more}}}" if num_more else ""
+        rules += _rules(index, tool, form, special)
+    line = "\n" if form.breaks_lines else ""
+    begin, end = form.section
+    opening = "" if form.is_bare else form.opening + ("" if begin else line)
+    closing = (line if form.closing and not begin else "") + form.closing
+    call = " ".join(part for part in (lark_marked(opening, special), "one", lark_marked(closing, special)) if part)
+    # An answer in channels ends at its first call.
+    num_more = MAX_FORCED_CALLS - 1 if is_parallel and choice.name is None and form.syntax is not None else 0
+    more = f"({lark_text(form.between)} call){{0,{num_more}}}" if num_more else ""
+    # The lexer takes the longest literal, so the line break before the end must not be part of it: calls begin with one too.
+    last = (lark_text(line), lark_marked(end, special)) if end else ()
+    parts = (begin and lark_marked(begin + line, special), "call", more, *last)
     names = " | ".join(f"call{index}" for index in range(len(allowed)))
-    return "\n".join((with_thoughts(f"call{more}", thoughts), f"call: {call}", f"one: {names}", *rules, ""))
+    calls = " ".join(part for part in parts if part)
+    return "\n".join((with_thoughts(calls, thoughts, special), f"call: {call}", f"one: {names}", *rules, ""))
 
 
-def _json_rules(index: int, tool: Tool, arguments_key: str) -> list[str]:
-    head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{arguments_key}": '
+def _rules(index: int, tool: Tool, form: ToolFormat, special: SpecialTokens) -> list[str]:
+    match form.syntax:
+        case TagSyntax() as syntax:
+            return _tag_rules(index, tool, syntax, special)
+        case JsonSyntax() as syntax:
+            head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{syntax.arguments_key}": '
+            parts = (lark_text(head), lark_text("}"))
+        case HeadSyntax() as syntax:
+            before, number, after = syntax.written_head.replace("{name}", tool.name).partition("{number}")
+            middle = "/[0-9]{1,3}/" if number else ""
+            head = " ".join(filter(None, (lark_marked(before, special), middle, lark_marked(after, special))))
+            parts = (head, lark_marked(syntax.written_end, special))
+        case None:
+            head = f"{CHANNEL}commentary to={FUNCTIONS}{tool.name} {CONSTRAIN}json{MESSAGE}"
+            parts = (lark_marked(head, special), "")
     return [
-        f"call{index}: {lark_text(head)} arguments{index} {lark_text('}')}",
+        f"call{index}: {parts[0]} arguments{index} {parts[1]}".rstrip(),
         f"arguments{index}: %json {_schema(_closed(tool.parameters))}",
     ]
 
@@ -57,36 +85,58 @@ def _closed(schema: Mapping[str, object] | None) -> Mapping[str, object]:
     return {"type": "object", **schema, "additionalProperties": False}
 
 
-def _xml_rules(index: int, tool: Tool) -> list[str]:
+def _tag_rules(index: int, tool: Tool, syntax: TagSyntax, special: SpecialTokens) -> list[str]:
     """Parameters in the order of the schema, each on lines of its own."""
     schema = tool.parameters or {}
     properties, required = schema.get("properties"), schema.get("required")
     needed = frozenset(map(str, required)) if isinstance(required, list) else frozenset()
-    parts, rules = [lark_text(f"<function={tool.name}>\n")], []
+    head = syntax.written_head.replace("{name}", tool.name) + syntax.written_line
+    parts, rules = [_lined(head, syntax, special)], []
     for number, (key, own) in enumerate(properties.items() if isinstance(properties, dict) else ()):
-        if KEY.fullmatch(key) is None:
+        if KEY.fullmatch(key) is None or ('"' in key and '"{key}"' in syntax.written_parameter):
             raise RequestError(
                 f"the tool {shown(tool.name)} has the parameter {shown(key)}",
-                "this model writes names of parameters in tags, without < > and line breaks",
+                'this model writes names of parameters in tags, without < > " and line breaks',
                 "rename it",
             )
         name = f"parameter{index}_{number}"
         parts.append(name if key in needed else f"{name}?")
-        rules.append(f"{name}: {lark_text(f'<parameter={key}>' + chr(10))} {name}_value")
-        rules.append(_xml_value(f"{name}_value", own, schema))
-    return [f"call{index}: {' '.join(parts)} {lark_text('</function>')}", *rules]
+        rules += _tag_value(name, key, own if isinstance(own, dict) else {}, syntax, special, schema)
+    return [f"call{index}: {' '.join(parts)} {lark_marked(syntax.call_end, special)}", *rules]
 
 
-def _xml_value(name: str, own: object, schema: Mapping[str, object]) -> str:
-    end = "\n</parameter>\n"
-    own = own if isinstance(own, dict) else {}
+def _tag_value(
+    name: str,
+    key: str,
+    own: Mapping[str, object],
+    syntax: TagSyntax,
+    special: SpecialTokens,
+    schema: Mapping[str, object],
+) -> list[str]:
     words = own.get("enum", [own["const"]] if "const" in own else None)
-    if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
-        return f"{name}: ({' | '.join(lark_text(word) for word in words)}) {lark_text(end)}"
-    if own.get("type") == "string":
-        return f"{name}[suffix={lark_text(end)}]: /(?s:.*)/"
+    is_choice = isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
+    is_text = is_choice or own.get("type") == "string"
+    tag = syntax.written_parameter.replace("{is_text}", "true" if is_text else "false").replace("{key}", key)
+    rules = [f"{name}: {_lined(tag, syntax, special)} {name}_value {_lined(syntax.written_line, syntax, special)}"]
+    end = ("\n" if syntax.trims_lines else "") + syntax.value_end
+    if is_choice and isinstance(words, list):
+        return [*rules, f"{name}_value: ({' | '.join(map(lark_text, words))}) {lark_marked(end, special)}"]
+    if is_text:
+        return [*rules, lark_until(f"{name}_value", end, special)]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return f"{name}: {name}_json {lark_text(end)}\n{name}_json: %json {_schema({**shared, **own})}"
+    return [
+        *rules,
+        f"{name}_value: {name}_json {lark_marked(end, special)}",
+        f"{name}_json: %json {_schema({**shared, **own})}",
+    ]
+
+
+def _lined(text: str, syntax: TagSyntax, special: SpecialTokens) -> str:
+    """Write a text with its line breaks, which some versions of a family leave out."""
+    if not syntax.are_lines_optional:
+        return lark_marked(text, special)
+    lines = [lark_marked(line, special) for line in text.split("\n")]
+    return f" {lark_text(chr(10))}? ".join(lines)
 
 
 def _schema(schema: Mapping[str, object]) -> str:

@@ -1,0 +1,262 @@
+"""HarmonyParser: answers of gpt-oss, which are messages in channels: reasoning, content and calls of tools; no torch.
+
+    <|channel|>analysis<|message|>thoughts<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Rome"}<|call|>
+    <|start|>assistant<|channel|>final<|message|>content<|return|>
+
+The prompt ends in <|start|>assistant, so an answer begins inside a header. The recipient stands before the channel or
+after it. A second message of the same kind begins on a new line.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from holdfast.errors import shown
+from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, ReasoningDelta, partial_end
+from holdfast.text.call_readers import ArgumentsReader, told_unknown
+from holdfast.text.tool_calls import MAX_CALLS, MAX_PROBLEMS, AnswerReader, ToolFormat
+from holdfast.text.tools import NAME, Tool
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+TURN = f"{START}assistant"
+"""What a prompt ends in."""
+MAX_HEADER_CHARS = 512
+FUNCTIONS = "functions."
+
+_ENDS = (END, CALL, RETURN, START, CHANNEL)
+_END = re.compile("|".join(map(re.escape, _ENDS)))
+_HEADER_END = re.compile("|".join(map(re.escape, (MESSAGE, END, CALL, RETURN, START))))
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_WORD = re.compile(r"\s*([\w.]*)")
+_SPACE = re.compile(r"\s*")
+_FIRST_SPACE = re.compile(r"\s{0,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyFormat(ToolFormat):
+    """The format of gpt-oss, whose parser reads reasoning and calls at once."""
+
+    def parser(self, tools: Sequence[Tool] | None = None) -> AnswerReader:
+        """Make the parser of one answer that begins right after the prompt's <|start|>assistant."""
+        return HarmonyParser(tools or (), is_any_tool=tools is None)
+
+
+HARMONY = HarmonyFormat("harmony", "", "", None, tokens=TOKENS, stops=(CALL, RETURN))
+
+
+class _State(Enum):
+    FIRST = auto()
+    """At the beginning of an answer, in a header that the prompt began."""
+    NEXT = auto()
+    """After the end of a message."""
+    HEADER = auto()
+    BODY = auto()
+    CALL = auto()
+    """In the body of a call, before its arguments."""
+    ARGUMENTS = auto()
+    BROKEN_ARGUMENTS = auto()
+
+
+_HEADERS = {_State.FIRST: (CHANNEL, MESSAGE, START, CONSTRAIN, "to="), _State.NEXT: (START, CHANNEL, MESSAGE)}
+"""What a header begins with; any other text is content."""
+
+
+class HarmonyParser:
+    """Reads one answer: `feed` gives what is certain, `finish` what was still held back."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool] | None,
+        *,
+        reads_reasoning: bool = True,
+        prompt: str | None = None,
+        is_any_tool: bool = False,
+    ) -> None:
+        """`tools`: None leaves calls in the content; `is_any_tool` does not hold names against them."""
+        self.problems: list[str] = []
+        self.num_calls = 0
+        self._reads_calls = tools is not None
+        self._tools = None if is_any_tool else {tool.name: tool for tool in tools or ()}
+        self._reasoning = ReasoningDelta if reads_reasoning else ContentDelta
+        self._out = DeltaList()
+        self._kept = ""
+        self._kind: type[ContentDelta] | type[ReasoningDelta] | None = ContentDelta
+        """Of the body that is read; None leaves it out."""
+        self._name = ""
+        """Of the call that is read."""
+        self._arguments = ArgumentsReader()
+        self._shown: set[type[ContentDelta] | type[ReasoningDelta]] = set()
+        self._is_new_message = False
+        self._is_after_call = False
+        self._state = _State.FIRST
+        self._steps: dict[_State, Callable[[str, int], int]] = {
+            _State.FIRST: self._before_header,
+            _State.NEXT: self._before_header,
+            _State.HEADER: self._header,
+            _State.BODY: self._body,
+            _State.CALL: self._call,
+            _State.ARGUMENTS: self._read_arguments,
+            _State.BROKEN_ARGUMENTS: self._body,
+        }
+        self._follow(prompt)
+
+    def _follow(self, prompt: str | None) -> None:
+        """Stand where the prompt ends: in a header that it began, or in the body of a message."""
+        _, turn, tail = (prompt or "").rpartition(TURN)
+        header, message, _ = tail.rpartition(MESSAGE)
+        if turn and message:
+            self._begin_message(header)
+        elif turn:
+            self.feed(tail)
+
+    def feed(self, text: str) -> list[AnswerDelta]:
+        """What a further piece of the answer makes certain."""
+        text, self._kept, place = self._kept + text, "", 0
+        while place < len(text):
+            place = self._steps[self._state](text, place)
+        return self._out.take()
+
+    def finish(self) -> list[AnswerDelta]:
+        """What was held back; the answer has ended."""
+        kept, self._kept = self._kept, ""
+        if self._state is _State.HEADER:
+            self._tell("a header was cut off before its message, and is left out")
+        elif self._state is _State.CALL:
+            self._tell(f"a call of {shown(self._name)} was cut off before its arguments, and is left out")
+        elif self._state is _State.ARGUMENTS:
+            self._tell(f"call {self.num_calls - 1} was cut off")
+        else:
+            self._text(kept)
+        self._state, self._kind = _State.BODY, ContentDelta
+        return self._out.take()
+
+    def _before_header(self, text: str, place: int) -> int:
+        # At the beginning, white space may be content; between messages it is not.
+        is_first = self._state is _State.FIRST
+        match = (_FIRST_SPACE if is_first else _SPACE).match(text, place)
+        begin = place if match is None else match.end()
+        rest = text[begin : begin + len(CONSTRAIN)]
+        starts = _HEADERS[self._state]
+        if any(rest.startswith(start) for start in starts):
+            self._state = _State.HEADER
+            return begin
+        if any(start.startswith(rest) for start in starts):
+            self._kept = text[place:] if is_first else text[begin:]
+            return len(text)
+        self._state, self._kind, self._is_new_message = _State.BODY, ContentDelta, not is_first
+        return place if is_first else begin
+
+    def _header(self, text: str, place: int) -> int:
+        limit = place + MAX_HEADER_CHARS
+        # The first character begins the header, and is the end of no other.
+        found = _HEADER_END.search(text, place if text.startswith(MESSAGE, place) else place + 1, limit)
+        if found is None and len(text) < limit:
+            self._kept = text[place:]
+            return len(text)
+        if found is not None and found[0] == MESSAGE:
+            self._begin_message(text[place : found.start()])
+            return found.end()
+        self._tell("what begins like a header has no message, and is content")
+        self._state, self._kind, self._is_new_message = _State.BODY, ContentDelta, True
+        end = limit if found is None else found.start()
+        self._text(text[place:end])
+        return end
+
+    def _begin_message(self, header: str) -> None:
+        role_part, _, channel_part = header.partition(CHANNEL)
+        begins_turn = role_part.lstrip().startswith(START)
+        role = _word(role_part.lstrip().removeprefix(START)) if begins_turn else "assistant"
+        channel = _word(channel_part)
+        found = _RECIPIENT.search(role_part) or _RECIPIENT.search(channel_part)
+        recipient = None if found is None else found[1]
+        self._is_new_message, self._state = True, _State.BODY
+        self._kind = self._reasoning if channel == "analysis" else ContentDelta
+        if role != "assistant":
+            self._tell(f"a message of {shown(role)} is left out")
+            self._kind = None
+        elif recipient is not None and self._is_call(recipient):
+            self._state, self._name = _State.CALL, recipient.removeprefix(FUNCTIONS)
+
+    def _is_call(self, recipient: str) -> bool:
+        name = recipient.removeprefix(FUNCTIONS)
+        if not self._reads_calls:
+            return False
+        is_function = name != recipient or (self._tools is not None and name in self._tools)
+        if not is_function or NAME.fullmatch(name) is None:
+            self._tell(f"{shown(recipient)} is called, which is no function; what it is sent is no call")
+            return False
+        if self.num_calls >= MAX_CALLS:
+            self._tell(f"more than {MAX_CALLS} calls; the rest is content")
+            return False
+        return True
+
+    def _call(self, text: str, place: int) -> int:
+        """Read up to the first sign of the arguments; with it the call is certain."""
+        match = _SPACE.match(text, place)
+        place = place if match is None else match.end()
+        rest = text[place : place + len(CHANNEL)]
+        if not rest or (rest not in _ENDS and any(end.startswith(rest) for end in _ENDS)):
+            self._kept = text[place:]
+            return len(text)
+        is_empty = any(rest.startswith(end) for end in _ENDS)
+        told_unknown(self._name, self._tools, self._tell)
+        self._out.begin_call(self.num_calls, self._name)
+        self.num_calls += 1
+        self._arguments = ArgumentsReader()
+        self._state = _State.ARGUMENTS
+        if is_empty:
+            self._out.add(self.num_calls - 1, "{}")
+            self._end_arguments()
+        return place
+
+    def _read_arguments(self, text: str, place: int) -> int:
+        place = self._arguments.read(text, place, len(text), self.num_calls - 1, self._out)
+        if self._arguments.is_done:
+            self._end_arguments()
+        elif self._arguments.is_broken:
+            self._tell(f"the arguments of call {self.num_calls - 1} are no JSON")
+            self._state = _State.BROKEN_ARGUMENTS
+        return place
+
+    def _end_arguments(self) -> None:
+        """Text after the arguments, before the end of the message, is content."""
+        self._state, self._kind, self._is_new_message, self._is_after_call = _State.BODY, ContentDelta, True, True
+
+    def _body(self, text: str, place: int) -> int:
+        found = _END.search(text, place)
+        if found is not None:
+            self._text(text[place : found.start()])
+            goes_on = found[0] in (START, CHANNEL)
+            self._state, self._is_after_call = _State.HEADER if goes_on else _State.NEXT, False
+            return found.start() if goes_on else found.end()
+        end = len(text) - max(partial_end(text[place:], marker) for marker in _ENDS)
+        self._text(text[place:end])
+        self._kept = text[end:]
+        return len(text)
+
+    def _text(self, text: str) -> None:
+        if self._state is _State.BROKEN_ARGUMENTS:
+            self._out.add(self.num_calls - 1, text)
+            return
+        text = text.lstrip() if self._is_after_call else text
+        if not text or self._kind is None:
+            return
+        self._is_after_call = False
+        if self._is_new_message and self._kind in self._shown:
+            self._out.add(self._kind, "\n")
+        self._is_new_message = False
+        self._shown.add(self._kind)
+        self._out.add(self._kind, text)
+
+    def _tell(self, problem: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+
+def _word(text: str) -> str:
+    match = _WORD.match(text)
+    return "" if match is None else match[1]
