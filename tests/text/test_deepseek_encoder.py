@@ -24,6 +24,7 @@ from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.deepseek_encoder import ARCHITECTURES, DATA_FILE, V4, V32, DeepSeekEncoder, Encoding, encodings
 from holdfast.text.reasoning import choose_reasoning_parser
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
+from holdfast.text.tool_formats import choose_tool_parser
 from text.tokenizer_cases import byte_level
 
 CASES = Path(__file__).parent / "deepseek_cases"
@@ -322,6 +323,9 @@ def test_detection_sees_the_markers_of_a_version(version, marker):
     assert form is not None
     assert form.thoughts(encoder.render(CHAT, thinking=True)) == "open"
     assert form.thoughts(encoder.render(CHAT, thinking=False)) == "none"
+    calls = choose_tool_parser(encoder.source)
+    assert calls is not None
+    assert calls.name == encoder.name
     with pytest.raises(TemplateError, match="leave chat_template out"):
         ChatTemplate(encoder.source, "x", {}).render(CHAT)
 
