@@ -60,7 +60,7 @@ class Rotary:
         """Elements that rope turns."""
         return 2 * self.cos_TP.shape[1]
 
-    def at(self, rows_R: torch.Tensor | slice) -> "Rotary":
+    def at(self, rows_R: torch.Tensor | list[int] | slice) -> "Rotary":
         """Some rows."""
         return Rotary(self.cos_TP[rows_R], self.sin_TP[rows_R])
 
