@@ -19,6 +19,7 @@ from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.fit import PlanRequest, settle
+from holdfast.planning.resolve import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from holdfast.planning.target import Target
 from holdfast.planning.terms import (
     BLOCK_ELEMENTS,
@@ -245,7 +246,8 @@ def test_owners_on_a_gpu() -> None:
     assert all(found[owner].phases == PHASES for owner in ("weights/layers", "cuda context"))
     assert all(found[owner].phases == PAGE_PHASES for owner in ("libraries", "allocator", "cuda graphs"))
     assert found["allocator"].num_bytes == ROUNDING_BYTES
-    assert found["rope/table"].num_bytes == 2 * 2 * 40960 * 128
+    assert found["rope/table"].num_bytes == 2 * 2 * 8192 * 64
+    assert found["rope/frequencies"].num_bytes == 4 * 64
 
 
 def test_products_that_nobody_else_changes_have_no_workspace_of_cublas() -> None:
@@ -261,7 +263,8 @@ def test_owners_on_a_cpu() -> None:
     assert found["weights/embed"].num_bytes == 4 * 151936 * 1024
     process = by_owner(needs("Qwen3-0.6B", HOST._replace(context_bytes=300 * 2**20)))["python and torch"]
     assert (process.num_bytes, process.phases) == (300 * 2**20, PHASES)
-    assert found["rope/table"].num_bytes == 4 * 2 * 40960 * 128
+    rows = DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"]
+    assert found["rope/table"].num_bytes == 4 * 2 * rows * 64
 
 
 def test_neighbours_are_asked_for_their_own_terms() -> None:
