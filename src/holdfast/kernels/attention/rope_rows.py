@@ -61,6 +61,7 @@ def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
     It is launched without PDL: the kernels of the step before may still read the rows.
     """
     num_rows, num_pairs = len(positions_T), rows.cos_STP.shape[2]
+    assert positions_T.is_contiguous(), f"{positions_T.stride()=}: positions must lie side by side"
     assert rows.frequency_SP.is_contiguous(), f"{rows.frequency_SP.stride()=}: frequencies must lie side by side"
     assert rows.frequency_SP.dtype == torch.float32, f"{rows.frequency_SP.dtype=}: not float32"
     for table_STP in (rows.cos_STP, rows.sin_STP):
