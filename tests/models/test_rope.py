@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.models.families import read_spec
+from holdfast.models.rope import StepRope, make_step_rope
 from holdfast.models.settings import Settings, read_rope
 from models.rope_oracle import step_rows
 
@@ -118,3 +120,37 @@ def test_a_shorter_context_has_the_same_rows():
         long = tables(kind, settings, 16, 10_000.0, 512, 512)[1]
         assert torch.equal(short.cos_TP, long.cos_TP[:100])
         assert torch.equal(short.sin_TP, long.sin_TP[:100])
+
+
+def step_rope_of(architecture: str, **settings: Any) -> StepRope:
+    small = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 99, **settings}
+    spec = read_spec({"architectures": [architecture], "intermediate_size": 8, **small})
+    return make_step_rope(spec, 2**20, 6, torch.float32, torch.device("cpu"))
+
+
+def test_step_rope_of_alike_layers_has_one_set() -> None:
+    rope = step_rope_of("LlamaForCausalLM")
+    assert rope.rows is not None
+    assert rope.rows.cos_STP.shape == (1, 6, 8)
+    assert {rotary.cos_TP.data_ptr() for rotary in rope.rotaries if rotary} == {rope.rows.cos_STP.data_ptr()}
+    assert rope.entries == (None,) * 4
+
+
+def test_step_rope_of_two_rotations_has_two_sets() -> None:
+    rope = step_rope_of(
+        "Gemma3ForCausalLM", head_dim=16, num_key_value_heads=1, sliding_window=8, sliding_window_pattern=2
+    )
+    rope.fill(torch.tensor([2**20 - 1]))
+    first, second, third, fourth = rope.rotaries
+    assert first is not None
+    assert second is not None
+    assert first is third
+    assert second is fourth
+    assert not torch.equal(first.cos_TP[0], second.cos_TP[0])
+
+
+def test_step_rope_of_learned_positions_has_no_rows() -> None:
+    rope = step_rope_of("OPTForCausalLM", ffn_dim=8, max_position_embeddings=64, word_embed_proj_dim=32)
+    rope.fill(torch.arange(3))
+    assert rope.rows is None
+    assert rope.rotaries == (None,) * 4
