@@ -167,7 +167,7 @@ def test_rows_that_lie_apart_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_fill_follows_the_positions_and_allocates_nothing(device: torch.device) -> None:
+def test_captured_fill_follows_positions_and_allocates_nothing(device: torch.device) -> None:
     rows = several_sets(torch.bfloat16)
     tables = (torch.full((4, 9, 12), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2))
     placed = RopeRows(rows.frequency_SP.to(device), rows.magnitudes, rows.ratios, *tables)
