@@ -36,6 +36,9 @@ class EngineCase(NamedTuple):
 
 
 ENGINES: Mapping[str, EngineCase] = {
+    "0.6b-bf16": EngineCase("Qwen3-0.6B", "bfloat16", {}, (1, 64)),
+    "gemma3-1b": EngineCase("gemma-3-1b-it", "bfloat16, two ropes", {}, (1,)),
+    "v2-lite": EngineCase("DeepSeek-V2-Lite", "bfloat16", {}, (1,)),
     "32b-bf16": EngineCase("Qwen3-32B", "bfloat16", {}, (1, 64)),
     "32b-k8v4": EngineCase("Qwen3-32B", "k8v4 pages", {"kv_cache_dtype": "turboquant_k8v4"}, (1,)),
     "32b-fp8": EngineCase("Qwen3-32B", "fp8", {"quantization": "fp8"}, (1,)),

@@ -85,7 +85,6 @@ class Rig:
         device: torch.device,
     ) -> None:
         dtype, count = getattr(torch, shape.dtype), len(positions)
-        longest = max(positions) + 1
         self.scopes = [
             self._scopes(shape, name, kind, positions, torch.Generator().manual_seed(layer), device)
             for layer in range(layers)
@@ -96,11 +95,9 @@ class Rig:
         )
         self.q_TND = torch.randn(count, num_heads, shape.head_dim, device=device).to(dtype)
         self.sinks_N = torch.randn(num_heads, device=device)
-        angle_LF = torch.arange(longest, device=device).unsqueeze(1) * 1e4 ** -torch.linspace(
-            0, 1, shape.rope_dim // 2, device=device
-        )
-        cos_LF, sin_LF = angle_LF.cos(), angle_LF.sin()
-        self.rotary = Rotary(torch.cat((cos_LF, cos_LF), 1), torch.cat((-sin_LF, sin_LF), 1))
+        frequency_P = 1e4 ** -torch.linspace(0, 1, shape.rope_dim // 2, device=device)
+        angle_TP = self.rows.positions_T.float().unsqueeze(1) * frequency_P
+        self.rotary = Rotary(angle_TP.cos(), angle_TP.sin())
         partials = compressed_partials(count, num_heads)
         self.partials = (
             torch.full((partials, num_heads * shape.head_dim), torch.nan, dtype=torch.float16, device=device),
@@ -269,7 +266,7 @@ class Layer:
         ]
 
     def write(self) -> None:
-        arguments = self.positions_T, self.slots_T, self.states_T, self.norm, 1e-6, self.rig.rotary
+        arguments = self.slots_T, self.states_T, self.norm, 1e-6, self.rig.rotary
         write_window(self.kv_TD, self.rig.q_TND, *arguments, self.rig.scopes[0].window)
 
     def compress(self) -> None:
@@ -282,7 +279,8 @@ class Layer:
     def compress_index(self) -> None:
         compressor, pooled_TX, state_PK3D = self.pools[1]
         numbers = self.positions_T, self.slots_T, self.states_T
-        compress_index(pooled_TX, self.q_TID, *numbers, state_PK3D, compressor, self.rig.rotary, self.index)
+        rotaries = self.rig.rotary, self.rig.rotary
+        compress_index(pooled_TX, self.q_TID, *numbers, state_PK3D, compressor, *rotaries, self.index)
 
     def score(self) -> None:
         quantize_index_queries(self.q_TID, self.weights_TI, self.codes_TID, self.factors_TI)

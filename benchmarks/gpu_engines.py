@@ -25,7 +25,7 @@ OWNERS = (
     (r"\bbackend\b", "attention"),
     (r"^buffers\b", "inputs"),
     (r"^sampler\b", "sampling"),
-    (r"rotary", "rope"),
+    (r"rotary|\b_rope\b", "rope"),
     (r"^model\b", "weights"),
 )
 """Which part of a runner belongs to which owner of the plan, the more particular first."""

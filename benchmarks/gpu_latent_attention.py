@@ -176,7 +176,7 @@ def fill_pages(
     count = min(4096, num_slots)
     width = shape.latent_dim + shape.rope_dim
     norm = LatentNorm(torch.ones(shape.latent_dim, dtype=dtype, device=device), 1e-6)
-    rotary = Rotary(*(torch.ones(8, shape.rope_dim, dtype=dtype, device=device) for _ in range(2)))
+    rotary = Rotary(*(torch.ones(count, shape.rope_dim // 2, dtype=dtype, device=device) for _ in range(2)))
     slots_T = torch.arange(count, device=device)
     zeros_T = torch.zeros(count, dtype=torch.int64, device=device)
     batch = Batch(zeros_T, zeros_T, slots_T.unsqueeze(0), (), None)

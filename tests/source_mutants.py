@@ -51,12 +51,12 @@ SOURCE_MUTANTS = {
         test="tests/kernels/attention/test_quantized_attention.py::test_a_peak_in_the_last_of_many_splits_rescales_what_was_merged_before_it",
         says="errors of heads",
     ),
-    "positions restart with every block of a rope table": SourceMutant(
-        file="models/rope.py",
-        old="torch.arange(start, end, dtype=torch.float32)",
-        new="torch.arange(0, end - start, dtype=torch.float32)",
-        test="tests/models/test_rope.py::test_positions_go_on_beyond_a_block_of_rows",
-        says="Tensor-likes are not close",
+    "angles of rope are not rounded to float32": SourceMutant(
+        file="kernels/attention/rope_rows.py",
+        old="b_angle = (i_start.to(tl.float32) * b_frequency).to(tl.float64)",
+        new="b_angle = i_start.to(tl.float64) * b_frequency.to(tl.float64)",
+        test="tests/kernels/attention/test_rope_rows.py::test_kernel_at_far_positions_is_near_the_table",
+        says="error=",
     ),
     "only the first eos id counts": SourceMutant(
         file="runner/build.py",

@@ -167,9 +167,10 @@ class Step:
         """Choose and attend in every layer; scratch is poisoned."""
         shape, device, num_rows = self.shape, self.shape.device, self.batch.num_rows
         torch.manual_seed(5)
-        angle_LR = torch.outer(torch.arange(MAX_LEN).float(), 50.0 ** (-torch.arange(shape.rope_dim // 2) / 4))
-        cos_LR, sin_LR = angle_LR.cos().repeat(1, 2), torch.cat((-angle_LR.sin(), angle_LR.sin()), dim=1)
-        rotary, sinks_N = Rotary(cos_LR.to(device), sin_LR.to(device)), torch.randn(shape.num_heads).to(device)
+        frequency_P = 50.0 ** (-torch.arange(shape.rope_dim // 2) / 4)
+        angle_TP = torch.outer(self.batch.positions_T.cpu().float(), frequency_P)
+        rotary = Rotary(angle_TP.cos().to(device), angle_TP.sin().to(device))
+        sinks_N = torch.randn(shape.num_heads).to(device)
         plan: object = backend.plan(self.batch, captured)
         outs = []
         for layer, spec in enumerate(self.specs):

@@ -110,22 +110,24 @@ class Step:
         torch.manual_seed(11)
         row_dim, num_rows = shape.latent_dim + shape.rope_dim, self.batch.num_rows
         norm = LatentNorm((torch.rand(shape.latent_dim) + 0.5).to(device, dtype), 1e-6)
-        angle_LR = torch.outer(torch.arange(MAX_LEN).float(), 50.0 ** (-torch.arange(shape.rope_dim // 2) / 8))
-        cos_LR, sin_LR = angle_LR.cos().repeat(1, 2), torch.cat((-angle_LR.sin(), angle_LR.sin()), dim=1)
-        rotary = Rotary(cos_LR.to(device, dtype), sin_LR.to(device, dtype))
+        angle_LP = torch.outer(torch.arange(MAX_LEN).float(), 50.0 ** (-torch.arange(shape.rope_dim // 2) / 8))
+        table = Rotary(angle_LP.cos().to(device, dtype), angle_LP.sin().to(device, dtype))
         heads, width = shape.num_heads, shape.nope_dim + shape.rope_dim
         for slots, count in self.history:
             if count:
                 rows_T = torch.arange(count, device=device)
                 past = Batch(rows_T, rows_T, torch.tensor([slots], device=device), (), None)
                 latents = torch.randn(count, row_dim).to(device, dtype)
-                backend.write(latents, torch.zeros(count, heads, width).to(device, dtype), past, norm, rotary, 0)
-                self._index(backend, past, rotary)
+                backend.write(
+                    latents, torch.zeros(count, heads, width).to(device, dtype), past, norm, table.at(rows_T), 0
+                )
+                self._index(backend, past, table.at(rows_T))
         latent_TX = torch.randn(num_rows, row_dim).to(device, dtype)
         q_TND = torch.randn(num_rows, heads, width).to(device, dtype)
         kv_b_NXL = (torch.randn(heads, shape.nope_dim + shape.value_dim, shape.latent_dim) * 0.2).to(device, dtype)
         latent_TX[self.num_rows :], q_TND[self.num_rows :] = torch.nan, torch.nan
         plan = backend.plan(self.batch, captured)
+        rotary = table.at(self.batch.positions_T)
         backend.write(latent_TX, q_TND, self.batch, norm, rotary, 0)
         chosen = self._index(backend, self.batch, rotary)
         declaration = TritonSparseDeclaration() if shape.index_heads else TritonLatentDeclaration()

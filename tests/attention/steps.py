@@ -98,9 +98,10 @@ class Geometry:
         return HeadNorm(q, k, 1e-5)
 
     def rotary(self) -> Rotary:
+        """A row for each position: a step takes those of its tokens."""
         angle = torch.outer(torch.arange(self.max_model_len), 0.7 ** torch.arange(self.head_dim // 2)).float()
         cos, sin = angle.cos().to(self.device, self.dtype), angle.sin().to(self.device, self.dtype)
-        return Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+        return Rotary(cos, sin)
 
 
 class Text:
@@ -130,9 +131,8 @@ class Text:
             weights = head_norm.q_weight_D.cpu().to(computed), head_norm.k_weight_D.cpu().to(computed)
             head_norm = HeadNorm(*weights, head_norm.eps)
         if rotary is not None:
-            rotary = Rotary(rotary.cos_LD.cpu().to(computed), rotary.sin_LD.cpu().to(computed))
-        positions = torch.arange(num_tokens)
-        q = write_kv_reference(self.qkv.to(computed), positions, positions, *planes, head_norm, rotary)
+            rotary = Rotary(rotary.cos_TP.cpu().to(computed), rotary.sin_TP.cpu().to(computed))
+        q = write_kv_reference(self.qkv.to(computed), torch.arange(num_tokens), *planes, head_norm, rotary)
         k, v = planes
         if kv_format.is_quantized:
             q, k, v = quantized(q, k, v, kv_format, k_mean)
@@ -271,7 +271,7 @@ def run_layer(
     num_heads, head_dim = geometry.num_heads, geometry.head_dim
     q = qkv.new_full((batch.num_rows, num_heads, head_dim), float("nan"))
     out = qkv.new_full((batch.num_rows, num_heads * head_dim), float("nan"))
-    backend.write(qkv, batch, head_norm, rotary, layer, q)
+    backend.write(qkv, batch, head_norm, rotary and rotary.at(batch.positions_T), layer, q)
     return backend.attend(q, layer, plan or backend.plan(batch), scratch_for(geometry), out, wanted_only)
 
 
@@ -340,4 +340,4 @@ def store(geometry: Geometry, backend, made: list[Text], head_norm=None, rotary=
     """All keys and values, without attending to any."""
     batch, qkv = make_batch(geometry, [(text, 0, len(text.qkv)) for text in made])
     unused = qkv.new_empty(batch.num_rows, geometry.num_heads, geometry.head_dim)
-    backend.write(qkv, batch, head_norm, rotary, layer, unused)
+    backend.write(qkv, batch, head_norm, rotary and rotary.at(batch.positions_T), layer, unused)

@@ -84,8 +84,8 @@ class Judged(TorchCompressedAttention):
         x_CD = torch.cat(vectors)
         scores_NC = torch.cat((q_ND.double() @ x_CD.T * spec.scale, sinks_N.double().unsqueeze(1)), dim=1)
         out_ND = scores_NC.softmax(dim=1)[:, :-1] @ x_CD
-        half, start = rotary.cos_LD.shape[1] // 2, x_CD.shape[1] - rotary.cos_LD.shape[1]
-        angle_d = torch.atan2(rotary.sin_LD[position, half:], rotary.cos_LD[position, :half]).double()
+        start = x_CD.shape[1] - rotary.dim
+        angle_d = torch.atan2(rotary.sin_TP[own], rotary.cos_TP[own]).double()
         turned = torch.view_as_complex(out_ND[:, start:].unflatten(1, (-1, 2)).contiguous())
         back = turned * torch.polar(torch.ones_like(angle_d), -angle_d)
         return torch.cat((out_ND[:, :start], torch.view_as_real(back).flatten(1)), dim=1)

@@ -39,9 +39,8 @@ class House:
             plane.view(torch.uint8).fill_(0xFF)  # NaN wherever nothing is written
         self.backend = TorchLatentAttention((self.spec,), storage)
         self.norm = LatentNorm(torch.rand(LATENT) + 0.5, 1e-6)
-        angle_LR = torch.outer(torch.arange(MAX_LEN).float(), 100.0 ** (-torch.arange(ROPE // 2) / ROPE * 2))
-        cos_LR, sin_LR = angle_LR.cos().repeat(1, 2), angle_LR.sin()
-        self.rotary = Rotary(cos_LR, torch.cat((-sin_LR, sin_LR), dim=1))
+        angle_LP = torch.outer(torch.arange(MAX_LEN).float(), 100.0 ** (-torch.arange(ROPE // 2) / ROPE * 2))
+        self.table = Rotary(angle_LP.cos(), angle_LP.sin())
         self.kv_b_NXL = torch.randn(HEADS, NOPE + VALUE, LATENT) / LATENT**0.5
 
     def tokens(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,13 +48,12 @@ class House:
 
     def expected(self, latent_LX: torch.Tensor, q_LND: torch.Tensor) -> torch.Tensor:
         """Of a whole sequence: keys and values by head, a causal softmax."""
-        positions_L = torch.arange(len(latent_LX))
         x_LC = latent_LX[:, :LATENT]
         c_LC = x_LC / (x_LC.square().mean(-1, keepdim=True) + self.norm.eps).sqrt() * self.norm.weight_L
-        rope_LR = rotate_neighbours(latent_LX[:, LATENT:], positions_L, self.rotary)
+        rope_LR = rotate_neighbours(latent_LX[:, LATENT:], self.table)
         expanded = torch.einsum("lc,nxc->nlx", c_LC, self.kv_b_NXL)
         k_NLD = torch.cat((expanded[..., :NOPE], rope_LR.expand(HEADS, -1, -1)), dim=-1)
-        q_LND = torch.cat((q_LND[..., :NOPE], rotate_neighbours(q_LND[..., NOPE:], positions_L, self.rotary)), dim=-1)
+        q_LND = torch.cat((q_LND[..., :NOPE], rotate_neighbours(q_LND[..., NOPE:], self.table)), dim=-1)
         scores_NLL = q_LND.transpose(0, 1) @ k_NLD.transpose(1, 2) * self.spec.scale
         mask_LL = torch.ones(len(latent_LX), len(latent_LX), dtype=torch.bool).triu(1)
         p_NLL = scores_NLL.masked_fill(mask_LL, -torch.inf).softmax(-1)
@@ -96,7 +94,7 @@ class House:
             logits,
         )
         plan = self.backend.plan(batch)
-        self.backend.write(latent_TX, q_TND, batch, self.norm, self.rotary, 0)
+        self.backend.write(latent_TX, q_TND, batch, self.norm, self.table.at(batch.positions_T), 0)
         out_TX = torch.full((row + padding, HEADS * VALUE), torch.nan)
         return self.backend.attend(q_TND, self.kv_b_NXL, 0, plan, {}, out_TX, wanted is not None)
 

@@ -75,9 +75,8 @@ class House:
         self.scratch = {one.name: torch.full(one.shape, -1, dtype=torch.int32) for one in scratch}
         self.norm = LatentNorm(torch.rand(LATENT) + 0.5, 1e-6)
         self.index_norm = IndexNorm(torch.rand(INDEX_DIM) + 0.5, torch.randn(INDEX_DIM), 1e-6)
-        angle_LR = torch.outer(torch.arange(MAX_LEN).float(), 100.0 ** (-torch.arange(ROPE // 2) / ROPE * 2))
-        cos_LR, sin_LR = angle_LR.cos().repeat(1, 2), angle_LR.sin()
-        self.rotary = Rotary(cos_LR, torch.cat((-sin_LR, sin_LR), dim=1))
+        angle_LP = torch.outer(torch.arange(MAX_LEN).float(), 100.0 ** (-torch.arange(ROPE // 2) / ROPE * 2))
+        self.table = Rotary(angle_LP.cos(), angle_LP.sin())
         self.kv_b_NXL = torch.randn(HEADS, NOPE + VALUE, LATENT) / LATENT**0.5
 
     def tokens(self, num_tokens: int, pages: list[int] | None = None) -> Tokens:
@@ -123,8 +122,9 @@ class House:
         plan, backend = self.backend.plan(batch), self.backend
         q_TND, index_q_TID = rows_of("q_LND"), rows_of("index_q_LID")
         scratch = self.scratch if scratch is None else scratch
-        backend.write(rows_of("latent_LX"), q_TND, batch, self.norm, self.rotary, 0)
-        backend.write_index(rows_of("index_k_LD"), index_q_TID, batch, self.index_norm, self.rotary, 0)
+        rotary = self.table.at(positions_T)
+        backend.write(rows_of("latent_LX"), q_TND, batch, self.norm, rotary, 0)
+        backend.write_index(rows_of("index_k_LD"), index_q_TID, batch, self.index_norm, rotary, 0)
         backend.select(index_q_TID, rows_of("weights_LI"), 0, plan, scratch)
         out_TX = torch.full((num_rows, HEADS * VALUE), torch.nan)
         return backend.attend(q_TND, self.kv_b_NXL, 0, plan, scratch, out_TX, wanted is not None)
@@ -147,8 +147,7 @@ class House:
         return (p_NLL @ expanded[..., NOPE:]).transpose(0, 1).flatten(1)
 
     def turns(self, num_tokens: int) -> torch.Tensor:
-        half = ROPE // 2
-        return torch.complex(self.rotary.cos_LD[:num_tokens, :half], self.rotary.sin_LD[:num_tokens, half:])
+        return torch.complex(self.table.cos_TP[:num_tokens], self.table.sin_TP[:num_tokens])
 
     def taken(self, tokens: Tokens, slots_L: torch.Tensor) -> torch.Tensor:
         """[L, L]: the tokens that each row attends to, by the keys that lie in these slots."""

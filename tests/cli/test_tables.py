@@ -237,10 +237,10 @@ def test_changes_stand_under_what_they_cost() -> None:
     lines = [line.text for line in alternative_lines(view)]
     titles = ["costs no quality", "changes answers a little", "another GPU", "more GPUs"]
     assert [line for line in lines if line in titles] == titles
-    assert re.search(r"raise memory_utilization to 0.98, .* 17,424 tokens ", lines[1])
+    assert re.search(r"raise memory_utilization to 0.98, .* 17,456 tokens ", lines[1])
     text = text_of(view)
     assert (
-        "the first of these, for 17,424 tokens\n  holdfast plan Qwen3-32B --gpu rtx4090 --quantization mxfp4 --" in text
+        "the first of these, for 17,456 tokens\n  holdfast plan Qwen3-32B --gpu rtx4090 --quantization mxfp4 --" in text
     )
     assert "shortened from the model's own 40,960" in text
 

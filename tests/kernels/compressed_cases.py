@@ -1,6 +1,6 @@
 """Steps of compressed attention over paged tokens and entries in every format; whatever no row sees is poison, pages that none needs do not exist."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -62,9 +62,9 @@ class CompressedCase:
             scores_NS = self.q_TND[row].double() @ rows_SD.double().T * self.scale
             weights_NS = torch.cat((scores_NS, self.sinks_N.double().unsqueeze(1)), 1).softmax(-1)[:, :-1]
             out_TND[row] = weights_NS @ rows_SD.double()
-        back = replace(self.rotary, sin_LD=-self.rotary.sin_LD)
         rope_TNR = out_TND[..., self.sizes.head_dim - self.sizes.rope_dim :]
-        rope_TNR.copy_(rotate_neighbours(rope_TNR, self.positions_T.clamp(min=0).long(), back))
+        turned_TNR = rotate_neighbours(rope_TNR, self.rotary.back())
+        rope_TNR.copy_(torch.where((self.positions_T >= 0)[:, None, None], turned_TNR, 0.0))
         return out_TND
 
     def rows_on(self, device: torch.device) -> CompressedRows:
@@ -84,7 +84,7 @@ def compressed_case(
 ) -> CompressedCase:
     """A row at each position, PADDING where there is none."""
     generator = torch.Generator().manual_seed(seed)
-    longest, num_rows = max(positions) + 1, len(positions)
+    num_rows = len(positions)
     seen_tokens = [torch.arange(max(0, p + 1 - sizes.window), p + 1) for p in positions]
     window = _Scope(sizes, sizes.window_page, seen_tokens, dtype, seed + 10)
     selected_TK, entries, ratio = None, None, sizes.ratio
@@ -113,17 +113,17 @@ def compressed_case(
         table_rows_T,
         torch.tensor(positions, dtype=torch.int32),
         random(sizes.num_heads, seed=seed + 2, scale=2.0),
-        tables_of(sizes.rope_dim, longest),
+        rotary_of(positions, sizes.rope_dim),
         seen,
         sizes.head_dim**-0.5,
     )
 
 
-def tables_of(rope_dim: int, longest: int) -> Rotary:
-    """Frequency i in columns i and i + R / 2; NaN behind the longest context."""
-    angle_LF = torch.arange(longest).unsqueeze(1) * 100.0 ** -(torch.arange(rope_dim // 2) / (rope_dim // 2))
-    cos_LF, sin_LF = angle_LF.cos(), angle_LF.sin()
-    return Rotary(torch.cat((cos_LF, cos_LF), 1), torch.cat((-sin_LF, sin_LF), 1))
+def rotary_of(positions: list[int], rope_dim: int) -> Rotary:
+    """Rows at these positions, frequency i in column i; NaN in rows of padding."""
+    frequency_P = 100.0 ** -(torch.arange(rope_dim // 2) / (rope_dim // 2))
+    angle_TP = torch.tensor([NAN if position < 0 else position for position in positions]).unsqueeze(1) * frequency_P
+    return Rotary(angle_TP.cos(), angle_TP.sin())
 
 
 class _Scope:
@@ -173,7 +173,7 @@ def run_compressed(
         scopes_on(case.scopes, device),
         case.rows_on(device),
         case.sinks_N.to(device),
-        Rotary(case.rotary.cos_LD.to(device), case.rotary.sin_LD.to(device)),
+        Rotary(case.rotary.cos_TP.to(device), case.rotary.sin_TP.to(device)),
         case.scale,
         partial_out_CX,
         partial_lse_CH,

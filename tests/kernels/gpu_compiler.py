@@ -27,7 +27,9 @@ from holdfast.kernels import hyper_connections, norm, up_projection  # noqa: E40
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     quantized_attention,
+    rope_rows,
     tiled_attention,
+    write_kv,
     write_quantized_kv,
 )
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
@@ -287,16 +289,38 @@ def planes_of(
     return QuantizedPlanes.of(storage.__getitem__, key_bits, value_bits, head_dim, page_tokens, rotation, mean)
 
 
+def rotary_of(num_rows: int, rope_dim: int, dtype: torch.dtype = torch.float32) -> Rotary:
+    """Rows of a step."""
+    return Rotary(*(torch.empty(num_rows, rope_dim // 2, dtype=dtype) for _ in range(2)))
+
+
+def rope_rows_of(dtype: torch.dtype, num_pairs: int, magnitudes: tuple[float, ...], ratios: tuple[int, ...]) -> None:
+    """cos and sin of a step's rows."""
+    shape = len(ratios), 8, num_pairs
+    tables = (torch.empty(shape, dtype=dtype) for _ in range(2))
+    rows = rope_rows.RopeRows(torch.empty(len(ratios), num_pairs), magnitudes, ratios, *tables)
+    rope_rows.fill_rope_rows(torch.empty(3, dtype=torch.int64), rows)
+
+
+def write_of(dtype: torch.dtype, head_dim: int) -> None:
+    """The write into plain pages."""
+    norms, planes = torch.empty(2, head_dim, dtype=dtype), torch.empty(2, 64, 8, head_dim, dtype=dtype)
+    qkv, slots = torch.empty(3, 48 * head_dim, dtype=dtype), torch.empty(3, dtype=torch.int64)
+    head_norm = HeadNorm(norms[0], norms[1], 1e-6)
+    write_kv.write_kv(qkv, slots, planes[0], planes[1], head_norm, rotary_of(3, head_dim, dtype))
+
+
 def write_quantized_of(
     dtype: torch.dtype, head_dim: int, with_norm: bool = True, formats: tuple[tuple[int, int], ...] = QUANTIZED_BITS
 ) -> None:
     """The write into quantized pages."""
-    table, numbers = torch.empty(64, head_dim, dtype=dtype), torch.empty(3, dtype=torch.int64)
-    head_norm = HeadNorm(table[0], table[1], 1e-6) if with_norm else None
+    rotary, slots = rotary_of(3, head_dim, dtype), torch.empty(3, dtype=torch.int64)
+    norms = torch.empty(2, head_dim, dtype=dtype)
+    head_norm = HeadNorm(norms[0], norms[1], 1e-6) if with_norm else None
     for key_bits, value_bits in formats:
         planes = planes_of(dtype, key_bits, value_bits, head_dim)
         qkv = torch.empty(3, 18 * head_dim, dtype=dtype)
-        write_quantized_kv.write_quantized_kv(qkv, numbers, numbers, planes, head_norm, Rotary(table, table))
+        write_quantized_kv.write_quantized_kv(qkv, slots, planes, head_norm, rotary)
 
 
 def quantized_attention_of(
@@ -480,45 +504,44 @@ def latent_planes_of(name: str, latent_dim: int, rope_dim: int) -> LatentPlanes:
 
 def latents_written_of(name: str, latent_dim: int, rope_dim: int) -> None:
     """Rows of a wider product, and their queries."""
-    table, q = torch.empty(99, rope_dim, dtype=BF16), torch.empty(2, 16, 64 + rope_dim, dtype=BF16)
+    q = torch.empty(2, 16, 64 + rope_dim, dtype=BF16)
     write_latent.write_latent(
         torch.empty(2, 99 + latent_dim + rope_dim, dtype=BF16)[:, 99:],
         q,
         torch.zeros(2, dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int64),
         write_latent.LatentNorm(torch.empty(latent_dim, dtype=BF16), 1e-6),
-        Rotary(table, table),
+        rotary_of(2, rope_dim, BF16),
         latent_planes_of(name, latent_dim, rope_dim),
     )
 
 
 def window_of(name: str, num_heads: int) -> None:
     """Tokens of DeepSeek-V4 and their queries written; outputs rotated back."""
-    table, numbers = torch.empty(99, 64), torch.zeros(2, dtype=torch.int64)
+    rotary, numbers = rotary_of(2, 64), torch.zeros(2, dtype=torch.int64)
     kv, q = torch.empty(2, 99 + 512, dtype=BF16)[:, 99:], torch.empty(2, num_heads, 512, dtype=BF16)
     kv_norm = write_latent.LatentNorm(torch.empty(512), 1e-6)
     planes = latent_planes_of(name, 448, 64)
-    write_window.write_window(kv, q, numbers, numbers, numbers, kv_norm, 1e-6, Rotary(table, table), planes)
-    write_window.rotate_back(q, numbers, Rotary(table, table))
+    write_window.write_window(kv, q, numbers, numbers, kv_norm, 1e-6, rotary, planes)
+    write_window.rotate_back(q, rotary)
 
 
 def entries_of(name: str, ratio: int, dim: int = 512) -> None:
     """Entries made and written, or those of an index with its queries."""
-    is_overlapped, numbers, table = ratio == 4, torch.zeros(2, dtype=torch.int64), torch.empty(99, 64)
+    is_overlapped, numbers, rotary = ratio == 4, torch.zeros(2, dtype=torch.int64), rotary_of(2, 64)
     width = pooled_width(dim, is_overlapped)
     pooled = torch.empty(2, 4 * width)[:, width : 3 * width]
     compressor = compress.Compressor(ratio, is_overlapped, torch.empty(ratio, width), torch.empty(dim), 1e-6)
     state = torch.empty(3, *state_shape(dim, is_overlapped))
     step = numbers, numbers, numbers, state, compressor
     if dim == 512:
-        compress.compress_entries(pooled, *step, Rotary(table, table), latent_planes_of(name, 448, 64))
+        compress.compress_entries(pooled, *step, rotary, latent_planes_of(name, 448, 64))
         return
     planes = {
         plane.name: torch.empty(64, *plane.token_shape, dtype=getattr(torch, plane.dtype))
         for plane in index_planes(name, dim)
     }
     q = torch.empty(2, 64, dim, dtype=BF16)
-    compress.compress_index(pooled, q, *step, Rotary(table, table), IndexPlanes.of(planes, 64))
+    compress.compress_index(pooled, q, *step, rotary, rotary, IndexPlanes.of(planes, 64))
 
 
 def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operands: str | None = None) -> None:
@@ -531,14 +554,14 @@ def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operand
         page_tokens,
     )
     k, q = torch.empty(4, 99 + dim, dtype=BF16)[:, 99:], torch.empty(4, num_heads, dim, dtype=BF16)
-    numbers, table, weights = torch.zeros(4, dtype=torch.int64), torch.empty(99, dim // 2), torch.empty(4, num_heads)
+    slots, rotary, weights = torch.zeros(4, dtype=torch.int64), rotary_of(4, dim // 2), torch.empty(4, num_heads)
     norm_of_keys = write_index.IndexNorm(torch.empty(dim), torch.empty(dim), 1e-6)
-    write_index.write_index(k, q, numbers, numbers, norm_of_keys, Rotary(table, table), planes, num_heads == 32)
+    write_index.write_index(k, q, slots, norm_of_keys, rotary, planes, num_heads == 32)
     if planes.is_quantized:
         codes = torch.empty(4, num_heads, dim, dtype=torch.float8_e4m3fn)
         write_index.quantize_index_queries(q, weights, codes, weights)
         q = codes
-    pages, rows = torch.zeros(4, 16, dtype=torch.int32), SparseRows(numbers.int(), numbers.int())
+    pages, rows = torch.zeros(4, 16, dtype=torch.int32), SparseRows(slots.int(), slots.int())
     if operands is None:
         index_scores.index_scores(q, weights, planes, pages, rows, torch.empty(4, 999))
     else:
@@ -605,14 +628,14 @@ def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups:
     """Window and entries as DeepSeek-V4 has them, split, and their merge."""
     compressed_attention.takes_warpgroups = lambda q_TND, scopes: warpgroups
     planes, numbers = latent_planes_of(name, 448, 64), torch.empty(num_rows, dtype=torch.int32)
-    pages, table = torch.empty(4, 2048, dtype=torch.int32), torch.empty(99, 64)
+    pages = torch.empty(4, 2048, dtype=torch.int32)
     listed = torch.empty(num_rows, top_k, dtype=torch.int32) if top_k else None
     compressed_attention.compressed_attention(
         torch.empty(num_rows, num_heads, 512, dtype=BF16),
         compressed_scopes.Scopes(128, planes, pages, ratio, planes, pages, listed),
         compressed_scopes.CompressedRows(numbers, numbers),
         torch.empty(num_heads),
-        Rotary(table, table),
+        rotary_of(num_rows, 64),
         0.1,
         torch.empty(64 * num_rows, num_heads * 512, dtype=FP16),
         torch.empty(64 * num_rows, num_heads),
@@ -719,6 +742,11 @@ CASES: dict[str, Callable[[], None]] = {
     "attention D64, sinks": lambda: attention_of(BF16, 8, 64, 128, with_sinks=True),
     "attention D256, capped": lambda: attention_of(BF16, 2, 256, 4096, softcap=50.0),
     "attention D128, few rows, both": lambda: attention_of(BF16, 8, 128, None, 1, with_sinks=True, softcap=30.0),
+    "rope rows": lambda: rope_rows_of(BF16, 64, (1.0,), (1,)),
+    "rope rows of two ropes": lambda: rope_rows_of(FP16, 128, (1.0, 1.25), (1, 1)),
+    "rope rows of V4": lambda: rope_rows_of(torch.float32, 24, (1.0, 1.1, 1.1, 1.1), (1, 1, 4, 128)),
+    "write D128": lambda: write_of(BF16, 128),
+    "write D80": lambda: write_of(FP16, 80),
     "write quantized D64": lambda: write_quantized_of(FP16, 64),
     "write quantized D80": lambda: write_quantized_of(BF16, 80, with_norm=False),
     "write quantized D128": lambda: write_quantized_of(BF16, 128),
@@ -857,6 +885,7 @@ def main() -> None:
         normed_routing,
         quantize_activations,
         quantized_attention,
+        rope_rows,
         row_scaled_tiles,
         routing,
         norm,
@@ -873,6 +902,7 @@ def main() -> None:
         write_index,
         top_k_tokens,
         write_latent,
+        write_kv,
         write_quantized_kv,
         write_window,
     ]

@@ -1,4 +1,4 @@
-"""Rows of a fused projection with positions and scattered slots, and planes in which every slot is poison."""
+"""Rows of a fused projection with their cos and sin and scattered slots, and planes in which every slot is poison."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,6 @@ import torch
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv
 from kernels.exactness import random
 
-MAX_POSITION = 50
 POISON = float("nan")
 FEATURES = pytest.mark.parametrize(
     ("with_norm", "with_rope"),
@@ -20,10 +19,9 @@ FEATURES = pytest.mark.parametrize(
 
 @dataclass
 class Case:
-    """Rows with positions and scattered slots, and planes in which every slot is poison."""
+    """Rows with their cos and sin and scattered slots, and planes in which every slot is poison."""
 
     qkv: torch.Tensor
-    positions: torch.Tensor
     slots: torch.Tensor
     k_plane: torch.Tensor
     v_plane: torch.Tensor
@@ -45,9 +43,9 @@ class Case:
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Case":
         norm, rotary = self.head_norm, self.rotary
         return Case(
-            *map(change, (self.qkv, self.positions, self.slots, self.k_plane, self.v_plane)),
+            *map(change, (self.qkv, self.slots, self.k_plane, self.v_plane)),
             norm and HeadNorm(change(norm.q_weight_D), change(norm.k_weight_D), norm.eps, norm.offset),
-            rotary and Rotary(change(rotary.cos_LD), change(rotary.sin_LD)),
+            rotary and Rotary(change(rotary.cos_TP), change(rotary.sin_TP)),
         )
 
     def float32_norms(self, offset: float) -> "Case":
@@ -59,31 +57,33 @@ class Case:
         return replace(self, head_norm=HeadNorm(*weights, norm.eps, offset))
 
     def padded(self, rows: Sequence[int]) -> "Case":
-        """The same with these rows as padding, which nobody has filled: poison, and positions that are none."""
-        qkv, positions, slots = self.qkv.clone(), self.positions.clone(), self.slots.clone()
+        """The same with these rows as padding, which nothing has filled: poison in all of them."""
+        qkv, slots, rotary = self.qkv.clone(), self.slots.clone(), self.rotary
+        if rotary is not None:
+            rotary = Rotary(rotary.cos_TP.clone(), rotary.sin_TP.clone())
+            rotary.cos_TP[list(rows)], rotary.sin_TP[list(rows)] = POISON, POISON
         for number, row in enumerate(rows):
             qkv[row] = POISON
-            positions[row] = (-1, -(2**40), 2**62)[number % 3]
             slots[row] = (-1, -2, -(2**62))[number % 3]
-        return replace(self, qkv=qkv, positions=positions, slots=slots)
+        return replace(self, qkv=qkv, slots=slots, rotary=rotary)
 
     def run(self, function=write_kv, rows=None, dtype=torch.float32):
         """(queries, key plane, value plane) after the rows were written into fresh planes."""
         rows = list(range(len(self.slots))) if rows is None else rows
         case = self.rounded(dtype)
         planes = case.k_plane, case.v_plane
-        q = function(case.qkv[rows], case.positions[rows], case.slots[rows], *planes, case.head_norm, case.rotary)
+        rotary = case.rotary and case.rotary.at(rows)
+        q = function(case.qkv[rows], case.slots[rows], *planes, case.head_norm, rotary)
         return q, *planes
 
 
 def make_case(num_rows, head_dim, group=3, num_kv_heads=2, with_norm=True, with_rope=True, seed=0) -> Case:
     generator = torch.Generator().manual_seed(seed)
     num_slots = 2 * num_rows + 3
-    angles = torch.rand(MAX_POSITION, head_dim, generator=generator) * 6
+    angles = torch.rand(num_rows, head_dim // 2, generator=generator) * 6
     planes = torch.full((2, num_slots, num_kv_heads, head_dim), POISON)
     return Case(
         qkv=random(num_rows, (group + 2) * num_kv_heads * head_dim, seed=seed + 1),
-        positions=torch.randint(MAX_POSITION, (num_rows,), generator=generator),
         slots=torch.randperm(num_slots, generator=generator)[:num_rows],
         k_plane=planes[0].clone(),
         v_plane=planes[1].clone(),

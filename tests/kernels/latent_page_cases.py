@@ -66,12 +66,11 @@ def assert_same_latents(mine: LatentPlanes, theirs: LatentPlanes, slots_X: torch
     assert int((my_rows != their_rows).sum()) <= 1 + 0.02 * my_rows.numel()
 
 
-def rotary_tables(rope_dim: int, dtype: torch.dtype) -> Rotary:
-    """Frequency i in columns i and i + R / 2."""
-    frequency_F = 100.0 ** -(torch.arange(rope_dim // 2) / (rope_dim // 2))
-    angle_LF = torch.arange(MAX_POSITION).unsqueeze(1) * frequency_F
-    cos_LF, sin_LF = angle_LF.cos(), angle_LF.sin()
-    return Rotary(torch.cat((cos_LF, cos_LF), 1).to(dtype), torch.cat((-sin_LF, sin_LF), 1).to(dtype))
+def rotary_rows(positions_T: torch.Tensor, rope_dim: int, dtype: torch.dtype = torch.float32) -> Rotary:
+    """Rows at these positions, frequency i in column i."""
+    frequency_P = 100.0 ** -(torch.arange(rope_dim // 2) / (rope_dim // 2))
+    angle_TP = positions_T.unsqueeze(1) * frequency_P
+    return Rotary(angle_TP.cos().to(dtype), angle_TP.sin().to(dtype))
 
 
 @dataclass
@@ -80,7 +79,6 @@ class LatentCase:
 
     latent: torch.Tensor
     q: torch.Tensor
-    positions: torch.Tensor
     slots: torch.Tensor
     norm: LatentNorm
     rotary: Rotary
@@ -89,7 +87,7 @@ class LatentCase:
 def make_latent_case(
     num_rows: int, num_heads: int, latent_dim: int, rope_dim: int, dtype: torch.dtype, num_slots: int, seed: int = 0
 ) -> LatentCase:
-    """Rows of different size; row 1 is padding, whose position is out of every table."""
+    """Rows of different size; row 1 is padding, whose position is none."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -103,8 +101,7 @@ def make_latent_case(
     return LatentCase(
         (normal(num_rows, latent_dim + rope_dim) * size_T1).to(dtype),
         normal(num_rows, num_heads, 16 + rope_dim).to(dtype),
-        positions_T,
         slots_T,
         LatentNorm((0.5 + normal(latent_dim).abs()).to(dtype), 1e-6),
-        rotary_tables(rope_dim, dtype),
+        rotary_rows(positions_T, rope_dim, dtype),
     )

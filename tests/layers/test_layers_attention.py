@@ -45,7 +45,7 @@ def parts():
         random(HIDDEN, seed=4),
     )
     head_norm = HeadNorm(torch.ones(HEAD_DIM), torch.ones(HEAD_DIM), 1e-5)
-    rotary = Rotary(torch.ones(3, HEAD_DIM), torch.ones(3, HEAD_DIM))
+    rotary = Rotary(torch.ones(3, HEAD_DIM // 2), torch.ones(3, HEAD_DIM // 2))
     backend = RecordingBackend()
     layer = AttentionLayer(7, Linear(qkv_weight, qkv_bias), Linear(o_weight, o_bias), head_norm, rotary, backend)
     return layer, backend, head_norm, rotary, (qkv_weight, qkv_bias, o_weight, o_bias)

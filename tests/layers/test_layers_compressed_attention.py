@@ -22,7 +22,8 @@ from kernels.exactness import random
 NAN = float("nan")
 NUM_ROWS, HIDDEN, HEADS, DIM, Q_RANK, GROUPS, RANK, INDEX_HEADS, INDEX_DIM = 5, 6, 4, 8, 7, 2, 3, 3, 4
 EPS = 1e-3
-NORM, ROTARY = LatentNorm(torch.ones(DIM), EPS), Rotary(torch.ones(3, 2), torch.ones(3, 2))
+NORM, ROTARY = LatentNorm(torch.ones(DIM), EPS), Rotary(torch.ones(3, 1), torch.ones(3, 1))
+ENTRY_ROTARY = Rotary(torch.ones(3, 1), torch.zeros(3, 1))
 
 
 class RecordingBackend:
@@ -65,11 +66,11 @@ def compressor(dim: int, is_overlapped: bool) -> Compressor:
 def make_layer(scopes: str) -> tuple[CompressedAttentionLayer, RecordingBackend]:
     entries = None
     if scopes == "all":
-        entries = Entries(random(2 * DIM, HIDDEN, seed=6), compressor(DIM, False), None)
+        entries = Entries(random(2 * DIM, HIDDEN, seed=6), compressor(DIM, False), ENTRY_ROTARY, None)
     elif scopes == "chosen":
         chooser = EntryIndex(Linear(random(INDEX_HEADS * INDEX_DIM, Q_RANK, seed=8)), compressor(INDEX_DIM, True), 3)
         pool = random(4 * DIM + 4 * INDEX_DIM + INDEX_HEADS, HIDDEN, seed=7)
-        entries = Entries(pool, compressor(DIM, True), chooser)
+        entries = Entries(pool, compressor(DIM, True), ENTRY_ROTARY, chooser)
     backend = RecordingBackend()
     layer = CompressedAttentionLayer(
         3,

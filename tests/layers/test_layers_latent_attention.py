@@ -26,7 +26,7 @@ NUM_ROWS, HIDDEN, HEADS, NOPE, ROPE, VALUE, LATENT, Q_RANK = 5, 6, 3, 4, 2, 5, 8
 QUERY, ROW = NOPE + ROPE, LATENT + ROPE
 KV_B = random(HEADS, NOPE + VALUE, LATENT, seed=9)
 NORM = LatentNorm(torch.ones(LATENT), 1e-6)
-ROTARY = Rotary(torch.ones(3, ROPE), torch.ones(3, ROPE))
+ROTARY = Rotary(torch.ones(3, ROPE // 2), torch.ones(3, ROPE // 2))
 
 
 class RecordingBackend:

@@ -10,7 +10,7 @@ from holdfast.errors import ModelError
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.compressed_families import respell
 from holdfast.models.families import FAMILIES, parameters, read_spec, unread_tensors
-from holdfast.models.rope import rope_tables
+from holdfast.models.rope import make_step_rope
 from holdfast.models.spec import CompressorSpec, IndexSpec, ModelSpec, StreamsSpec
 from models.tiny_compressed import COMPRESSED_MODELS
 
@@ -152,14 +152,20 @@ def test_rotations_are_those_of_transformers(case):
     spec, theirs = read_spec(config), theirs_of(config)
     assert spec.layer_rope(0) is spec.local_rope
     assert all(spec.layer_rope(layer) is spec.rope for layer in range(1, 5))
-    tables = rope_tables(spec, 90, torch.float32, torch.device("cpu"))
+    step = make_step_rope(spec, 90, 90, torch.float32, torch.device("cpu"))
+    step.fill(torch.arange(90))
     rotary = DeepseekV4RotaryEmbedding(theirs)
     for layer, kind in ((0, "main"), (1, "compress"), (2, "compress")):
-        table = tables[layer]
+        table, entries, ratio = step.rotaries[layer], step.entries[layer], spec.entry_ratio(layer)
         assert table is not None
+        assert (entries is None) == (ratio == 0)
         cos, sin = rotary(torch.zeros(1), torch.arange(90)[None], layer_type=kind)
-        torch.testing.assert_close(table.cos_LD[:, :4], cos[0], rtol=0, atol=2e-6)
-        torch.testing.assert_close(table.sin_LD[:, 4:], sin[0], rtol=0, atol=2e-6)
+        torch.testing.assert_close(table.cos_TP, cos[0], rtol=0, atol=2e-6)
+        torch.testing.assert_close(table.sin_TP, sin[0], rtol=0, atol=2e-6)
+        if entries is not None:
+            first = torch.arange(90) // ratio * ratio
+            assert torch.equal(entries.cos_TP, table.cos_TP[first])
+            assert torch.equal(entries.sin_TP, table.sin_TP[first])
 
 
 def test_models_that_were_released():

@@ -125,10 +125,10 @@ def norms_of_latents_with_the_eps_of_layers(model: LoadedModel, _: pytest.Monkey
 
 
 def rotated_by_halves(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    def by_halves(x: torch.Tensor, positions_T: torch.Tensor, rotary: Any) -> torch.Tensor:
+    def by_halves(x: torch.Tensor, rotary: Any) -> torch.Tensor:
         half = x.shape[-1] // 2
         paired = torch.stack((x[..., :half], x[..., half:]), dim=-1).flatten(-2)
-        return rotate_neighbours(paired, positions_T, rotary)
+        return rotate_neighbours(paired, rotary)
 
     monkeypatch.setattr(write_latent, "rotate_neighbours", by_halves)
     return model

@@ -128,9 +128,26 @@ def one_late(num_seen: Any) -> Any:
     return lambda own, spec, position, num_rows: num_seen(own, spec, position - 1, num_rows)
 
 
-def at_the_last_token(write: Any) -> Any:
-    """Entries are rotated by the position of their last token."""
-    return lambda entries, positions, slots, norm, ratio, *others: write(entries, positions, slots, norm, 1, *others)
+def entries_at_the_last_token(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """Entries are rotated by the position of their last token, which is that of the row that ends them."""
+    write, compress_rows, held = TorchCompressedAttention.write, TorchCompressedAttention.compress, {}
+
+    def keep(own: Any, kv: Any, q: Any, batch: Any, norm: Any, q_eps: float, rotary: Any, layer: int) -> None:
+        held[layer] = rotary
+        write(own, kv, q, batch, norm, q_eps, rotary, layer)
+
+    def rotate(own: Any, pooled: Any, batch: Any, compressor: Any, _: Any, layer: int, scratch: Any) -> None:
+        compress_rows(own, pooled, batch, compressor, held[layer], layer, scratch)
+
+    monkeypatch.setattr(TorchCompressedAttention, "write", keep)
+    monkeypatch.setattr(TorchCompressedAttention, "compress", rotate)
+    return model
+
+
+def index_at_the_last_token(compress_index: Any) -> Any:
+    return lambda own, pooled, q, batch, compressor, _, q_rotary, *others: compress_index(
+        own, pooled, q, batch, compressor, q_rotary, q_rotary, *others
+    )
 
 
 def without_head_norm(write: Any) -> Any:
@@ -164,8 +181,10 @@ def never_joined(compress_rows: Any) -> Any:
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "entries rotated at their last token": patched(compress, "write_entries", at_the_last_token),
-    "index entries rotated at their last token": patched(compress, "write_index_entries", at_the_last_token),
+    "entries rotated at their last token": entries_at_the_last_token,
+    "index entries rotated at their last token": patched(
+        TorchCompressedAttention, "compress_index", index_at_the_last_token
+    ),
     "outputs not rotated back": patched(torch_compressed, "rotate_back", lambda _: lambda *_: None),
     "a mix of streams transposed": patched(stream_layers, "combine_add_up", transposed_shares),
     "a window of one token less": compressed(lambda model: {"window": compressed_of(model).window - 1}),

@@ -144,7 +144,7 @@ def test_heads_are_those_of_a_rank() -> None:
         assert (heads.rope_dim, heads.nope_dim, heads.value_dim) == (64, 128, 128)
         assert heads.scale == pytest.approx(192**-0.5 * 1.3689**2, rel=1e-4)
         assert heads.windows == (None,) * 61
-    assert declared.declaration.rope_width(ALONE) == 64
+    assert declared.declaration.rope_pairs(ALONE) == 32
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])

@@ -9,7 +9,7 @@ import torch
 from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.families import FAMILIES, read_spec, unread_tensors
-from holdfast.models.rope import rope_tables
+from holdfast.models.rope import make_step_rope
 from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 from models.tiny_experts import make_random
 from models.tiny_latents import LATENT_MODELS, YARN
@@ -127,12 +127,14 @@ def test_scale_and_rotation_are_those_of_transformers(rope, prefix):
         one = {"num_hidden_layers": 1, "mlp_layer_types": None, "indexer_types": None}
         spec = read_spec({"architectures": [f"{prefix}ForCausalLM"], **settings, **one, **spelling})
         assert spec.score_scale == pytest.approx(theirs.model.layers[0].self_attn.scaling, rel=1e-12)
-        (rotary,) = rope_tables(spec, 90, torch.float32, torch.device("cpu"))
+        step = make_step_rope(spec, 90, 90, torch.float32, torch.device("cpu"))
+        step.fill(torch.arange(90))
+        (rotary,) = step.rotaries
         assert rotary is not None
         table = theirs.model.rotary_emb(torch.zeros(1), torch.arange(90).unsqueeze(0))
         cos, sin = (table.real, table.imag) if prefix == "DeepseekV2" else (part[..., :8] for part in table)
-        torch.testing.assert_close(rotary.cos_LD[:, :8], cos[0], rtol=0, atol=2e-6)
-        torch.testing.assert_close(rotary.sin_LD[:, 8:], sin[0], rtol=0, atol=2e-6)
+        torch.testing.assert_close(rotary.cos_TP, cos[0], rtol=0, atol=2e-6)
+        torch.testing.assert_close(rotary.sin_TP, sin[0], rtol=0, atol=2e-6)
 
 
 def test_models_that_were_released():

@@ -1,14 +1,15 @@
-"""Rotary tables of every scaling kind against transformers, at any length."""
+"""cos and sin of every scaling kind against transformers, at any length; the rows of a step for every layer."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from holdfast.models.rope import rope_table
+from holdfast.models.families import read_spec
+from holdfast.models.rope import StepRope, make_step_rope
 from holdfast.models.settings import Settings, read_rope
+from models.rope_oracle import step_rows
 
-CPU = torch.device("cpu")
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
 
@@ -41,7 +42,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tables(kind, settings, head_dim, theta, max_position, num_positions):
-    """cos and sin from transformers and from here, all [L, D], for a text of `num_positions`."""
+    """cos and sin from transformers, [L, D], and from here, [L, D / 2], for a text of `num_positions`."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -55,7 +56,7 @@ def tables(kind, settings, head_dim, theta, max_position, num_positions):
     )
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(num_positions).unsqueeze(0))
     rope = read_rope(Settings({"rope_parameters": parameters}, "config.json"), head_dim, max_position)
-    ours = rope_table(rope, head_dim, max_position, num_positions, torch.float32, CPU)
+    ours = step_rows(rope, head_dim, max_position, num_positions, torch.arange(num_positions))
     return [table.squeeze(0) for table in theirs], ours
 
 
@@ -63,9 +64,9 @@ def check(kind, settings, head_dim=16, theta=10_000.0, max_position=512, num_pos
     (cos, sin), ours = tables(kind, settings, head_dim, theta, max_position, num_positions)
     half = head_dim // 2
     phase = 2e-7 * num_positions  # a frequency that is off by a unit in the last place turns this far by the end
-    torch.testing.assert_close(ours.cos_LD, cos, rtol=0, atol=phase)
-    torch.testing.assert_close(ours.sin_LD[:, half:], sin[:, half:], rtol=0, atol=phase)
-    torch.testing.assert_close(ours.sin_LD[:, :half], -sin[:, :half], rtol=0, atol=phase)
+    for part in (slice(half), slice(half, None)):
+        torch.testing.assert_close(ours.cos_TP, cos[:, part], rtol=0, atol=phase)
+        torch.testing.assert_close(ours.sin_TP, sin[:, part], rtol=0, atol=phase)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -78,12 +79,6 @@ def test_the_tables_of_transformers(name, head_dim):
 @pytest.mark.parametrize("theta", [100.0, 500_000.0, 1e6])
 def test_any_base(name, theta):
     check(*KINDS[name], theta=theta)
-
-
-@pytest.mark.parametrize("num_positions", [4095, 4096, 4097, 10_000])
-def test_positions_go_on_beyond_a_block_of_rows(num_positions):
-    """A table is made in blocks; where one ends, and how many there are, cannot be seen in it."""
-    check("default", {}, max_position=10_000, num_positions=num_positions)
 
 
 @pytest.mark.parametrize("num_positions", [10, 64, 65, 100, 512])
@@ -102,7 +97,7 @@ def test_longrope_short_and_long(num_positions, head_dim, extra):
 
 def test_kinds_differ():
     """A table that ignored its settings would pass many of the tests above where the settings change little."""
-    seen = {name: tables(*KINDS[name], 16, 10_000.0, 512, 512)[1].cos_LD for name in KINDS}
+    seen = {name: tables(*KINDS[name], 16, 10_000.0, 512, 512)[1].cos_TP for name in KINDS}
     alike = [
         {one, other} for one in seen for other in seen if one < other and (seen[one] - seen[other]).abs().max() < 1e-3
     ]
@@ -112,10 +107,10 @@ def test_kinds_differ():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_computed_in_float32_and_rounded_once(dtype):
     rope = read_rope(Settings({}, "config.json"), 16, 4096)
-    fine, coarse = (rope_table(rope, 16, 4096, 4096, kind, CPU) for kind in (torch.float32, dtype))
-    assert coarse.cos_LD.dtype == dtype
-    assert torch.equal(coarse.cos_LD, fine.cos_LD.to(dtype))
-    assert torch.equal(coarse.sin_LD, fine.sin_LD.to(dtype))
+    fine, coarse = (step_rows(rope, 16, 4096, 4096, torch.arange(4096), kind) for kind in (torch.float32, dtype))
+    assert coarse.cos_TP.dtype == dtype
+    assert torch.equal(coarse.cos_TP, fine.cos_TP.to(dtype))
+    assert torch.equal(coarse.sin_TP, fine.sin_TP.to(dtype))
 
 
 def test_a_shorter_context_has_the_same_rows():
@@ -123,5 +118,39 @@ def test_a_shorter_context_has_the_same_rows():
     for kind, settings in KINDS.values():
         short = tables(kind, settings, 16, 10_000.0, 512, 100)[1]
         long = tables(kind, settings, 16, 10_000.0, 512, 512)[1]
-        assert torch.equal(short.cos_LD, long.cos_LD[:100])
-        assert torch.equal(short.sin_LD, long.sin_LD[:100])
+        assert torch.equal(short.cos_TP, long.cos_TP[:100])
+        assert torch.equal(short.sin_TP, long.sin_TP[:100])
+
+
+def step_rope_of(architecture: str, **settings: Any) -> StepRope:
+    small = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 99, **settings}
+    spec = read_spec({"architectures": [architecture], "intermediate_size": 8, **small})
+    return make_step_rope(spec, 2**20, 6, torch.float32, torch.device("cpu"))
+
+
+def test_step_rope_of_alike_layers_has_one_set() -> None:
+    rope = step_rope_of("LlamaForCausalLM")
+    assert rope.rows is not None
+    assert rope.rows.cos_STP.shape == (1, 6, 8)
+    assert {rotary.cos_TP.data_ptr() for rotary in rope.rotaries if rotary} == {rope.rows.cos_STP.data_ptr()}
+    assert rope.entries == (None,) * 4
+
+
+def test_step_rope_of_two_rotations_has_two_sets() -> None:
+    rope = step_rope_of(
+        "Gemma3ForCausalLM", head_dim=16, num_key_value_heads=1, sliding_window=8, sliding_window_pattern=2
+    )
+    rope.fill(torch.tensor([2**20 - 1]))
+    first, second, third, fourth = rope.rotaries
+    assert first is not None
+    assert second is not None
+    assert first is third
+    assert second is fourth
+    assert not torch.equal(first.cos_TP[0], second.cos_TP[0])
+
+
+def test_step_rope_of_learned_positions_has_no_rows() -> None:
+    rope = step_rope_of("OPTForCausalLM", ffn_dim=8, max_position_embeddings=64, word_embed_proj_dim=32)
+    rope.fill(torch.arange(3))
+    assert rope.rows is None
+    assert rope.rotaries == (None,) * 4

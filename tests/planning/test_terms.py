@@ -17,8 +17,10 @@ from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES
+from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.fit import PlanRequest, settle
+from holdfast.planning.resolve import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from holdfast.planning.target import Target
 from holdfast.planning.terms import (
     BLOCK_ELEMENTS,
@@ -49,6 +51,7 @@ from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from models.model_sample import SOME_MODELS
 from planning.plan_cases import H200, HOST, declared, plan_request
 
+ROPE = ("rope/table", "rope/frequencies")
 INPUTS = ["inputs/token_ids", "inputs/positions", "inputs/slots", "inputs/logit_rows"]
 
 
@@ -245,7 +248,8 @@ def test_owners_on_a_gpu() -> None:
     assert all(found[owner].phases == PHASES for owner in ("weights/layers", "cuda context"))
     assert all(found[owner].phases == PAGE_PHASES for owner in ("libraries", "allocator", "cuda graphs"))
     assert found["allocator"].num_bytes == ROUNDING_BYTES
-    assert found["rope/table"].num_bytes == 2 * 2 * 40960 * 128
+    assert found["rope/table"].num_bytes == 2 * 2 * 8192 * 64
+    assert found["rope/frequencies"].num_bytes == 4 * 64
 
 
 def test_products_that_nobody_else_changes_have_no_workspace_of_cublas() -> None:
@@ -261,7 +265,8 @@ def test_owners_on_a_cpu() -> None:
     assert found["weights/embed"].num_bytes == 4 * 151936 * 1024
     process = by_owner(needs("Qwen3-0.6B", HOST._replace(context_bytes=300 * 2**20)))["python and torch"]
     assert (process.num_bytes, process.phases) == (300 * 2**20, PHASES)
-    assert found["rope/table"].num_bytes == 4 * 2 * 40960 * 128
+    rows = DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"]
+    assert found["rope/table"].num_bytes == 4 * 2 * rows * 64
 
 
 def test_neighbours_are_asked_for_their_own_terms() -> None:
@@ -331,6 +336,23 @@ def test_staging_that_is_known_replaces_the_most() -> None:
     staging = Term("staging", 7, "dummy rows", ("load",))
     for target in (H200, HOST):
         assert by_owner(needs(target=target, staging=staging))["staging"] is staging
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_rope_rows_at_a_million_tokens_take_8_mib_at_most(name: str) -> None:
+    model = declared(name)
+    if model.has_learned_positions:
+        return
+    short, long = (by_owner(needs(name, H200, max_model_len=length)) for length in (4096, 2**20))
+    assert 0 < long["rope/table"].num_bytes <= 8 * 2**20
+    assert [short[owner] for owner in ROPE] == [long[owner] for owner in ROPE]
+
+
+def test_entries_have_rows_of_their_own() -> None:
+    """DeepSeek-V4-Flash: two rotations of tokens, and one of entries of 4 and of 128 tokens each."""
+    found = by_owner(needs("DeepSeek-V4-Flash", H200))
+    assert found["rope/table"].num_bytes == 4 * 2 * 2 * 8192 * 32
+    assert found["rope/frequencies"].num_bytes == 4 * 4 * 32
 
 
 def test_learned_positions_have_no_rotary_table() -> None:

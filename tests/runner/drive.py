@@ -31,7 +31,7 @@ from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import declare_decoder
 from holdfast.models.decoder import Decoder
 from holdfast.models.latent_decoder import LatentDecoder
-from holdfast.models.rope import rope_tables
+from holdfast.models.rope import make_step_rope
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.terms import PROMPT_ROWS
 from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat
@@ -134,7 +134,7 @@ class Rig:
             for plane in layer.planes:
                 self.storage.plane(place, plane.name).view(torch.uint8).fill_(0xFF)  # NaN in every type
         self.workspace = Workspace(workspace_plan(spec, limits, dtype, scratch), CPU, Ledger())
-        rotaries = rope_tables(spec, limits.max_model_len, getattr(torch, dtype), CPU)
+        rope = make_step_rope(spec, limits.max_model_len, limits.max_num_batched_tokens, getattr(torch, dtype), CPU)
         self.sampler = RecordingSampler(spec.vocab_size, CPU, limits.sampled_rows, Ledger())
         if keeps_tokens:
             self.sampler.take_device_sampler(limits.sampled_rows)
@@ -144,15 +144,14 @@ class Rig:
         if spec.compressed is not None:
             self.states = self._make_states(spec, limits)
             self.backend = windows = build_compressed_backend(declaration, specs, self.storage, self.states, bounds, 1)
-            self.decoder = CompressedDecoder(spec, model.weights, windows, rotaries, *shared, dtype=dtype)
+            self.decoder = CompressedDecoder(spec, model.weights, windows, rope, *shared, dtype=dtype)
         elif spec.latent is not None:
             self.backend = latents = build_latent_backend(declaration, specs, self.storage, bounds, 1)
-            assert rotaries[0] is not None, "latents are rotated"
-            self.decoder = LatentDecoder(spec, model.weights, latents, rotaries[0], *shared, dtype=dtype)
+            self.decoder = LatentDecoder(spec, model.weights, latents, rope, *shared, dtype=dtype)
         else:
             sinks = copy_sinks(model.weights, specs) if spec.has_sinks else None
             self.backend = by_head = build_backend(declaration, specs, self.storage, bounds, 1, False, sinks=sinks)
-            self.decoder = Decoder(spec, model.weights, by_head, rotaries, *shared, dtype=dtype)
+            self.decoder = Decoder(spec, model.weights, by_head, rope, *shared, dtype=dtype)
         shapes, is_shared = chunk_shapes(cache, num_pages), not backend.startswith("triton") and not keeps_tokens
         self.buffers = BatchBuffers(
             limits, CPU, Ledger(), is_shared=is_shared, shapes=shapes, has_states=cache.has_states

@@ -13,14 +13,16 @@ from safetensors.torch import load_file, save_file
 from holdfast.attention.layer_pages import QuantizedPages
 from holdfast.config import EngineConfig
 from holdfast.kernels.attention.key_bias import key_bias_rows
+from holdfast.kernels.latent.write_index import rotate_halves
 from holdfast.loading.model_files import open_model
-from holdfast.models.rope import rope_table
+from holdfast.models.rope import rope_frequencies
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.key_bias import key_part
 from holdfast.runner.key_means import average_turn, warm_token_ids
 from holdfast.runner.variants import Variant, build_variants
 from loading.tiny_models import save_tiny
+from models.rope_oracle import table_rows
 from runner.tiny_runners import SMALL, TinyBuilder, held_storages
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -117,15 +119,13 @@ def test_scores_get_what_keys_are_short_of(build: TinyBuilder) -> None:
     (file,) = (build.folder / "qwen2").glob("*.safetensors")
     stored = load_file(file)
     assert spec.rope is not None
-    rotary = rope_table(spec.rope, spec.head_dim, spec.max_position, 64, torch.float64, torch.device("cpu"))
+    rotary = table_rows(spec.rope, spec.head_dim, spec.max_position, 64, torch.arange(64), torch.float64)
     for layer, pages in enumerate(built.runner.backend.pages):
         assert isinstance(pages, QuantizedPages)
         assert pages.planes.key_bias is not None
         projected = built.runner.model._layers[layer].attention.qkv.bias_N[key_part(spec)]
         bias = (stored[f"model.layers.{layer}.self_attn.k_proj.bias"] - projected).view(2, 1, -1).double()
-        half = spec.head_dim // 2
-        swapped = torch.cat((bias[..., half:], bias[..., :half]), -1)
-        turned = bias * rotary.cos_LD + swapped * rotary.sin_LD
+        turned = rotate_halves(bias.expand(2, 64, -1).transpose(0, 1), rotary).transpose(0, 1).double()
         rows = key_bias_rows(pages.planes.key_bias, torch.arange(64)).double()
         torch.testing.assert_close(rows, turned, rtol=1e-4, atol=1e-3)
         assert bias.abs().max() > PLANTED, "it is the planted one"
@@ -177,11 +177,13 @@ def test_warm_up_tokens_are_of_the_vocabulary(vocab_size: int) -> None:
 
 def test_the_average_turn_is_the_average_of_turned_keys() -> None:
     spec = replace(open_spec(), theta=5000.0)
-    rotary = rope_table(spec, 16, 512, 300, torch.float32, torch.device("cpu"))
-    key = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
-    swapped = torch.cat((key[:, 8:], key[:, :8]), -1)
-    turned = key[:, None] * rotary.cos_LD + swapped[:, None] * rotary.sin_LD
-    torch.testing.assert_close(key @ average_turn(rotary), turned.mean(1), rtol=1e-4, atol=1e-5)
+    key_KD = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    for num_positions in (1, 2, 300, 100_000):
+        rotary = table_rows(spec, 16, 512, num_positions, torch.arange(num_positions))
+        turned_LKD = rotate_halves(key_KD.expand(num_positions, 3, 16), rotary)
+        turn_DD = average_turn(*rope_frequencies(spec, 16, 512, num_positions), num_positions)
+        wanted_KD = turned_LKD.double().mean(0).float()
+        torch.testing.assert_close(key_KD @ turn_DD, wanted_KD, rtol=1e-4, atol=1e-5)
 
 
 def open_spec():

@@ -190,7 +190,7 @@ def test_a_context_that_was_asked_for_is_never_shortened(build):
         build(readable=False, max_position=4096, max_model_len=4096, memory_limit=limit)
 
 
-@pytest.mark.parametrize("room", [0, 600, 10_000, 100_000, 1_000_000])
+@pytest.mark.parametrize("room", [0, 600, 10_000, 100_000, 500_000])
 def test_a_context_left_open_shrinks_to_the_longest_that_fits(build, room):
     limit = build(max_model_len=1).plan.memory.peak_bytes + room
     built = build(max_position=4096, memory_limit=limit)
@@ -206,8 +206,8 @@ def test_a_context_left_open_shrinks_to_the_longest_that_fits(build, room):
         build(readable=False, max_position=4096, memory_limit=limit, max_model_len=length + 1)
 
 
-def test_a_context_whose_tables_alone_exceed_the_memory_shrinks_too(build):
-    """Tables by position grow with the context as pages do: a long default must not be a reason to refuse."""
+def test_a_context_far_beyond_the_memory_shrinks_too(build):
+    """A long default must not be a reason to refuse."""
     built = build(max_position=10**9, memory_limit="8MiB")
     assert 1000 < built.plan.resolved.limits.max_model_len < 100_000
     assert built.plan.memory.peak_bytes <= 8 * MIB

@@ -32,7 +32,7 @@ STAGES = (
     "PageStorage",
     "Workspace",
     "build_backend",
-    "rope_tables",
+    "make_step_rope",
     "Decoder",
     "BatchBuffers",
     "Sampler",

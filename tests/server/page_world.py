@@ -106,7 +106,7 @@ class World:
             "weights": (538_060_032, "180 tensors in float32"),
             "python and torch": (335_544_320, "the process itself: libraries, code, vocabulary"),
             "workspace": (51_904_512, "mlp needs most: wide float32 (2048, 3072)"),
-            "rope": (4_194_304, "cos and sin by position"),
+            "rope": (4_194_304, "cos and sin of a step's tokens"),
             "inputs": (65_536, "one a row of a step"),
         }
         rows = [

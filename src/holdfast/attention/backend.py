@@ -258,7 +258,7 @@ class CompressedAttention(AttentionFamily[PlanT], Protocol[PlanT]):
     ) -> None:
         """Add the step's rows to the layer's state, and write the entries that end with one of them into their slots.
 
-        `pooled_TX`: float32, what is pooled and then its gates; rows may lie apart."""
+        `rotary`: of the first token of each row's entry. `pooled_TX`: float32, what is pooled and then its gates; rows may lie apart."""
         ...
 
     def compress_index(
@@ -268,10 +268,12 @@ class CompressedAttention(AttentionFamily[PlanT], Protocol[PlanT]):
         batch: Batch,
         compressor: Compressor,
         rotary: Rotary,
+        q_rotary: Rotary,
         layer: int,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
-        """The same of the entries of the layer's index; rotate the last elements of index queries where they are."""
+        """The same of the entries of the layer's index; rotate the last elements of index queries where they are,
+        by `q_rotary`."""
         ...
 
     def select(

@@ -60,7 +60,7 @@ class CompressedPages:
         slots_T, planes = batch.slots_GT[self._specs[layer].group], self.windows[layer]
         # Without states nothing is computed twice: every row but padding has a slot.
         states_T = slots_T if batch.states_T is None else batch.states_T
-        write_window(kv_TD, q_TND, batch.positions_T, slots_T, states_T, norm, q_eps, rotary, planes)
+        write_window(kv_TD, q_TND, slots_T, states_T, norm, q_eps, rotary, planes)
 
     def compress(
         self,
@@ -91,6 +91,7 @@ class CompressedPages:
         batch: Batch,
         compressor: Compressor,
         rotary: Rotary,
+        q_rotary: Rotary,
         layer: int,
         scratch: Mapping[str, torch.Tensor],
     ) -> None:
@@ -105,6 +106,7 @@ class CompressedPages:
             state_PK3D,
             compressor,
             rotary,
+            q_rotary,
             self.indexes[layer],
         )
 

@@ -45,7 +45,7 @@ class LatentPages:
     ) -> None:
         """Latents to their slots, queries rotated where they are, in one pass."""
         slots_T = batch.slots_GT[self._specs[layer].group]
-        write_latent(latent_TX, q_TND, batch.positions_T, slots_T, norm, rotary, self.planes[layer])
+        write_latent(latent_TX, q_TND, slots_T, norm, rotary, self.planes[layer])
 
 
 class IndexPages:
@@ -71,4 +71,4 @@ class IndexPages:
         """Index keys to their slots, index queries rotated where they are, in one pass."""
         spec = self._specs[layer]
         slots_T, planes = batch.slots_GT[spec.group], self.planes[layer]
-        write_index(k_TD, q_TID, batch.positions_T, slots_T, norm, rotary, planes, spec.index_turns_neighbours)
+        write_index(k_TD, q_TID, slots_T, norm, rotary, planes, spec.index_turns_neighbours)

@@ -228,7 +228,7 @@ class PlainPages:
         out_THD: torch.Tensor,
     ) -> None:
         """Keys and values to their slots, queries to `out_THD`, all in one pass."""
-        write_kv(qkv_TX, batch.positions_T, batch.slots_GT[self._group], *self.planes, head_norm, rotary, out_THD)
+        write_kv(qkv_TX, batch.slots_GT[self._group], *self.planes, head_norm, rotary, out_THD)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """How the kernel of `attend_tiles` wants its tiles."""
@@ -291,7 +291,7 @@ class QuantizedPages:
     ) -> None:
         """Quantized keys and values to their slots, queries to `out_THD`, rotated as the keys are."""
         slots_T = batch.slots_GT[self._group]
-        write_quantized_kv(qkv_TX, batch.positions_T, slots_T, self.planes, head_norm, rotary, out_THD)
+        write_quantized_kv(qkv_TX, slots_T, self.planes, head_norm, rotary, out_THD)
 
     def tile_geometry(self, num_heads: int) -> TileGeometry:
         """How the kernel of `attend_tiles` wants its tiles."""

@@ -135,10 +135,10 @@ class TorchCompressedAttention(CompressedPages):
         out_TX: torch.Tensor,
         wanted_only: bool,
     ) -> torch.Tensor:
-        spec, sequences, positions_R, q_RND = self._specs[layer], plan.every, batch.positions_T, q_TND
+        spec, sequences, q_RND = self._specs[layer], plan.every, q_TND
         rows_R = plan.wanted_rows_R if wanted_only else None
         if plan.wanted is not None and rows_R is not None:
-            sequences, positions_R, q_RND = plan.wanted, positions_R.index_select(0, rows_R), q_TND[rows_R]
+            sequences, rotary, q_RND = plan.wanted, rotary.at(rows_R), q_TND[rows_R]
         chosen_RK: torch.Tensor | None = None
         if any(sequence.rows.end > _first_choosing(spec) for sequence in sequences):
             chosen_RK = _selected(scratch, spec, len(q_TND))
@@ -153,7 +153,7 @@ class TorchCompressedAttention(CompressedPages):
                 out_RND[place] = self._attend_block(q_RND[place], sinks_N, layer, sequence, position, own_nK)
                 num_done = place.stop
         out_RND[num_done:].zero_()
-        rotate_back(out_RND, positions_R, rotary)
+        rotate_back(out_RND, rotary)
         return out_TX[:num_rows]
 
     def _blocks(self, rows: SequenceRows, spec: AttentionSpec) -> list[tuple[int, int]]:

@@ -38,7 +38,7 @@ SIGNATURES: dict[str, list[type]] = {
     "holdfast_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
     "holdfast_clamped_gate": [_POINTER] * 2 + [_LONG] * 4 + [_FLOAT],
     "holdfast_activate": [_POINTER] + [_LONG] * 2,
-    "holdfast_write_heads": [_POINTER] * 7 + [_FLOAT] * 2 + [_POINTER] * 3 + [_LONG] * 4,
+    "holdfast_write_heads": [_POINTER] * 6 + [_FLOAT] * 2 + [_POINTER] * 3 + [_LONG] * 4,
     "holdfast_mask_logits": [_POINTER] * 2 + [_LONG] * 2,
     "holdfast_paged_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT] * 2,
     "holdfast_add_checksum": [_POINTER] + [_LONG] * 2 + [_POINTER],

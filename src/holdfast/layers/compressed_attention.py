@@ -65,6 +65,8 @@ class Entries(NamedTuple):
     pool_XH: torch.Tensor
     """Rows: what is pooled, its gates; both of the index too, and then how much each of its heads counts."""
     compressor: Compressor
+    rotary: Rotary
+    """Of the first token of each row's entry."""
     chooser: EntryIndex | None
     """None: rows attend to all of them."""
 
@@ -152,7 +154,7 @@ class CompressedAttentionLayer:
         assert buffers.pooled_X is not None, "no place for what entries are pooled from"
         pooled_TX = buffers.pooled_X[: num_rows * width].view(num_rows, width)
         linear_float32(x_TH, entries.pool_XH, pooled_TX)
-        own, rotary, layer = 2 * entries.compressor.positions_RX.shape[1], self._rotary, self._layer
+        own, rotary, layer = 2 * entries.compressor.positions_RX.shape[1], entries.rotary, self._layer
         self._backend.compress(pooled_TX[:, :own], batch, entries.compressor, rotary, layer, buffers.scratch)
         index = entries.chooser
         if index is None:
@@ -163,6 +165,7 @@ class CompressedAttentionLayer:
         index.q(buffers.q_normed_TX, buffers.index_q_TX, buffers.quantized, is_coded and same_codes)
         q_TID = buffers.index_q_TX.unflatten(1, (index.num_heads, -1))
         keys_TX, factor = pooled_TX[:, own : width - index.num_heads], (q_TID.shape[2] * index.num_heads) ** -0.5
-        self._backend.compress_index(keys_TX, q_TID, batch, index.compressor, rotary, layer, buffers.scratch)
+        rotaries = rotary, self._rotary
+        self._backend.compress_index(keys_TX, q_TID, batch, index.compressor, *rotaries, layer, buffers.scratch)
         weights_TI = torch.mul(pooled_TX[:, width - index.num_heads :], factor, out=buffers.index_weights_TI)
         self._backend.select(q_TID, weights_TI, layer, plan, buffers.scratch)

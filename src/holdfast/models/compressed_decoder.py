@@ -6,14 +6,13 @@ A half of a layer takes one row of the streams (collapsed by its shares), and wh
 last layer streams are collapsed once more.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.attention.backend import Batch, CompressedAttention
-from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
@@ -34,7 +33,8 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.compressed_activations import WANTED, CompressedRequests, compressed_requests
 from holdfast.models.decoder_layer import PartBuilder, Weights
 from holdfast.models.model import Stream
-from holdfast.models.spec import CompressedSpec, CompressorSpec, IndexSpec, ModelSpec, StreamsSpec
+from holdfast.models.rope import StepRope
+from holdfast.models.spec import CompressedSpec, CompressorSpec, ModelSpec, StreamsSpec
 from holdfast.models.step_workspace import MAX_CACHED_SIZES, StepWorkspace, norm_dtype
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
@@ -60,13 +60,13 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
         streams: StreamsSpec,
         weights: Weights,
         backend: CompressedAttention[Any],
-        rotaries: Sequence[Rotary | None],
+        rope: StepRope,
     ) -> None:
         super().__init__(spec, weights)
         self._compressed = compressed
         self._numbers = MixNumbers(spec.norm_eps, streams.eps, streams.num_iterations)
         self._backend = backend
-        self._rotaries = rotaries
+        self._rope = rope
 
     def streamed_layer(self, index: int) -> StreamedLayer:
         """All of a layer."""
@@ -88,7 +88,7 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
         return RMSNorm(self.plain(f"{name}.weight"), self._spec.norm_eps)
 
     def attention(self, index: int, prefix: str) -> CompressedAttentionLayer:
-        compressed, eps, rotary = self._compressed, self._spec.norm_eps, self._rotaries[index]
+        compressed, eps, rotary = self._compressed, self._spec.norm_eps, self._rope.rotaries[index]
         assert rotary is not None, f"layer {index} rotates nothing"
         groups = (compressed.num_output_groups, compressed.output_rank, -1)
         compressor = compressed.compressors[index]
@@ -100,18 +100,19 @@ class CompressedLayerBuilder(PartBuilder[CompressedAttentionLayer]):
             self._rms_norm(f"{prefix}.q_a_norm"),
             LatentNorm(self.plain(f"{prefix}.kv_norm.weight"), eps),
             self.plain(f"{prefix}.sinks"),
-            None if compressor is None else self._entries(compressor, self._spec.layer_index(index), prefix),
+            None if compressor is None else self._entries(index, compressor, prefix),
             rotary,
             self._backend,
         )
 
-    def _entries(self, compressor: CompressorSpec, index: IndexSpec | None, prefix: str) -> Entries:
-        own = self._compressor(compressor, f"{prefix}.compressor")
-        pool_XH = self.plain(f"{prefix}.pool.weight")
+    def _entries(self, layer: int, compressor: CompressorSpec, prefix: str) -> Entries:
+        own, rotary = self._compressor(compressor, f"{prefix}.compressor"), self._rope.entries[layer]
+        pool_XH, index = self.plain(f"{prefix}.pool.weight"), self._spec.layer_index(layer)
+        assert rotary is not None, f"entries of layer {layer} are not rotated"
         if index is None:
-            return Entries(pool_XH, own, None)
+            return Entries(pool_XH, own, rotary, None)
         keys = self._compressor(compressor, f"{prefix}.index")
-        return Entries(pool_XH, own, EntryIndex(self.linear(f"{prefix}.index_q"), keys, index.num_heads))
+        return Entries(pool_XH, own, rotary, EntryIndex(self.linear(f"{prefix}.index_q"), keys, index.num_heads))
 
     def _compressor(self, compressor: CompressorSpec, prefix: str) -> Compressor:
         positions_RX, weight_D = self.plain(f"{prefix}.positions"), self.plain(f"{prefix}.norm.weight")
@@ -126,17 +127,18 @@ class CompressedDecoder(StepWorkspace):
         spec: ModelSpec,
         weights: Weights,
         backend: CompressedAttention[Any],
-        rotaries: Sequence[Rotary | None],
+        rope: StepRope,
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
         dtype: str | None = None,
         recipe: WeightRecipe = AS_STORED,
     ) -> None:
-        """`rotaries`: by layer. `dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
+        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized."""
         assert spec.compressed is not None, f"{spec.architecture} does not compress"
         assert spec.streams is not None, f"{spec.architecture} has one stream"
-        builder = CompressedLayerBuilder(spec, spec.compressed, spec.streams, weights, backend, rotaries)
+        builder = CompressedLayerBuilder(spec, spec.compressed, spec.streams, weights, backend, rope)
         super().__init__(spec, workspace, dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight")), recipe)
+        self._rope = rope
         self._embed_VH = weights["embed.weight"]
         self._layers = [builder.streamed_layer(index) for index in range(spec.num_layers)]
         self._head = builder.stream_head()
@@ -158,7 +160,8 @@ class CompressedDecoder(StepWorkspace):
         return self.finish(self.run_layers(self.embed(batch), batch, plan, range(self.num_layers)))
 
     def embed(self, batch: Batch) -> Stream:
-        """The first end: token embeddings, the same in every stream."""
+        """The first end: token embeddings, the same in every stream, and cos and sin of the step's rows for all layers."""
+        self._rope.fill(batch.positions_T)
         held = self._acquire(self._requests(batch.num_rows).stream)
         x_TSH, normed_TH = held["x"], held["normed"]
         x_TSH.copy_(lookup_rows(batch.token_ids_T, self._embed_VH, normed_TH).unsqueeze(1).expand_as(x_TSH))

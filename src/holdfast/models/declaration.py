@@ -136,8 +136,8 @@ class StepShape(NamedTuple):
 class Declaration(Protocol):
     """One kind of model. What is asked is of the rank that stands where the mesh says."""
 
-    def rope_width(self, mesh: Mesh) -> int:
-        """Elements of a row of the rotary table, or of all where layers of its stage rotate differently; 0 where positions are learned."""
+    def rope_pairs(self, mesh: Mesh) -> int:
+        """Columns of cos that a step has of each token, for all rotations of its stage together; 0 where positions are learned."""
         ...
 
     def indivisible(self, mesh: Mesh) -> str | None:

@@ -75,7 +75,7 @@ class DeclaredModel:
     @property
     def has_learned_positions(self) -> bool:
         """Positions beyond `max_position` do not exist."""
-        return self.declaration.rope_width(ALONE) == 0
+        return self.declaration.rope_pairs(ALONE) == 0
 
     def remembered(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
         """What was made of this model for this key before, or is now."""

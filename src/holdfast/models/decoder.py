@@ -5,17 +5,16 @@ T rows of the step, R rows whose logits are wanted, H hidden, V vocabulary
 Products of the fused decode path add to the residual stream in their epilogue (fused_decode.py).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from holdfast.attention.backend import GroupedAttention
 from holdfast.distributed.exchange import Exchange
-from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.layers.attention import AttentionBuffers, AttentionLayer
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.decoder_layer import LayerBuilder, Weights
 from holdfast.models.layer_stack import LayerStack, output_sharing
+from holdfast.models.rope import StepRope
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
@@ -28,7 +27,7 @@ class Decoder(LayerStack[AttentionLayer]):
         spec: ModelSpec,
         weights: Weights,
         backend: GroupedAttention[Any],
-        rotaries: Sequence[Rotary | None],
+        rope: StepRope,
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
         takes_fused_decode: bool = False,
@@ -37,12 +36,12 @@ class Decoder(LayerStack[AttentionLayer]):
         exchange: Exchange | None = None,
         is_exact: bool = False,
     ) -> None:
-        """`rotaries` has an entry a layer; `dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized.
+        """`dtype` is that of activations, None for the one of norms; `recipe` is how the weights were quantized.
 
         With `exchange` spec and weights are those of one rank; `is_exact` as in its Mesh.
         """
-        builder = LayerBuilder(spec, weights, backend, rotaries, output_sharing(exchange, is_exact, workspace))
-        super().__init__(spec, weights, builder, workspace, scratch, takes_fused_decode, dtype, recipe, exchange)
+        builder = LayerBuilder(spec, weights, backend, rope.rotaries, output_sharing(exchange, is_exact, workspace))
+        super().__init__(spec, weights, builder, rope, workspace, scratch, takes_fused_decode, dtype, recipe, exchange)
 
     def _attention_buffers(self, num_rows: int) -> AttentionBuffers:
         requests = self._requests(num_rows)

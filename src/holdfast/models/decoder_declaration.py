@@ -48,9 +48,9 @@ class DecoderDeclaration(NamedTuple):
     expert_native: str | None = None
     """That of experts, where it is another."""
 
-    def rope_width(self, mesh: Mesh) -> int:
+    def rope_pairs(self, mesh: Mesh) -> int:
         spec = self.rank(mesh)
-        return 0 if spec.rope is None else len(spec.ropes) * spec.rope_dim
+        return len(spec.rope_sets) * (spec.rope_dim // 2)
 
     def indivisible(self, mesh: Mesh) -> str | None:
         spec, num_ranks = self.decoder, mesh.tensor_size

@@ -4,25 +4,25 @@ from typing import Any
 
 from holdfast.attention.backend import LatentAttention
 from holdfast.distributed.exchange import Exchange
-from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.layers.latent_attention import LatentAttentionLayer, LatentBuffers
 from holdfast.memory.workspace import Workspace
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.decoder_layer import LatentLayerBuilder, Weights
 from holdfast.models.layer_stack import LayerStack, output_sharing
+from holdfast.models.rope import StepRope
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 
 
 class LatentDecoder(LayerStack[LatentAttentionLayer]):
-    """The Model of models/model.py with latents; ranks and layers share one rotary table."""
+    """The Model of models/model.py with latents; layers share the rows of one rotation."""
 
     def __init__(
         self,
         spec: ModelSpec,
         weights: Weights,
         backend: LatentAttention[Any],
-        rotary: Rotary,
+        rope: StepRope,
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
         takes_fused_decode: bool = False,
@@ -36,10 +36,12 @@ class LatentDecoder(LayerStack[LatentAttentionLayer]):
         A model with an index takes a `SparseLatentAttention`. With `exchange` spec and weights are those of one rank.
         """
         assert spec.latent is not None, f"{spec.architecture} keeps keys and values by head"
+        rotary = rope.rotaries[0]
+        assert rotary is not None, f"{spec.architecture} rotates nothing"
         builder = LatentLayerBuilder(
             spec, spec.latent, weights, backend, rotary, output_sharing(exchange, is_exact, workspace)
         )
-        super().__init__(spec, weights, builder, workspace, scratch, takes_fused_decode, dtype, recipe, exchange)
+        super().__init__(spec, weights, builder, rope, workspace, scratch, takes_fused_decode, dtype, recipe, exchange)
 
     def _attention_buffers(self, num_rows: int) -> LatentBuffers:
         requests = self._requests(num_rows)

@@ -27,6 +27,7 @@ from holdfast.models.activations import StepRequests
 from holdfast.models.decoder_layer import AttentionT, DecoderLayer, PartBuilder, Weights
 from holdfast.models.fused_decode import FusedDecode
 from holdfast.models.model import Stream
+from holdfast.models.rope import StepRope
 from holdfast.models.spec import ModelSpec
 from holdfast.models.step_workspace import MAX_CACHED_SIZES, StepWorkspace, norm_dtype
 from holdfast.observability.log import get_logger
@@ -43,6 +44,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         spec: ModelSpec,
         weights: Weights,
         builder: PartBuilder[AttentionT],
+        rope: StepRope,
         workspace: Workspace,
         scratch: tuple[TensorSpec, ...],
         takes_fused_decode: bool = False,
@@ -55,6 +57,7 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         With `exchange` spec and weights are those of one rank, and so are the logits: those of its share of the vocabulary.
         """
         super().__init__(spec, workspace, dtype or norm_dtype(builder.plain("layers.0.attn_norm.weight")), recipe)
+        self._rope = rope
         self._exchange = exchange
         self._embed_VE = weights.get("embed.weight")
         """None between the first stage of a pipeline and the last, and there too where the head is another weight."""
@@ -114,7 +117,11 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         return self.finish(stream) if self._spec.is_last_stage else self._send(stream)
 
     def embed(self, batch: Batch) -> Stream:
-        """The first end: token embeddings, and learned positions where there are; or what the stage before has sent."""
+        """The first end: token embeddings, and learned positions where there are; or what the stage before has sent.
+
+        Every stage computes cos and sin of the step's rows first, for all of its layers.
+        """
+        self._rope.fill(batch.positions_T)
         requests = self._requests(batch.num_rows)
         stream = self._acquire(requests.stream)
         x_TH = stream["x"]

@@ -1,56 +1,71 @@
-"""Rotary tables: the frequencies of every scaling kind, cos/sin rows by position, and what turns the bias of stored keys.
+"""StepRope: cos and sin of a step's rows for every layer; the frequencies of every scaling kind; what turns the bias of stored keys.
 
 Two kinds look at the length of the running text (dynamic, longrope). Keys already cached cannot be rotated again when the
 text grows, so the length is decided once, by max_model_len: a token then does not depend on when it was computed.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 
 from holdfast.kernels.attention.key_bias import KeyTurns, make_key_turns
+from holdfast.kernels.attention.rope_rows import RopeRows, fill_rope_rows
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.models.spec import ModelSpec, RopeSpec
 
-BLOCK_ROWS = 4096
+
+@dataclass(frozen=True, slots=True)
+class StepRope:
+    """The rows of all rotations of a model, which every step fills before its first layer."""
+
+    rows: RopeRows | None
+    """None: positions are learned."""
+    rotaries: tuple[Rotary | None, ...]
+    """By layer, of tokens; layers that rotate alike share rows."""
+    entries: tuple[Rotary | None, ...]
+    """By layer, of the first token of each row's entry; None in layers without entries."""
+
+    def fill(self, positions_T: torch.Tensor) -> None:
+        """Compute the rows of a step."""
+        if self.rows is not None:
+            fill_rope_rows(positions_T, self.rows)
 
 
-def rope_tables(
-    spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Rotary | None, ...]:
-    """By layer; layers that rotate alike have the same table. None where positions are learned."""
-    made: dict[RopeSpec, Rotary] = {}
-    for rope in filter(None, spec.ropes):
-        made[rope] = rope_table(rope, spec.rope_dim, spec.max_position, max_model_len, dtype, device)
-    ropes = (spec.layer_rope(layer) for layer in range(spec.num_layers))
-    return tuple(None if rope is None else made[rope] for rope in ropes)
-
-
-def rope_table(
-    rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> Rotary:
-    """cos and sin, each [max_model_len, head_dim]."""
-    inverse_frequency_d, magnitude = _frequencies(rope, head_dim, max_position, max_model_len)
-    cos_LD = torch.empty(max_model_len, head_dim, dtype=dtype, device=device)
-    sin_LD = torch.empty_like(cos_LD)
-    # In blocks of rows: temporaries of a whole long table would take as much again as the plan has set aside for it.
-    for start in range(0, max_model_len, BLOCK_ROWS):
-        end = min(start + BLOCK_ROWS, max_model_len)
-        angle_ld = torch.outer(torch.arange(start, end, dtype=torch.float32), inverse_frequency_d)
-        cos_ld, sin_ld = angle_ld.cos().mul_(magnitude), angle_ld.sin().mul_(magnitude)
-        cos_LD[start:end] = torch.cat((cos_ld, cos_ld), dim=-1)
-        sin_LD[start:end] = torch.cat((-sin_ld, sin_ld), dim=-1)
-    return Rotary(cos_LD, sin_LD)
+def make_step_rope(
+    spec: ModelSpec, max_model_len: int, max_num_rows: int, dtype: torch.dtype, device: torch.device
+) -> StepRope:
+    """Room for steps of up to `max_num_rows` rows; cos and sin are [S, max_num_rows, rope_dim / 2] each."""
+    sets = spec.rope_sets
+    if not sets:
+        nothing = (None,) * spec.num_layers
+        return StepRope(None, nothing, nothing)
+    found = [rope_frequencies(rope, spec.rope_dim, spec.max_position, max_model_len) for rope, _ in sets]
+    shape = len(sets), max_num_rows, spec.rope_dim // 2
+    rows = RopeRows(
+        torch.stack([frequency_P for frequency_P, _ in found]).to(device),
+        tuple(magnitude for _, magnitude in found),
+        tuple(ratio for _, ratio in sets),
+        *(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)),
+    )
+    by_set = {own: rows.rotary(number) for number, own in enumerate(sets)}
+    ropes = [spec.layer_rope(layer) for layer in range(spec.num_layers)]
+    tokens = tuple(None if rope is None else by_set[rope, 1] for rope in ropes)
+    ratios = (spec.entry_ratio(layer) for layer in range(spec.num_layers))
+    entries = (None if rope is None else by_set.get((rope, ratio)) for rope, ratio in zip(ropes, ratios, strict=True))
+    return StepRope(rows, tokens, tuple(entries))
 
 
 def key_turns(
     rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> KeyTurns:
     """The same rotations for biases of keys that are stored without them (kernels/attention/key_bias.py)."""
-    return make_key_turns(*_frequencies(rope, head_dim, max_position, max_model_len), max_model_len, dtype, device)
+    return make_key_turns(*rope_frequencies(rope, head_dim, max_position, max_model_len), max_model_len, dtype, device)
 
 
-def _frequencies(rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int) -> tuple[torch.Tensor, float]:
+def rope_frequencies(
+    rope: RopeSpec, head_dim: int, max_position: int, max_model_len: int
+) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [head_dim / 2] and the factor on cos and sin."""
     exponent_d = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain_d = 1.0 / rope.theta**exponent_d

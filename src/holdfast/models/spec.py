@@ -353,6 +353,18 @@ class ModelSpec:
         """Every rotation that some layer has, once."""
         return tuple(dict.fromkeys(self.layer_rope(layer) for layer in range(self.num_layers)))
 
+    @property
+    def rope_sets(self) -> tuple[tuple[RopeSpec, int], ...]:
+        """Rows of cos and sin that a step has of each token: a rotation, and the ratio of entries that it is of, 1 for tokens."""
+        entries = ((self.layer_rope(layer), self.entry_ratio(layer)) for layer in range(self.num_layers))
+        sets = dict.fromkeys((*((rope, 1) for rope in self.ropes), *(own for own in entries if own[1])))
+        return tuple((rope, ratio) for rope, ratio in sets if rope is not None)
+
+    def entry_ratio(self, layer: int) -> int:
+        """Tokens of an entry of a layer; 0 where it has none."""
+        compressor = None if self.compressed is None else self.compressed.compressors[layer]
+        return 0 if compressor is None else compressor.ratio
+
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None

@@ -312,7 +312,7 @@ def _ranges(layout: Layout, low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 def _longest_between(layout: Layout, resolved: Resolved, low: int, high: int, reason: str) -> Fit | None:
-    """The pages of a sequence grow with the context, and so do tables by position: all but in proportion, so that a guess
+    """The pages of a sequence grow with the context, and so do block tables: all but in proportion, so that a guess
     from the bytes that are left comes near at once; halving the range in between bounds the number of guesses."""
 
     def room(length: int) -> int:

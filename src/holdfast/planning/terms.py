@@ -616,11 +616,14 @@ def _padding_terms(layout: Layout, resolved: Resolved, heads: HeadGeometry) -> t
 
 def _rope_terms(layout: Layout, resolved: Resolved) -> list[Term]:
     declared, mesh = layout.declared, layout.mesh
-    width = declared.remembered(("rope width", mesh), lambda: declared.declaration.rope_width(mesh))
-    if not width:
+    pairs = declared.remembered(("rope pairs", mesh), lambda: declared.declaration.rope_pairs(mesh))
+    if not pairs:
         return []
-    table_bytes = 2 * DTYPE_BYTES[resolved.dtype] * resolved.limits.max_model_len * width
-    return [Term("rope/table", table_bytes, "cos and sin by position")]
+    table_bytes = 2 * DTYPE_BYTES[resolved.dtype] * resolved.limits.max_num_batched_tokens * pairs
+    return [
+        Term("rope/table", table_bytes, "cos and sin of a step's tokens"),
+        Term("rope/frequencies", DTYPE_BYTES["float32"] * pairs, "of the pairs that rope turns"),
+    ]
 
 
 def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSpec, ...]) -> list[Term]:

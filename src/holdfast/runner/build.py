@@ -23,7 +23,6 @@ from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import can_be_captured
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
-from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.latent_geometry import compressed_splits
 from holdfast.kernels.native_library import compile_native, native_library
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
@@ -42,7 +41,7 @@ from holdfast.models.decoder import Decoder
 from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.latent_decoder import LatentDecoder
 from holdfast.models.model import Model
-from holdfast.models.rope import key_turns, rope_tables
+from holdfast.models.rope import StepRope, key_turns, make_step_rope
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
@@ -310,16 +309,16 @@ class RunnerBuild:
         self._releases.append(storage.release)
         workspace = Workspace(plan.workspace, device, ledger)
         self._releases.append(workspace.release)
-        rotaries = self._rope()
+        rope = self._step_rope()
         by_head = plan.attention_specs if spec.latent is None and spec.compressed is None else ()
         biases, means = self._split_biases(by_head), make_means(by_head, device)
         if spec.compressed is not None:
-            model, backend = self._compressed(storage, workspace, rotaries)
+            model, backend = self._compressed(storage, workspace, rope)
         elif spec.latent is not None:
-            model, backend = self._latent(storage, workspace, rotaries)
+            model, backend = self._latent(storage, workspace, rope)
         else:
             make = make_backend or build_backend
-            model, backend = self._grouped(storage, workspace, rotaries, biases, means, make)
+            model, backend = self._grouped(storage, workspace, rope, biases, means, make)
         for owner, num_bytes in backend.held_bytes().items():
             ledger.record(owner, num_bytes, f"{backend.name}'s own")
         for term in plan.memory.terms:
@@ -343,7 +342,7 @@ class RunnerBuild:
             self._copy_cache,
         )
         self._releases.append(runner.close)
-        self._centre_keys(runner, rotaries, biases, means)
+        self._centre_keys(runner, biases, means)
         return runner
 
     def _copy_cache(self, pairs: Sequence[tuple[int, int]], source: int, target: int) -> None:
@@ -376,7 +375,7 @@ class RunnerBuild:
         self,
         storage: PageStorage,
         workspace: Workspace,
-        rotaries: Sequence[Rotary | None],
+        rope: StepRope,
         biases: SplitBiases,
         means: Sequence[torch.Tensor | None],
         make_backend: MakeBackend,
@@ -391,7 +390,7 @@ class RunnerBuild:
         scratch, weights = declaration.scratch(specs, bounds), self._weights | biases.qkv
         is_fused = self._is_fused
         ranks = self._exchange, plan.mesh.is_exact
-        return Decoder(spec, weights, backend, rotaries, workspace, scratch, is_fused, dtype, recipe, *ranks), backend
+        return Decoder(spec, weights, backend, rope, workspace, scratch, is_fused, dtype, recipe, *ranks), backend
 
     @property
     def _is_fused(self) -> bool:
@@ -400,23 +399,21 @@ class RunnerBuild:
         takes = takes_fused_decode(self._spec, resolved.dtype, self._device.type, resolved.recipe)
         return takes and not self._config.batch_invariant
 
-    def _latent(
-        self, storage: PageStorage, workspace: Workspace, rotaries: Sequence[Rotary | None]
-    ) -> tuple[Model, AttentionFamily[Any]]:
+    def _latent(self, storage: PageStorage, workspace: Workspace, rope: StepRope) -> tuple[Model, AttentionFamily[Any]]:
         """A decoder that keeps latents (MLA)."""
-        plan, spec, (rotary, *_) = self._plan, self._spec, rotaries
+        plan, spec = self._plan, self._spec
         declaration, specs, bounds = plan.declaration, plan.attention_specs, self._bounds
-        assert declaration is not None and rotary is not None, f"{plan.declared.name} cannot run"  # noqa: PT018
+        assert declaration is not None, f"{plan.declared.name} cannot run"
         backend = build_latent_backend(declaration, specs, storage, bounds, self._num_sms)
         weights, recipe = self._rotated_weights("attention/kv_b"), plan.resolved.recipe
         scratch, dtype = declaration.scratch(specs, bounds), plan.resolved.dtype
         is_fused = self._is_fused
         ranks = self._exchange, plan.mesh.is_exact
-        decoder = LatentDecoder(spec, weights, backend, rotary, workspace, scratch, is_fused, dtype, recipe, *ranks)
+        decoder = LatentDecoder(spec, weights, backend, rope, workspace, scratch, is_fused, dtype, recipe, *ranks)
         return decoder, backend
 
     def _compressed(
-        self, storage: PageStorage, workspace: Workspace, rotaries: Sequence[Rotary | None]
+        self, storage: PageStorage, workspace: Workspace, rope: StepRope
     ) -> tuple[Model, AttentionFamily[Any]]:
         """A decoder that keeps windows, entries and states (DeepSeek-V4)."""
         plan, spec, device = self._plan, self._spec, self._device
@@ -427,7 +424,7 @@ class RunnerBuild:
         backend = build_compressed_backend(declaration, specs, storage, states, bounds, self._num_sms)
         scratch, dtype, recipe = declaration.scratch(specs, bounds), plan.resolved.dtype, plan.resolved.recipe
         weights = self._rotated_weights("attention/o_a")
-        return CompressedDecoder(spec, weights, backend, rotaries, workspace, scratch, dtype, recipe), backend
+        return CompressedDecoder(spec, weights, backend, rope, workspace, scratch, dtype, recipe), backend
 
     def _rotated_weights(self, owner: str) -> dict[str, torch.Tensor | QuantizedWeight]:
         """All weights, those around rotated latents folded; who owns the copies where others read them too."""
@@ -446,13 +443,7 @@ class RunnerBuild:
         named: dict[str, Sequence[Any]] = {"key_biases": biases.keys, "k_means": means, "sinks": sinks}
         return {name: tables for name, tables in named.items() if any(table is not None for table in tables)}
 
-    def _centre_keys(
-        self,
-        runner: Runner,
-        rotaries: Sequence[Rotary | None],
-        biases: SplitBiases,
-        means: Sequence[torch.Tensor | None],
-    ) -> None:
+    def _centre_keys(self, runner: Runner, biases: SplitBiases, means: Sequence[torch.Tensor | None]) -> None:
         """Before the first page of a request is written; what they are is settled for as long as the runner lives."""
         mean_bytes = sum(mean_KD.nbytes for mean_KD in means if mean_KD is not None)
         if mean_bytes:
@@ -461,19 +452,18 @@ class RunnerBuild:
         is_staged = self._plan.mesh.num_stages > 1 and self._plan.resolved.kv_format.is_quantized
         if mean_bytes or any(biases.keys) or is_staged:
             rooms = KeyRooms(biases.keys, biases.by_layer, means)
-            num_tokens = centre_keys(runner, self._spec, rotaries, rooms)
+            num_tokens = centre_keys(runner, self._spec, rooms)
             log.info("Keys are centred by their mean over %d warm-up tokens", num_tokens)
 
-    def _rope(self) -> tuple[Rotary | None, ...]:
-        """By layer."""
-        resolved = self._plan.resolved
-        dtype, longest = getattr(torch, resolved.dtype), resolved.limits.max_model_len
-        rotaries = rope_tables(self._spec, longest, dtype, self._device)
-        distinct = {id(rotary): rotary for rotary in rotaries if rotary is not None}
-        num_bytes = sum(rotary.cos_LD.nbytes + rotary.sin_LD.nbytes for rotary in distinct.values())
-        if num_bytes:
-            self._ledger.record("rope/table", num_bytes, "cos and sin by position")
-        return rotaries
+    def _step_rope(self) -> StepRope:
+        """Rows for the largest step, which stay where they are."""
+        limits, dtype = self._plan.resolved.limits, getattr(torch, self._plan.resolved.dtype)
+        rope = make_step_rope(self._spec, limits.max_model_len, limits.max_num_batched_tokens, dtype, self._device)
+        if rope.rows is not None:
+            table_bytes = rope.rows.cos_STP.nbytes + rope.rows.sin_STP.nbytes
+            self._ledger.record("rope/table", table_bytes, "cos and sin of a step's tokens")
+            self._ledger.record("rope/frequencies", rope.rows.frequency_SP.nbytes, "of the pairs that rope turns")
+        return rope
 
     def _split_biases(self, specs: Sequence[AttentionSpec]) -> SplitBiases:
         """Biases for keys that are stored without theirs; nothing where no layer stores such."""

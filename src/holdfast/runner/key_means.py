@@ -23,8 +23,9 @@ from holdfast.attention.layer_pages import LayerPages, QuantizedPages
 from holdfast.cache.chunks import ring_tables
 from holdfast.cache.groups import CacheGroup
 from holdfast.kernels.attention.key_bias import KeyBias
-from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
+from holdfast.kernels.attention.write_kv import HeadNorm
 from holdfast.kernels.norm import rms_norm_reference
+from holdfast.models.rope import rope_frequencies
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.kv_quantize import rotate_heads
 from holdfast.request.sampling_params import SamplingParams
@@ -41,8 +42,6 @@ LEAST_TOKENS = 32
 LEAST_ID = 16
 """Below it vocabularies have tokens that no text holds."""
 GOLDEN = 0.6180339887498949
-TABLE_ROWS = 4096
-"""Of the rope table are averaged at a time."""
 
 
 def warm_token_ids(vocab_size: int, num_tokens: int) -> list[int]:
@@ -80,7 +79,7 @@ class KeyRooms(NamedTuple):
 
 
 @torch.inference_mode()
-def centre_keys(runner: Runner, spec: ModelSpec, rotaries: Sequence[Rotary | None], rooms: KeyRooms) -> int:
+def centre_keys(runner: Runner, spec: ModelSpec, rooms: KeyRooms) -> int:
     """Measure and keep; the number of tokens that were read, 0 where a step has no room for enough of them.
 
     Ranks measure the heads that each has, together: `spec` is a rank's, token ids are those of the runner's whole vocabulary.
@@ -102,7 +101,12 @@ def centre_keys(runner: Runner, spec: ModelSpec, rotaries: Sequence[Rotary | Non
         runner.hidden_rows(_step(warm_token_ids(runner.vocab_size, num_tokens), runner.groups))
     finally:
         backend.on_write = None
-    turns = {id(rotary): average_turn(rotary) for rotary in rotaries if rotary is not None}
+    shape = spec.head_dim, spec.max_position, limits.max_model_len
+    turns = {
+        rope: average_turn(*rope_frequencies(rope, *shape), limits.max_model_len)
+        for rope in spec.ropes
+        if rope is not None
+    }
     for layer, mean_KD in found.items():
         if not bool(mean_KD.isfinite().all()):
             continue  # weights without numbers have no mean, and whoever runs them will be told
@@ -113,8 +117,8 @@ def centre_keys(runner: Runner, spec: ModelSpec, rotaries: Sequence[Rotary | Non
             qkv_X[key_part(spec)] -= mean_KD.flatten()
             bias.bias_KD.add_(mean_KD)
         elif room_KD is not None:
-            turn_DD = turns.get(id(rotaries[layer]))
-            turned_KD = mean_KD if turn_DD is None else mean_KD @ turn_DD
+            rope = spec.layer_rope(layer)
+            turned_KD = mean_KD if rope is None else mean_KD @ turns[rope].to(mean_KD.device)
             pages = backend.pages[layer]
             assert isinstance(pages, QuantizedPages), f"layer {layer} has a mean and plain pages"
             room_KD.copy_(rotate_heads(turned_KD) if pages.planes.rotates_keys else turned_KD)
@@ -129,17 +133,17 @@ def mean_key(qkv_TX: torch.Tensor, spec: ModelSpec, head_norm: HeadNorm | None) 
     return k_TKD.mean(0, dtype=torch.float32)
 
 
-def average_turn(rotary: Rotary) -> torch.Tensor:
-    """float32 [D, D]: what a row of keys is to be multiplied by, for its mean over all positions of the table."""
-    cos_D, sin_D = (_average(table_LD) for table_LD in (rotary.cos_LD, rotary.sin_LD))
-    head_dim = len(cos_D)
-    swapped_DD = torch.eye(head_dim, device=cos_D.device).roll(head_dim // 2, dims=0)
-    return cos_D.diag() + swapped_DD * sin_D
+def average_turn(frequency_P: torch.Tensor, magnitude: float, num_positions: int) -> torch.Tensor:
+    """float32 [D, D]: what a row of keys is to be multiplied by, for its mean over the first positions of a text.
 
-
-def _average(table_LD: torch.Tensor) -> torch.Tensor:
-    parts = [part_LD.sum(0, dtype=torch.float32) for part_LD in table_LD.split(TABLE_ROWS)]
-    return torch.stack(parts).sum(0) / len(table_LD)
+    The mean of exp(i w p) over p < L is a geometric series: exp(i w (L - 1) / 2) sin(w L / 2) / (L sin(w / 2)).
+    """
+    half_P = frequency_P.double() / 2
+    size_P = (half_P * num_positions).sin() / (half_P.sin() * num_positions) * magnitude
+    middle_P = half_P * (num_positions - 1)
+    cos_P, sin_P = size_P * middle_P.cos(), size_P * middle_P.sin()
+    swapped_DD = torch.eye(2 * len(half_P), dtype=torch.float64).roll(len(half_P), dims=0)
+    return (torch.cat((cos_P, cos_P)).diag() + swapped_DD * torch.cat((-sin_P, sin_P))).float()
 
 
 def _step(token_ids: list[int], groups: Sequence[CacheGroup]) -> LiveStep:

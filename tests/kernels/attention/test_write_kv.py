@@ -7,7 +7,7 @@ import torch
 
 from holdfast.kernels.attention.write_kv import HeadNorm, write_kv, write_kv_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, same_bits
-from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
+from kernels.head_cases import FEATURES, POISON, Case, make_case
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -89,10 +89,9 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with
     case = make_case(17, head_dim, with_norm=with_norm, with_rope=with_rope)
     num_slots, num_kv_heads, _ = case.k_plane.shape
     case.slots = torch.arange(17) if edge == "first slots" else torch.arange(num_slots - 17, num_slots)
-    case.positions[0], case.positions[-1] = 0, MAX_POSITION - 1
     expected = case.run()
     qkv = island(case.qkv)
-    tables = [0, 0] if case.rotary is None else [case.rotary.cos_LD, case.rotary.sin_LD]
+    tables = [0, 0] if case.rotary is None else [case.rotary.cos_TP, case.rotary.sin_TP]
     norms = [0, 0] if case.head_norm is None else [case.head_norm.q_weight_D, case.head_norm.k_weight_D]
     inputs = [island(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in (*tables, *norms)]
     q = guarded_host(17, 6, head_dim)
@@ -101,7 +100,6 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with
         plane.fill_(POISON)
     native.holdfast_write_heads(
         qkv.data_ptr(),
-        case.positions.data_ptr(),
         case.slots.data_ptr(),
         *(0 if tensor is None else tensor.data_ptr() for tensor in inputs),
         1e-5,
@@ -138,7 +136,7 @@ def test_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
     expected_q, expected_k, expected_v = case.run(write_kv_reference)
     case.k_plane, case.v_plane = case.k_plane.to(dtype), case.v_plane.to(dtype)
     k_plane, v_plane = case.k_plane.clone(), case.v_plane.clone()
-    q = write_kv(case.qkv, case.positions, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
+    q = write_kv(case.qkv, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
     assert same_bits(q.contiguous(), expected_q.contiguous())
     assert same_bits(k_plane[case.slots], expected_k[case.slots].to(dtype))
     assert same_bits(v_plane[case.slots], expected_v[case.slots].to(dtype))
@@ -187,7 +185,7 @@ def test_out_changes_where_queries_lie_and_nothing_else(guarded_host, function, 
         (in_place, in_place[:, : 6 * 24].unflatten(1, (6, 24))),
     ):
         planes = case.k_plane.clone(), case.v_plane.clone()
-        assert function(qkv, case.positions, case.slots, *planes, *how, out) is out
+        assert function(qkv, case.slots, *planes, *how, out) is out
         assert all(same_bits(mine, theirs) for mine, theirs in zip((out, *planes), expected, strict=True))
     assert wide[:, 0].isnan().all()
     assert wide[:, 7].isnan().all()
@@ -200,7 +198,7 @@ def test_rows_that_lie_apart_are_computed_as_those_side_by_side():
     wide[:, 3:-4] = case.qkv
     case.qkv = wide[:, 3:-4]
     k_plane, v_plane = case.k_plane.clone(), case.v_plane.clone()
-    q = write_kv(case.qkv, case.positions, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
+    q = write_kv(case.qkv, case.slots, k_plane, v_plane, case.head_norm, case.rotary)
     assert all(same_bits(mine, theirs) for mine, theirs in zip((q, k_plane, v_plane), expected, strict=True))
 
 
@@ -209,6 +207,6 @@ def test_half_types_run_in_torch_with_padding_and_out(dtype):
     case = make_case(5, 24).rounded(dtype).padded([1, 4])
     expected = case.run(write_kv_reference, dtype=dtype)
     out = torch.empty(5, 6, 24, dtype=dtype)
-    write_kv(case.qkv, case.positions, case.slots, case.k_plane, case.v_plane, case.head_norm, case.rotary, out)
+    write_kv(case.qkv, case.slots, case.k_plane, case.v_plane, case.head_norm, case.rotary, out)
     assert all(same_bits(*pair) for pair in zip((out, case.k_plane, case.v_plane), expected, strict=True))
     assert not out[[1, 4]].any()

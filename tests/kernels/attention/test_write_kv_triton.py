@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv, write_kv_reference, write_kv_triton
 from kernels.exactness import assert_as_exact_as_torch, companies, same_bits
-from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
+from kernels.head_cases import FEATURES, POISON, Case, make_case
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
 from red_zones import RedZones
 
@@ -29,15 +29,14 @@ def run(case, device, rows=None, moat=64):
     def alone(values):
         return amid_poison(values.reshape(1, -1), device).view(values.shape)
 
-    norm, rotary = case.head_norm, case.rotary
+    norm, rotary = case.head_norm, case.rotary and case.rotary.at(rows)
     q = write_kv_triton(
         amid_poison(case.qkv[rows], device, moat),
-        case.positions[rows].to(device),
         case.slots[rows].to(device),
         pages[:, 0],
         pages[:, 1],
         norm and HeadNorm(alone(norm.q_weight_D), alone(norm.k_weight_D), norm.eps, norm.offset),
-        rotary and Rotary(alone(rotary.cos_LD), alone(rotary.sin_LD)),
+        rotary and Rotary(alone(rotary.cos_TP), alone(rotary.sin_TP)),
         out,
     )
     assert q is out
@@ -137,11 +136,10 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, head_dim, dtype):
 
 @FEATURES
 @pytest.mark.parametrize("edge", ["first slots", "last slots"])
-def test_the_edges_of_planes_and_tables(device, with_norm, with_rope, edge):
+def test_the_edges_of_planes(device, with_norm, with_rope, edge):
     case = make_case(5, 80, with_norm=with_norm, with_rope=with_rope)
     num_slots = len(case.k_plane)
     case.slots = torch.arange(5) if edge == "first slots" else torch.arange(num_slots - 5, num_slots)
-    case.positions[0], case.positions[-1] = 0, MAX_POSITION - 1
     judge(case, device)
 
 
@@ -157,7 +155,7 @@ def test_rows_lie_side_by_side_or_apart(device, moat):
 def test_queries_may_stay_where_they_are(device, poison, with_norm, with_rope, dtype):
     case = make_case(5, 96, with_norm=with_norm, with_rope=with_rope).rounded(dtype).padded([3])
     case = case.on(device)
-    qkv, rows, how = case.qkv, (case.positions, case.slots), (case.head_norm, case.rotary)
+    qkv, rows, how = case.qkv, (case.slots,), (case.head_norm, case.rotary)
     planes, other_planes = ([plane.clone() for plane in (case.k_plane, case.v_plane)] for _ in range(2))
     expected = write_kv_triton(qkv, *rows, *planes, *how)
     assert expected.is_contiguous()
@@ -200,7 +198,7 @@ def test_no_rows_change_nothing(device):
 
 def test_heads_that_lie_apart_are_refused(device):
     case = make_case(3, 16, with_norm=False, with_rope=False).on(device)
-    rows, planes = (case.qkv, case.positions, case.slots), (case.k_plane, case.v_plane)
+    rows, planes = (case.qkv, case.slots), (case.k_plane, case.v_plane)
     out = torch.empty(3, 6, 32, device=device)[..., :16]
     with pytest.raises(AssertionError, match="heads of a row"):
         write_kv_triton(*rows, *planes, None, None, out)
@@ -215,7 +213,7 @@ def test_a_slot_may_lie_beyond_two_to_the_31_elements(device):
     v_plane = torch.zeros(num_kv_heads, head_dim, dtype=torch.bfloat16, device=device).expand(num_slots, -1, -1)
     qkv = torch.randn(1, 3 * num_kv_heads * head_dim, device=device).bfloat16()
     slots = torch.tensor([num_slots - 1], device=device)
-    write_kv(qkv, torch.zeros_like(slots), slots, k_plane, v_plane, None, None)
+    write_kv(qkv, slots, k_plane, v_plane, None, None)
     assert same_bits(k_plane[-1].flatten(), qkv[0, 1024:2048])
     assert not k_plane[:-1].any()
 
@@ -224,5 +222,5 @@ def test_a_slot_may_lie_beyond_two_to_the_31_elements(device):
 def test_nothing_is_allocated(device):
     case = make_case(5, 128).rounded(torch.bfloat16).padded([4]).on(device)
     out = torch.empty(5, 6, 128, dtype=torch.bfloat16, device=device)
-    rows, planes = (case.qkv, case.positions, case.slots), (case.k_plane, case.v_plane)
+    rows, planes = (case.qkv, case.slots), (case.k_plane, case.v_plane)
     assert_allocates_nothing(lambda: write_kv(*rows, *planes, case.head_norm, case.rotary, out))

@@ -25,7 +25,7 @@ from holdfast.quant.kv_quantize import (
     hadamard_signs,
 )
 from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
-from kernels.head_cases import FEATURES, MAX_POSITION, POISON, Case, make_case
+from kernels.head_cases import FEATURES, POISON, Case, make_case
 from kernels.quantized_kv_cases import BITS, FORMATS, HEAD_DIMS, assert_untouched, heads_at, make_planes, tensors_of
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
 from red_zones import RedZones
@@ -72,14 +72,13 @@ def written(function, case: Case, bits, device="cpu", page_tokens=4, mean=None, 
     def alone(values):
         return amid_poison(values.reshape(1, -1), device).view(values.shape)
 
-    norm, rotary, slots = case.head_norm, case.rotary, case.slots[rows]
+    norm, rotary, slots = case.head_norm, case.rotary and case.rotary.at(rows), case.slots[rows]
     q = function(
         amid_poison(case.qkv[rows], device, moat),
-        case.positions[rows].to(device),
         slots.to(device),
         replace(planes, rotation_DD=alone(planes.rotation_DD)),
         norm and HeadNorm(alone(norm.q_weight_D), alone(norm.k_weight_D), norm.eps, norm.offset),
-        rotary and Rotary(alone(rotary.cos_LD), alone(rotary.sin_LD)),
+        rotary and Rotary(alone(rotary.cos_TP), alone(rotary.sin_TP)),
         out,
     )
     assert q is out
@@ -98,8 +97,7 @@ def true_heads(case: Case, bits, mean=None) -> dict[str, torch.Tensor]:
     """Queries of all rows, keys and values of those that are not padding: in float64, in the space in which they are quantized."""
     exact = case.rounded(torch.float64)
     _, num_kv_heads, head_dim = case.k_plane.shape
-    rows = (exact.qkv, exact.positions, exact.slots)
-    q, k, v = turned_heads(*rows, num_kv_heads, head_dim, exact.head_norm, exact.rotary)
+    q, k, v = turned_heads(exact.qkv, num_kv_heads, head_dim, exact.head_norm, exact.rotary)
     rotation = hadamard_signs(head_dim).double() * hadamard_block(head_dim) ** -0.5
     if bits[0] < 8:
         q, k = q @ rotation, k @ rotation
@@ -256,7 +254,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, function, bits):
 def test_what_is_read_back_is_near_what_was_written(device, function, bits):
     case = make_case(2, 128, with_norm=False)
     mine = written(function, case, bits, device)
-    _, *true = turned_heads(case.qkv, case.positions, case.slots, 2, 128, None, case.rotary)
+    _, *true = turned_heads(case.qkv, 2, 128, None, case.rotary)
     for head, back, head_bits in zip(true, heads_at(mine.planes, mine.slots), bits, strict=True):
         assert ((head - back).norm(dim=-1) <= RELATIVE_ERROR[head_bits] * head.norm(dim=-1)).all()
 
@@ -269,7 +267,7 @@ def test_a_score_of_a_query_and_a_key_survives_the_rotation(device, function, bi
     case = make_case(2, 96, group=1)
     mine = written(function, case, bits, device)
     quantized = dequantize_keys(mine.quantized("keys"), bits[0], 96)
-    q, k, _ = turned_heads(case.qkv, case.positions, case.slots, 2, 96, case.head_norm, case.rotary)
+    q, k, _ = turned_heads(case.qkv, 2, 96, case.head_norm, case.rotary)
     expected, score = ((a * b).sum(-1) for a, b in ((q, k), (mine.q, quantized)))
     assert ((score - expected).abs() <= RELATIVE_ERROR[bits[0]] * q.norm(dim=-1) * k.norm(dim=-1)).all()
 
@@ -361,12 +359,12 @@ def test_rows_lie_side_by_side_or_apart(device, moat):
 def test_queries_may_stay_where_they_are(device, poison, function, bits):
     case = make_case(3, 96).rounded(torch.float16).padded([1]).on(device)
     planes, others = (make_planes(*bits, 2, 96, 3, 3, torch.float16, device) for _ in range(2))
-    rows, how = (case.positions, case.slots), (case.head_norm, case.rotary)
+    slots, how = case.slots, (case.head_norm, case.rotary)
     qkv, before = case.qkv, case.qkv.clone()
-    expected = function(qkv, *rows, planes, *how)
+    expected = function(qkv, slots, planes, *how)
     assert same_bits(qkv, before)
     queries = qkv[:, : 6 * 96].unflatten(1, (6, 96))
-    assert function(qkv, *rows, others, *how, queries) is queries
+    assert function(qkv, slots, others, *how, queries) is queries
     assert same_bits(queries, expected)
     assert same_bits(qkv[:, 6 * 96 :], before[:, 6 * 96 :]), "keys and values are read only"
     for name, plane in tensors_of(planes).items():
@@ -374,10 +372,9 @@ def test_queries_may_stay_where_they_are(device, poison, function, bits):
 
 
 @pytest.mark.parametrize("edge", ["first slots", "last slots"])
-def test_the_edges_of_planes_and_tables(device, edge):
+def test_the_edges_of_planes(device, edge):
     case = make_case(2, 80, group=1)
     case.slots = torch.arange(2) if edge == "first slots" else torch.arange(len(case.k_plane) - 2, len(case.k_plane))
-    case.positions[0], case.positions[-1] = 0, MAX_POSITION - 1
     for bits in ((8, 8), (3, 3)):
         judge(case, bits, device, page_tokens=7)
 
@@ -390,17 +387,17 @@ def test_no_rows_change_nothing(device, function):
 
 def test_what_the_kernel_cannot_take_is_refused(device):
     case = make_case(2, 32, with_norm=False, with_rope=False).on(device)
-    rows = (case.positions, case.slots)
+    slots = case.slots
     planes = make_planes(4, 4, 2, 32, 4, 2, torch.float32, device)
     with pytest.raises(AssertionError, match="heads of a row"):
-        write_quantized_kv_triton(case.qkv, *rows, planes, None, None, torch.empty(2, 6, 64, device=device)[..., :32])
+        write_quantized_kv_triton(case.qkv, slots, planes, None, None, torch.empty(2, 6, 64, device=device)[..., :32])
     with pytest.raises(AssertionError, match="elements of a row"):
-        write_quantized_kv_triton(case.qkv.T.contiguous().T, *rows, planes, None, None)
+        write_quantized_kv_triton(case.qkv.T.contiguous().T, slots, planes, None, None)
     with pytest.raises(AssertionError, match="of a table"):
-        write_quantized_kv_triton(case.qkv.half(), *rows, planes, None, None)
+        write_quantized_kv_triton(case.qkv.half(), slots, planes, None, None)
     apart = replace(planes, k_scale_PKt=torch.empty(2, 2, 8, device=device, dtype=torch.float16)[:, :, ::2])
     with pytest.raises(AssertionError, match="pages of a plane"):
-        write_quantized_kv_triton(case.qkv, *rows, apart, None, None)
+        write_quantized_kv_triton(case.qkv, slots, apart, None, None)
 
 
 @pytest.mark.gpu
@@ -409,7 +406,7 @@ def test_a_slot_may_lie_beyond_two_to_the_31_bytes(device):
     planes = make_planes(8, 4, 8, 128, 16, num_pages, torch.bfloat16, device)
     qkv = torch.randn(1, 24 * 128, device=device).bfloat16()
     slots = torch.tensor([num_pages * 16 - 1], device=device)
-    write_quantized_kv(qkv, torch.zeros_like(slots), slots, planes, None, None)
+    write_quantized_kv(qkv, slots, planes, None, None)
     k, _ = heads_at(planes, slots)
     torch.testing.assert_close(k[0].flatten(), qkv[0, 1024:2048].float(), rtol=0.07, atol=0.01)
     assert planes.k_scale_PKt[:-1].isnan().all()
@@ -421,5 +418,5 @@ def test_nothing_is_allocated(device, key_bits, value_bits):
     case = make_case(5, 128).rounded(torch.bfloat16).padded([4]).on(device)
     planes = make_planes(key_bits, value_bits, 2, 128, 16, 1, torch.bfloat16, device)
     out = torch.empty(5, 6, 128, dtype=torch.bfloat16, device=device)
-    rows = (case.qkv, case.positions, case.slots)
+    rows = (case.qkv, case.slots)
     assert_allocates_nothing(lambda: write_quantized_kv(*rows, planes, case.head_norm, case.rotary, out))

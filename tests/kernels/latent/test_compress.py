@@ -34,7 +34,7 @@ from kernels.latent_page_cases import (
     assert_same_latents,
     make_latent_planes,
     on_device,
-    rotary_tables,
+    rotary_rows,
     tensors_of,
 )
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
@@ -204,9 +204,11 @@ def make_step(compressor: Compressor) -> tuple[CompressStep, torch.Tensor]:
     return step, slots_T
 
 
-def tables_on(device) -> Rotary:
-    rotary = rotary_tables(ROPE_DIM, torch.float32)
-    return Rotary(rotary.cos_LD.to(device), rotary.sin_LD.to(device))
+def rotary_on(device, step: CompressStep, ratio: int = 1) -> Rotary:
+    """Of the first token of each row's entry, of its own token where `ratio` is 1; poison in rows of padding."""
+    rotary = rotary_rows(step.positions // ratio * ratio, ROPE_DIM)
+    rotary.cos_TP[step.states < 0], rotary.sin_TP[step.states < 0] = torch.nan, torch.nan
+    return Rotary(rotary.cos_TP.to(device), rotary.sin_TP.to(device))
 
 
 def write(function, compressor: Compressor, name: str, device, dim: int = LATENT_DIM) -> LatentPlanes:
@@ -220,7 +222,7 @@ def write(function, compressor: Compressor, name: str, device, dim: int = LATENT
         step.states.to(device),
         states.state_PK3D,
         compressor_on(compressor, device),
-        tables_on(device),
+        rotary_on(device, step, compressor.ratio),
         planes,
     )
     zones.check()
@@ -279,7 +281,8 @@ def index_written(function, compressor: Compressor, name: str, device, num_heads
         step.states.to(device),
         states.state_PK3D,
         compressor_on(compressor, device),
-        tables_on(device),
+        rotary_on(device, step, compressor.ratio),
+        rotary_on(device, step),
         planes,
     )
     zones.check()
@@ -315,7 +318,7 @@ def test_a_launch_allocates_nothing(device, ratio, is_overlapped) -> None:
     compressor = compressor_on(make_compressor(ratio, is_overlapped, 512), device)
     state_PK3D = States(compressor, device).state_PK3D
     planes = make_latent_planes("fp8_ds_v4", 448, 64, 4, 4, RedZones(device))
-    table, numbers = torch.ones(99, 64, device=device), torch.arange(4, device=device)
+    table, numbers = torch.ones(4, 32, device=device), torch.arange(4, device=device)
     pooled_TX = torch.randn(4, 2 * pooled_width(512, is_overlapped), device=device)
     entries_TD = torch.empty(4, 512, device=device)
     step = pooled_TX, numbers, numbers, numbers, state_PK3D
@@ -327,11 +330,11 @@ def test_a_launch_allocates_nothing(device, ratio, is_overlapped) -> None:
 def test_the_index_of_the_model_in_one_launch(device) -> None:
     compressor = compressor_on(make_compressor(4, True, 128), device)
     planes = make_index_planes("fp8", 128, 4, 4, RedZones(device))
-    table, numbers = torch.ones(99, 64, device=device), torch.arange(4, device=device)
+    table, numbers = torch.ones(4, 32, device=device), torch.arange(4, device=device)
     pooled_TX, q_TID = torch.randn(4, 512, device=device), torch.randn(4, 64, 128, device=device).bfloat16()
-    state_PK3D = States(compressor, device).state_PK3D
+    state_PK3D, rotary = States(compressor, device).state_PK3D, Rotary(table, table)
     assert_allocates_nothing(
         lambda: compress_index(
-            pooled_TX, q_TID, numbers, numbers, numbers, state_PK3D, compressor, Rotary(table, table), planes
+            pooled_TX, q_TID, numbers, numbers, numbers, state_PK3D, compressor, rotary, rotary, planes
         )
     )

@@ -192,7 +192,7 @@ def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
     sizes = replace(Sizes(), name=name, num_heads=num_heads, **REAL, ratio=4, top_k=128)
     case = compressed_case([3000, 700, 129], sizes, torch.bfloat16)
     scopes, rows, q_TND = scopes_on(case.scopes, device), case.rows_on(device), case.q_TND.to(device)
-    rotary = Rotary(case.rotary.cos_LD.to(device), case.rotary.sin_LD.to(device))
+    rotary = Rotary(case.rotary.cos_TP.to(device), case.rotary.sin_TP.to(device))
     count = compressed_partials(3, num_heads)
     partial_out_CX = torch.empty(count, num_heads * 512, dtype=torch.float16, device=device)
     partials = partial_out_CX, torch.empty(count, num_heads, device=device)

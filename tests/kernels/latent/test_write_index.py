@@ -18,7 +18,7 @@ from holdfast.kernels.latent.write_index import (
     write_index_triton,
 )
 from kernels.index_cases import POISON_BYTE, amid_bytes, make_index_planes, planes_to
-from kernels.latent_page_cases import MAX_POSITION, rotary_tables
+from kernels.latent_page_cases import MAX_POSITION, rotary_rows
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
 from red_zones import RedZones
 
@@ -37,7 +37,6 @@ class IndexCase:
 
     k: torch.Tensor
     q: torch.Tensor
-    positions: torch.Tensor
     slots: torch.Tensor
     norm: IndexNorm
     rotary: Rotary
@@ -45,7 +44,7 @@ class IndexCase:
 
 
 def make_case(num_rows: int, num_heads: int, dim: int, rope_dim: int, dtype: torch.dtype = torch.float32) -> IndexCase:
-    """Rows of different size, none of mean 0; row 1 is padding, whose position is out of every table."""
+    """Rows of different size, none of mean 0; row 1 is padding, whose position is none."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -59,10 +58,9 @@ def make_case(num_rows: int, num_heads: int, dim: int, rope_dim: int, dtype: tor
     return IndexCase(
         ((normal(num_rows, dim) + 0.3) * size_T1).to(dtype),
         normal(num_rows, num_heads, dim).to(dtype),
-        positions_T,
         slots_T,
         IndexNorm((0.5 + normal(dim).abs()).to(dtype), normal(dim).to(dtype), 1e-6),
-        rotary_tables(rope_dim, torch.float32),
+        rotary_rows(positions_T, rope_dim),
     )
 
 
@@ -78,10 +76,9 @@ def written(function, case: IndexCase, name: str, device="cpu") -> tuple[IndexPl
     function(
         amid_poison(case.k, device),
         q,
-        case.positions.to(device),
         case.slots.to(device),
         IndexNorm(alone(case.norm.weight_D), alone(case.norm.bias_D), case.norm.eps),
-        Rotary(alone(case.rotary.cos_LD), alone(case.rotary.sin_LD)),
+        Rotary(alone(case.rotary.cos_TP), alone(case.rotary.sin_TP)),
         planes,
         case.by_neighbours,
     )
@@ -102,12 +99,12 @@ def keys_of(planes: IndexPlanes, slots: torch.Tensor) -> torch.Tensor:
 
 def plain_keys(case: IndexCase) -> torch.Tensor:
     """By the words of the model, element by element in float64: LayerNorm, then element i with i + R / 2, or 2 i with 2 i + 1, by frequency i."""
-    half = case.rotary.cos_LD.shape[1] // 2
+    half = case.rotary.dim // 2
     rows = case.slots >= 0
     x = case.k[rows].double()
     x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + case.norm.eps).sqrt()
     x = x * case.norm.weight_D.double() + case.norm.bias_D.double()
-    cos, sin = (table.double()[case.positions[rows], half:] for table in (case.rotary.cos_LD, case.rotary.sin_LD))
+    cos, sin = (table.double()[rows] for table in (case.rotary.cos_TP, case.rotary.sin_TP))
     if case.by_neighbours:
         left, right, rest = x[:, : 2 * half : 2], x[:, 1 : 2 * half : 2], x[:, 2 * half :]
         turned = torch.stack((left * cos - right * sin, right * cos + left * sin), dim=-1).flatten(1)
@@ -119,7 +116,7 @@ def plain_keys(case: IndexCase) -> torch.Tensor:
 def judge(case: IndexCase, name: str, device) -> None:
     mine, my_q = written(write_index_triton, case, name, device)
     theirs, their_q = written(write_index_reference, case, name)
-    eps, rope_dim = torch.finfo(case.q.dtype).eps, case.rotary.cos_LD.shape[1]
+    eps, rope_dim = torch.finfo(case.q.dtype).eps, case.rotary.dim
     torch.testing.assert_close(my_q, their_q, rtol=2 * eps, atol=2 * eps)
     assert torch.equal(my_q[..., rope_dim:], case.q[..., rope_dim:]), "an element was changed that is not rotated"
     my_XD, their_XD = keys_of(mine, case.slots), keys_of(theirs, case.slots)
@@ -160,17 +157,16 @@ def test_neighbours_are_turned_like_the_reference(device, name) -> None:
 def test_a_key_is_normed_then_turned(device, function, by_neighbours, dim, rope_dim, num_heads) -> None:
     case = replace(make_case(4, num_heads, dim, rope_dim), by_neighbours=by_neighbours)
     where = "cpu" if function is write_index_reference else device
-    planes, q = written(function, case, "float32", where)
+    planes, _ = written(function, case, "float32", where)
     torch.testing.assert_close(keys_of(planes, case.slots), plain_keys(case), rtol=1e-4, atol=1e-4)
     # Queries take the same turn and no norm: as keys that are of mean 0 and variance 1 already.
     heads_ID = case.q[0, : NUM_PAGES * PAGE_TOKENS]
     heads_ID = (heads_ID - heads_ID.mean(-1, keepdim=True)) / heads_ID.std(-1, correction=0, keepdim=True)
-    positions, slots = case.positions[:1].repeat(len(heads_ID)), torch.arange(len(heads_ID))
+    rotary, slots = case.rotary.at([0] * len(heads_ID)), torch.arange(len(heads_ID))
     identity = IndexNorm(torch.ones(dim), torch.zeros(dim), 0.0)
-    rows = IndexCase(heads_ID, heads_ID.unsqueeze(1), positions, slots, identity, case.rotary, by_neighbours)
+    rows = IndexCase(heads_ID, heads_ID.unsqueeze(1), slots, identity, rotary, by_neighbours)
     _, turned = written(function, rows, "float32", where)
     torch.testing.assert_close(turned.squeeze(1), plain_keys(rows), rtol=1e-4, atol=1e-4)
-    assert torch.equal(q[1], case.q[1]), "a row without a position was turned"
 
 
 @pytest.mark.parametrize("function", [write_index_triton, write_index_reference])
@@ -191,7 +187,7 @@ def test_the_same_row_in_other_company_has_the_same_bytes(device, name) -> None:
     together, _ = written(write_index_triton, case, name, device)
     for row in (0, 3):
         only = slice(row, row + 1)
-        alone = IndexCase(case.k[only], case.q[only], case.positions[only], case.slots[only], case.norm, case.rotary)
+        alone = IndexCase(case.k[only], case.q[only], case.slots[only], case.norm, case.rotary.at(only))
         planes, _ = written(write_index_triton, alone, name, device)
         assert torch.equal(keys_of(planes, alone.slots), keys_of(together, alone.slots))
 
@@ -207,7 +203,7 @@ def test_no_rows_and_rows_of_padding_write_nothing(device) -> None:
 def test_a_row_without_variance_is_the_bias(device, name) -> None:
     case = make_case(2, 2, 32, 16)
     case.k.fill_(3.0)
-    case.positions.zero_()
+    case.rotary = rotary_rows(torch.zeros(2), 16)
     planes, _ = written(write_index_triton, case, name, device)
     step = 2**-4 if name == "fp8" else 1e-6
     torch.testing.assert_close(keys_of(planes, case.slots)[0], case.norm.bias_D, rtol=step, atol=1e-3)
@@ -278,8 +274,8 @@ def test_a_write_allocates_nothing(device, name) -> None:
     case = make_case(4, 64, 128, 64, torch.bfloat16)
     planes = make_index_planes(name, 128, PAGE_TOKENS, NUM_PAGES, RedZones(device))
     norm = IndexNorm(case.norm.weight_D.to(device), case.norm.bias_D.to(device), case.norm.eps)
-    rotary = Rotary(case.rotary.cos_LD.to(device), case.rotary.sin_LD.to(device))
-    k, q, positions, slots = (tensor.to(device) for tensor in (case.k, case.q, case.positions, case.slots))
+    rotary = Rotary(case.rotary.cos_TP.to(device), case.rotary.sin_TP.to(device))
+    k, q, slots = (tensor.to(device) for tensor in (case.k, case.q, case.slots))
     codes, weights = torch.empty(q.shape, dtype=torch.float8_e4m3fn, device=device), torch.ones(4, 64, device=device)
-    assert_allocates_nothing(lambda: write_index(k, q, positions, slots, norm, rotary, planes))
+    assert_allocates_nothing(lambda: write_index(k, q, slots, norm, rotary, planes))
     assert_allocates_nothing(lambda: quantize_index_queries(q, weights, codes, weights))

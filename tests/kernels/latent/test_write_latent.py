@@ -37,7 +37,7 @@ def written(function, case: LatentCase, name: str, device="cpu") -> tuple[Latent
     """Rows apart amid poison, planes of poison between red zones; what was left behind, on the CPU."""
     zones = RedZones(torch.device(device))
     num_rows, num_heads, head_dim = case.q.shape
-    rope_dim = case.rotary.cos_LD.shape[1]
+    rope_dim = case.rotary.dim
     planes = make_latent_planes(name, case.latent.shape[1] - rope_dim, rope_dim, PAGE_TOKENS, NUM_PAGES, zones)
     q = amid_poison(case.q.flatten(1), device).view(num_rows, num_heads, head_dim)
 
@@ -47,10 +47,9 @@ def written(function, case: LatentCase, name: str, device="cpu") -> tuple[Latent
     function(
         amid_poison(case.latent, device),
         q,
-        case.positions.to(device),
         case.slots.to(device),
         LatentNorm(alone(case.norm.weight_L), case.norm.eps),
-        Rotary(alone(case.rotary.cos_LD), alone(case.rotary.sin_LD)),
+        Rotary(alone(case.rotary.cos_TP), alone(case.rotary.sin_TP)),
         planes,
     )
     zones.check()
@@ -133,9 +132,7 @@ def test_the_same_row_in_other_company_has_the_same_bytes(device) -> None:
     together, _ = written(write_latent_triton, case, "turboquant_mla_4bit", device)
     for row in (0, 3):
         only = slice(row, row + 1)
-        alone = LatentCase(
-            case.latent[only], case.q[only], case.positions[only], case.slots[only], case.norm, case.rotary
-        )
+        alone = LatentCase(case.latent[only], case.q[only], case.slots[only], case.norm, case.rotary.at(only))
         planes, _ = written(write_latent_triton, alone, "turboquant_mla_4bit", device)
         slot = case.slots[row]
         for mine, theirs in zip(tensors_of(planes), tensors_of(together), strict=True):
@@ -163,6 +160,6 @@ def test_a_write_allocates_nothing(device, name) -> None:
     case = make_latent_case(4, 16, 512, 64, torch.bfloat16, NUM_PAGES * PAGE_TOKENS)
     planes = make_latent_planes(name, 512, 64, PAGE_TOKENS, NUM_PAGES, RedZones(device))
     norm = LatentNorm(case.norm.weight_L.to(device), case.norm.eps)
-    rotary = Rotary(case.rotary.cos_LD.to(device), case.rotary.sin_LD.to(device))
-    rows = (case.latent.to(device), case.q.to(device), case.positions.to(device), case.slots.to(device))
+    rotary = Rotary(case.rotary.cos_TP.to(device), case.rotary.sin_TP.to(device))
+    rows = (case.latent.to(device), case.q.to(device), case.slots.to(device))
     assert_allocates_nothing(lambda: write_latent(*rows, norm, rotary, planes))

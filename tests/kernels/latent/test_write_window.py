@@ -24,7 +24,7 @@ from kernels.latent_page_cases import (
     assert_same_latents,
     make_latent_planes,
     on_device,
-    rotary_tables,
+    rotary_rows,
     tensors_of,
 )
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
@@ -43,7 +43,6 @@ class WindowCase:
 
     kv: torch.Tensor
     q: torch.Tensor
-    positions: torch.Tensor
     slots: torch.Tensor
     states: torch.Tensor
     norm: LatentNorm
@@ -51,7 +50,7 @@ class WindowCase:
 
 
 def make_case(num_rows: int, num_heads: int, latent_dim: int, rope_dim: int, dtype=torch.float32) -> WindowCase:
-    """Rows of different size; row 1 is padding, whose position is out of every table; row 2 has no slot."""
+    """Rows of different size; row 1 is padding, whose position is none; row 2 has no slot."""
     generator = torch.Generator().manual_seed(0)
     dim, size_T1 = latent_dim + rope_dim, torch.linspace(-2, 2, num_rows).exp().unsqueeze(1)
     slots = torch.randperm(NUM_PAGES * PAGE_TOKENS, generator=generator)[:num_rows]
@@ -61,12 +60,12 @@ def make_case(num_rows: int, num_heads: int, latent_dim: int, rope_dim: int, dty
     kv[1:2], q[1:2], positions[1:2], slots[1:3], states[1:2] = torch.nan, torch.nan, 10**9, -1, -1
     slots[1:2] = 3
     norm = LatentNorm((0.5 + torch.rand(dim, generator=generator)).to(dtype), 1e-6)
-    return WindowCase(kv, q, positions, slots, states, norm, rotary_tables(rope_dim, dtype))
+    return WindowCase(kv, q, slots, states, norm, rotary_rows(positions, rope_dim, dtype))
 
 
 def written(function, case: WindowCase, name: str, device="cpu", is_rotated=False) -> tuple[LatentPlanes, torch.Tensor]:
     """Rows apart amid poison, planes of poison between red zones; what was left behind, on the CPU."""
-    zones, rope_dim = RedZones(torch.device(device)), case.rotary.cos_LD.shape[1]
+    zones, rope_dim = RedZones(torch.device(device)), case.rotary.dim
     planes = make_latent_planes(name, case.kv.shape[1] - rope_dim, rope_dim, PAGE_TOKENS, NUM_PAGES, zones)
     q = amid_poison(case.q.flatten(1), device).view(case.q.shape)
 
@@ -76,12 +75,11 @@ def written(function, case: WindowCase, name: str, device="cpu", is_rotated=Fals
     function(
         amid_poison(case.kv, device),
         q,
-        case.positions.to(device),
         case.slots.to(device),
         case.states.to(device),
         LatentNorm(alone(case.norm.weight_L), case.norm.eps),
         Q_EPS,
-        Rotary(alone(case.rotary.cos_LD), alone(case.rotary.sin_LD)),
+        Rotary(alone(case.rotary.cos_TP), alone(case.rotary.sin_TP)),
         planes,
         is_rotated,
     )
@@ -155,7 +153,7 @@ def test_bytes_are_those_of_the_packed_vector() -> None:
 @pytest.mark.parametrize("function", [write_window_triton, write_window_reference])
 def test_heads_are_normed_by_themselves_and_a_row_without_a_slot_too(device, function) -> None:
     case = make_case(4, 3, 24, 8)
-    case.positions[2] = 0
+    case.rotary.cos_TP[2], case.rotary.sin_TP[2] = 1.0, 0.0
     _, q = written(function, case, "float32", "cpu" if function is write_window_reference else device)
     wanted = case.q[2] * (case.q[2].square().mean(-1, keepdim=True) + Q_EPS).rsqrt()
     torch.testing.assert_close(q[2], wanted, rtol=1e-5, atol=1e-6)
@@ -179,9 +177,9 @@ def test_rotated_back_like_the_reference(device, dtype, dim, rope_dim, num_heads
     case = make_case(4, num_heads, dim - rope_dim, rope_dim, dtype)
     case.q[1] = 0  # padding
     mine, theirs = amid_poison(case.q.flatten(1), device).view(case.q.shape), case.q.clone()
-    rotary = Rotary(case.rotary.cos_LD.to(device), case.rotary.sin_LD.to(device))
-    rotate_back_triton(mine, case.positions.to(device), rotary)
-    rotate_back_reference(theirs, case.positions, case.rotary)
+    rotary = Rotary(case.rotary.cos_TP.to(device), case.rotary.sin_TP.to(device))
+    rotate_back_triton(mine, rotary)
+    rotate_back_reference(theirs, case.rotary)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(mine.cpu(), theirs, rtol=2 * eps, atol=2 * eps)
     assert not bool(mine[1].any())
@@ -189,10 +187,9 @@ def test_rotated_back_like_the_reference(device, dtype, dim, rope_dim, num_heads
 
 def test_back_is_the_inverse() -> None:
     case = make_case(4, 3, 24, 8)
-    case.q[1], case.positions[1] = 1.0, 5
-    case.states[1] = 1
+    case.q[1], case.states[1] = 1.0, 1
     _, q = written(write_window, case, "float32")
-    rotate_back(q, case.positions, case.rotary)
+    rotate_back(q, case.rotary)
     wanted = case.q * (case.q.square().mean(-1, keepdim=True) + Q_EPS).rsqrt()
     torch.testing.assert_close(q, wanted, rtol=1e-5, atol=1e-5)
 
@@ -200,7 +197,7 @@ def test_back_is_the_inverse() -> None:
 def test_no_rows(device) -> None:
     case = make_case(0, 2, 24, 8)
     written(write_window_triton, case, "float32", device)
-    rotate_back_triton(case.q.to(device), case.positions.to(device), case.rotary)
+    rotate_back_triton(case.q.to(device), case.rotary)
 
 
 @pytest.mark.gpu
@@ -209,7 +206,7 @@ def test_a_write_allocates_nothing(device, name) -> None:
     case = make_case(4, 64, 448, 64, torch.bfloat16)
     planes = make_latent_planes(name, 448, 64, PAGE_TOKENS, NUM_PAGES, RedZones(device))
     norm = LatentNorm(case.norm.weight_L.to(device), case.norm.eps)
-    rotary = Rotary(case.rotary.cos_LD.to(device), case.rotary.sin_LD.to(device))
-    kv, q, *step = (tensor.to(device) for tensor in (case.kv, case.q, case.positions, case.slots, case.states))
+    rotary = Rotary(case.rotary.cos_TP.to(device), case.rotary.sin_TP.to(device))
+    kv, q, *step = (tensor.to(device) for tensor in (case.kv, case.q, case.slots, case.states))
     assert_allocates_nothing(lambda: write_window(kv, q, *step, norm, Q_EPS, rotary, planes))
-    assert_allocates_nothing(lambda: rotate_back(q, step[0], rotary))
+    assert_allocates_nothing(lambda: rotate_back(q, rotary))

@@ -143,9 +143,9 @@ def test_mxfp4_is_not_of_all_families() -> None:
 
 
 def test_half_of_a_head_is_rotated() -> None:
-    assert read("glm").declaration.rope_width(ALONE) == read("glm 4.5").declaration.rope_width(ALONE) == 8
-    assert read("phi, tied").declaration.rope_width(ALONE) == 6
-    assert read("phi").declaration.rope_width(ALONE) == 8
+    assert read("glm").declaration.rope_pairs(ALONE) == read("glm 4.5").declaration.rope_pairs(ALONE) == 4
+    assert read("phi, tied").declaration.rope_pairs(ALONE) == 3
+    assert read("phi").declaration.rope_pairs(ALONE) == 4
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,6 +1,6 @@
 """What a step writes into the KV cache: keys and values into plain pages, from a fused projection, and pages into the block table.
 
-T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, S slots, L positions, R rows that are not padding,
+T rows, H query heads, K key/value heads, D head dim, P = D / 2 pairs, X = (H + 2 K) D, S slots, R rows that are not padding,
 U entries of a list, each (place in the flat block table, page id), N rows of the table, P pages of a row
 
 `write_kv` norms and rotates heads and gives the queries back; `scatter_pages` writes single entries of the table.
@@ -47,15 +47,36 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary tables by position, half-split pairs; the left half of sin is negated."""
+    """cos and sin of a step's rows: row t is of the position of token t, with a column for each pair of elements.
 
-    cos_LD: torch.Tensor
-    sin_LD: torch.Tensor
+    There may be more rows than the step has. Rows of padding hold any number.
+    """
+
+    cos_TP: torch.Tensor
+    sin_TP: torch.Tensor
+
+    @property
+    def dim(self) -> int:
+        """Elements that rope turns."""
+        return 2 * self.cos_TP.shape[1]
+
+    def at(self, rows_R: torch.Tensor | list[int] | slice) -> "Rotary":
+        """Some rows."""
+        return Rotary(self.cos_TP[rows_R], self.sin_TP[rows_R])
+
+    def back(self) -> "Rotary":
+        """The rotation by minus the same angles."""
+        return Rotary(self.cos_TP, -self.sin_TP)
+
+    def check_layout(self) -> None:
+        """Assert what kernels rely on."""
+        cos_TP, sin_TP = self.cos_TP, self.sin_TP
+        assert cos_TP.stride() == sin_TP.stride(), f"{cos_TP.stride()=} and {sin_TP.stride()=} differ"
+        assert cos_TP.stride(1) == 1, f"{cos_TP.stride()=}: the columns of a row must lie side by side"
 
 
 def write_kv(
     qkv_TX: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     k_plane_SKD: torch.Tensor,
     v_plane_SKD: torch.Tensor,
@@ -65,17 +86,17 @@ def write_kv(
 ) -> torch.Tensor:
     """Keys and values of each row go to its slot; queries come back as [T, H, D], in `out_THD` where it is given.
 
-    A row with a negative slot is padding: it stores nothing, its position is not looked at, and its queries are zeros.
+    A row with a negative slot is padding: it stores nothing, and its queries are zeros.
     `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in all of them, and slots in the planes.
     """
     if can_run(qkv_TX):
-        return write_kv_triton(qkv_TX, positions_T, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
+        return write_kv_triton(qkv_TX, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
     norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
-    tables = (rotary.cos_LD, rotary.sin_LD) if rotary else (None, None)
+    tables = (rotary.cos_TP, rotary.sin_TP) if rotary else (None, None)
     out = None if out_THD is None else out_THD[:0]
     library = native_for(qkv_TX[:0], k_plane_SKD, v_plane_SKD, *norms, *tables, out)
     if library is None:
-        return write_kv_reference(qkv_TX, positions_T, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
+        return write_kv_reference(qkv_TX, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     shape = (num_rows, num_heads, head_dim)
     q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
@@ -83,7 +104,6 @@ def write_kv(
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tables, *norms)]
     library.holdfast_write_heads(
         rows_TX.data_ptr(),
-        positions_T.data_ptr(),
         slots_T.data_ptr(),
         *pointers,
         head_norm.eps if head_norm else 0.0,
@@ -98,7 +118,6 @@ def write_kv(
 
 def write_kv_reference(
     qkv_TX: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     k_plane_SKD: torch.Tensor,
     v_plane_SKD: torch.Tensor,
@@ -108,7 +127,7 @@ def write_kv_reference(
 ) -> torch.Tensor:
     """The same in plain torch."""
     _, num_kv_heads, head_dim = k_plane_SKD.shape
-    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, positions_T, slots_T, num_kv_heads, head_dim, head_norm, rotary)
+    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, num_kv_heads, head_dim, head_norm, rotary)
     used_T = slots_T >= 0
     rows_R = used_T.nonzero().squeeze(1)
     slots_R = slots_T[rows_R]
@@ -120,8 +139,6 @@ def write_kv_reference(
 
 def turned_heads(
     qkv_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
     num_kv_heads: int,
     head_dim: int,
     head_norm: HeadNorm | None,
@@ -135,15 +152,15 @@ def turned_heads(
         q_THD = rms_norm_reference(q_THD, head_norm.q_weight_D, head_norm.eps, offset=head_norm.offset)
         k_TKD = rms_norm_reference(k_TKD, head_norm.k_weight_D, head_norm.eps, offset=head_norm.offset)
     if rotary is not None:
-        safe_T = torch.where(slots_T >= 0, positions_T, 0)
-        cos_T1D, sin_T1D = rotary.cos_LD[safe_T].unsqueeze(1), rotary.sin_LD[safe_T].unsqueeze(1)
+        cos_TP, sin_TP = rotary.cos_TP[: len(qkv_TX)], rotary.sin_TP[: len(qkv_TX)]
+        cos_T1D = torch.cat((cos_TP, cos_TP), dim=-1).unsqueeze(1)
+        sin_T1D = torch.cat((-sin_TP, sin_TP), dim=-1).unsqueeze(1)
         q_THD, k_TKD = _rotate(q_THD, cos_T1D, sin_T1D), _rotate(k_TKD, cos_T1D, sin_T1D)
     return q_THD, k_TKD, v_TKD
 
 
 def write_kv_triton(
     qkv_TX: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     k_plane_SKD: torch.Tensor,
     v_plane_SKD: torch.Tensor,
@@ -157,26 +174,28 @@ def write_kv_triton(
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
     for heads in (q_THD, k_plane_SKD, v_plane_SKD):
         assert heads.stride()[1:] == (head_dim, 1), f"{heads.stride()=}: the heads of a row must lie side by side"
+    if rotary is not None:
+        rotary.check_layout()
     if num_rows:
         half_block, pdl = next_power_of_two(-(-head_dim // 2)), supports_pdl(qkv_TX)
         total_heads = num_heads + 2 * num_kv_heads
         heads = min(max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)), next_power_of_two(total_heads))
         _write_kv_kernel[(num_rows * -(-total_heads // heads),)](
             qkv_TX,
-            positions_T,
             slots_T,
             k_plane_SKD,
             v_plane_SKD,
             q_THD,
             head_norm.q_weight_D if head_norm else None,
             head_norm.k_weight_D if head_norm else None,
-            rotary.cos_LD if rotary else None,
-            rotary.sin_LD if rotary else None,
+            rotary.cos_TP if rotary else None,
+            rotary.sin_TP if rotary else None,
             head_norm.eps if head_norm else 0.0,
             qkv_TX.stride(0),
             k_plane_SKD.stride(0),
             v_plane_SKD.stride(0),
             q_THD.stride(0),
+            rotary.cos_TP.stride(0) if rotary else 0,
             OFFSET=head_norm.offset if head_norm else 0.0,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
@@ -193,7 +212,6 @@ def write_kv_triton(
 @jit
 def _write_kv_kernel(
     p_qkv,
-    p_positions,
     p_slots,
     p_k_plane,
     p_v_plane,
@@ -207,6 +225,7 @@ def _write_kv_kernel(
     k_stride,
     v_stride,
     q_stride,
+    rotary_stride,
     OFFSET: constexpr,
     NUM_HEADS: constexpr,
     NUM_KV_HEADS: constexpr,
@@ -221,7 +240,6 @@ def _write_kv_kernel(
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_slot = tl.load(p_slots + i_row).to(tl.int64)
-    i_position = tl.load(p_positions + i_row).to(tl.int64)
     o_head = (i_program % NUM_BLOCKS) * HEADS + tl.arange(0, HEADS)
     o_d = tl.arange(0, HALF_BLOCK)
     m_left, m_right = o_d < HALF, o_d < HEAD_DIM - HALF
@@ -243,15 +261,13 @@ def _write_kv_kernel(
         if OFFSET != 0.0:
             b_q_left, b_q_right = b_q_left + OFFSET, b_q_right + OFFSET
             b_k_left, b_k_right = b_k_left + OFFSET, b_k_right + OFFSET
-    if p_cosine is not None:
-        o_table = tl.where(i_slot < 0, 0, i_position) * HEAD_DIM + o_d
-        b_cos_left = tl.load(p_cosine + o_table, mask=m_left, other=0.0).to(tl.float32)[None, :]
-        b_cos_right = tl.load(p_cosine + o_table + HALF, mask=m_right, other=0.0).to(tl.float32)[None, :]
-        b_sin_left = tl.load(p_sine + o_table, mask=m_left, other=0.0).to(tl.float32)[None, :]
-        b_sin_right = tl.load(p_sine + o_table + HALF, mask=m_right, other=0.0).to(tl.float32)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if p_cosine is not None:
+        o_table = i_row * rotary_stride + o_d
+        b_cos = tl.load(p_cosine + o_table, mask=m_right, other=0.0).to(tl.float32)[None, :]
+        b_sin = tl.load(p_sine + o_table, mask=m_right, other=0.0).to(tl.float32)[None, :]
     b_left = tl.load(p_x, mask=m_x_left, other=0.0).to(tl.float32)
     b_right = tl.load(p_x + HALF, mask=m_x_right, other=0.0).to(tl.float32)
 
@@ -263,10 +279,10 @@ def _write_kv_kernel(
         b_right = tl.where(m_value, b_right, b_normed_right.to(p_qkv.dtype.element_ty).to(tl.float32))
 
     if p_cosine is not None:
-        b_along_left = (b_left * b_cos_left).to(p_cosine.dtype.element_ty).to(tl.float32)
-        b_along_right = (b_right * b_cos_right).to(p_cosine.dtype.element_ty).to(tl.float32)
-        b_turned_left = (b_along_left + b_right * b_sin_left).to(p_cosine.dtype.element_ty).to(tl.float32)
-        b_turned_right = (b_along_right + b_left * b_sin_right).to(p_cosine.dtype.element_ty).to(tl.float32)
+        b_along_left = (b_left * b_cos).to(p_cosine.dtype.element_ty).to(tl.float32)
+        b_along_right = (b_right * b_cos).to(p_cosine.dtype.element_ty).to(tl.float32)
+        b_turned_left = (b_along_left - b_right * b_sin).to(p_cosine.dtype.element_ty).to(tl.float32)
+        b_turned_right = (b_along_right + b_left * b_sin).to(p_cosine.dtype.element_ty).to(tl.float32)
         b_left = tl.where(m_value, b_left, b_turned_left)
         b_right = tl.where(m_value, b_right, b_turned_right)
 

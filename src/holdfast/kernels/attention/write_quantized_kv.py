@@ -44,7 +44,6 @@ NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
 
 def write_quantized_kv(
     qkv_TX: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
@@ -54,16 +53,15 @@ def write_quantized_kv(
     """Keys and values of each row go to its slot as codes; queries come back as [T, H, D], in `out_THD` where it is given.
 
     Queries are rotated like the keys (quant/kv_quantize.py), so that a product of both needs no way back. A row with a
-    negative slot is padding: it stores nothing, its position is not looked at, and its queries are zeros.
+    negative slot is padding: it stores nothing, and its queries are zeros.
     `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in both.
     """
     write = write_quantized_kv_triton if can_run(qkv_TX) else write_quantized_kv_reference
-    return write(qkv_TX, positions_T, slots_T, planes, head_norm, rotary, out_THD)
+    return write(qkv_TX, slots_T, planes, head_norm, rotary, out_THD)
 
 
 def write_quantized_kv_reference(
     qkv_TX: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
@@ -72,7 +70,7 @@ def write_quantized_kv_reference(
 ) -> torch.Tensor:
     """The same in plain torch."""
     shape = planes.num_kv_heads, planes.head_dim
-    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, positions_T, slots_T, *shape, head_norm, rotary)
+    q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, *shape, head_norm, rotary)
     used_T = slots_T >= 0
     rows_R = used_T.nonzero().squeeze(1)
     slots_R, k_RKD, v_RKD = slots_T[rows_R], k_TKD[rows_R], v_TKD[rows_R]
@@ -91,7 +89,6 @@ def write_quantized_kv_reference(
 
 def write_quantized_kv_triton(
     qkv_TX: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
@@ -114,7 +111,6 @@ def write_quantized_kv_triton(
         num_blocks = -(-num_heads // query_heads) + 2 * -(-num_kv_heads // kv_heads)
         _write_quantized_kv_kernel[(num_rows * num_blocks,)](
             qkv_TX,
-            positions_T,
             slots_T,
             planes.k_codes_PKtB.view(torch.int32) if planes.key_bits == 4 else planes.k_codes_PKtB,
             planes.k_signs_PKtS,
@@ -127,8 +123,8 @@ def write_quantized_kv_triton(
             planes.k_mean_KD,
             head_norm.q_weight_D if head_norm else None,
             head_norm.k_weight_D if head_norm else None,
-            rotary.cos_LD if rotary else None,
-            rotary.sin_LD if rotary else None,
+            rotary.cos_TP if rotary else None,
+            rotary.sin_TP if rotary else None,
             head_norm.eps if head_norm else 0.0,
             qkv_TX.stride(0),
             q_THD.stride(0),
@@ -158,7 +154,7 @@ def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: QuantizedPl
     assert head_dim % 16 == 0, f"{head_dim=}: quantized heads are multiples of 16"
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
     assert q_THD.stride()[1:] == (head_dim, 1), f"{q_THD.stride()=}: the heads of a row must lie side by side"
-    tables = (planes.rotation_DD, rotary.cos_LD, rotary.sin_LD) if rotary else (planes.rotation_DD,)
+    tables = (planes.rotation_DD, rotary.cos_TP, rotary.sin_TP) if rotary else (planes.rotation_DD,)
     for table in tables:
         assert table.dtype == qkv_TX.dtype, f"{table.dtype=} of a table for rows of {qkv_TX.dtype=}"
         assert table.is_contiguous(), f"{table.stride()=}: the rows of a table must lie side by side"
@@ -175,7 +171,6 @@ def _rotated(x_XD: torch.Tensor, planes: QuantizedPlanes) -> torch.Tensor:
 @jit
 def _write_quantized_kv_kernel(
     p_qkv,
-    p_positions,
     p_slots,
     p_k_codes,
     p_k_signs,
@@ -217,10 +212,9 @@ def _write_quantized_kv_kernel(
     i_block = i_program % NUM_BLOCKS
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_slot = tl.load(p_slots + i_row).to(tl.int64)
-    i_position = tl.where(i_slot < 0, 0, tl.load(p_positions + i_row).to(tl.int64))
     o_d = tl.arange(0, BLOCK)[None, :]
     m_d = o_d < HEAD_DIM // 4
-    o_table = i_position * HEAD_DIM + o_d
+    o_table = i_row * (HEAD_DIM // 2) + o_d
     p_row = p_qkv + i_row * qkv_stride + o_d
 
     if i_block < QUERY_BLOCKS:
@@ -281,10 +275,12 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr,
         b_norm = quarters(p_norm + o_d, m_d, HEAD_DIM)
         if OFFSET != 0.0:
             b_norm = (b_norm[0] + OFFSET, b_norm[1] + OFFSET, b_norm[2] + OFFSET, b_norm[3] + OFFSET)
-    if p_cosine is not None:
-        b_cos = quarters(p_cosine + o_table, m_d, HEAD_DIM)
-        b_sin = quarters(p_sine + o_table, m_d, HEAD_DIM)
     _wait(PDL)
+    if p_cosine is not None:
+        b_cos_0 = tl.load(p_cosine + o_table, mask=m_d, other=0.0).to(tl.float32)
+        b_cos_1 = tl.load(p_cosine + o_table + HEAD_DIM // 4, mask=m_d, other=0.0).to(tl.float32)
+        b_sin_0 = tl.load(p_sine + o_table, mask=m_d, other=0.0).to(tl.float32)
+        b_sin_1 = tl.load(p_sine + o_table + HEAD_DIM // 4, mask=m_d, other=0.0).to(tl.float32)
     b_x = quarters(p_x, m_x, HEAD_DIM)
     if p_norm is not None:
         b_scale = tl.rsqrt(sum_of_products(b_x, b_x) / HEAD_DIM + eps)[:, None]
@@ -296,10 +292,10 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr,
         )
     if p_cosine is not None:
         b_x = (
-            _rounded(_rounded(b_x[0] * b_cos[0], p_x) + b_x[2] * b_sin[0], p_x),
-            _rounded(_rounded(b_x[1] * b_cos[1], p_x) + b_x[3] * b_sin[1], p_x),
-            _rounded(_rounded(b_x[2] * b_cos[2], p_x) + b_x[0] * b_sin[2], p_x),
-            _rounded(_rounded(b_x[3] * b_cos[3], p_x) + b_x[1] * b_sin[3], p_x),
+            _rounded(_rounded(b_x[0] * b_cos_0, p_x) - b_x[2] * b_sin_0, p_x),
+            _rounded(_rounded(b_x[1] * b_cos_1, p_x) - b_x[3] * b_sin_1, p_x),
+            _rounded(_rounded(b_x[2] * b_cos_0, p_x) + b_x[0] * b_sin_0, p_x),
+            _rounded(_rounded(b_x[3] * b_cos_1, p_x) + b_x[1] * b_sin_1, p_x),
         )
     return b_x
 

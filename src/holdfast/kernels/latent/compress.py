@@ -136,7 +136,10 @@ def compress_entries(
     rotary: Rotary,
     planes: LatentPlanes,
 ) -> None:
-    """The same, and the entry of a row that ends a window goes normed and rotated into its slot (-1: nowhere)."""
+    """The same, and the entry of a row that ends a window goes normed and rotated into its slot (-1: nowhere).
+
+    `rotary` has of each row the position of its window's first token.
+    """
     compress = compress_entries_triton if can_run(pooled_TX) else compress_entries_reference
     compress(pooled_TX, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, planes)
 
@@ -150,11 +153,12 @@ def compress_index(
     state_PK3D: torch.Tensor,
     compressor: Compressor,
     rotary: Rotary,
+    q_rotary: Rotary,
     planes: IndexPlanes,
 ) -> None:
-    """The same of entries of an index; and the last elements of every row's index heads are rotated in place."""
+    """The same of entries of an index; and the last elements of every row's index heads are rotated in place, by `q_rotary`."""
     compress = compress_index_triton if can_run(pooled_TX) else compress_index_reference
-    compress(pooled_TX, q_TID, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, planes)
+    compress(pooled_TX, q_TID, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, q_rotary, planes)
 
 
 def compress_entries_reference(
@@ -171,7 +175,7 @@ def compress_entries_reference(
     entries_TD = pooled_TX.new_empty((len(pooled_TX), compressor.dim))
     compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
     kept_T = kept_slots(positions_T, slots_T, states_T, compressor.ratio)
-    write_entries(entries_TD, positions_T, kept_T, compressor.norm, compressor.ratio, rotary, planes)
+    write_entries(entries_TD, kept_T, compressor.norm, rotary, planes)
 
 
 def compress_index_reference(
@@ -183,14 +187,15 @@ def compress_index_reference(
     state_PK3D: torch.Tensor,
     compressor: Compressor,
     rotary: Rotary,
+    q_rotary: Rotary,
     planes: IndexPlanes,
 ) -> None:
     """The same in plain torch."""
     entries_TD = pooled_TX.new_empty((len(pooled_TX), compressor.dim))
     compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
     kept_T = kept_slots(positions_T, slots_T, states_T, compressor.ratio)
-    write_index_entries(entries_TD, positions_T, kept_T, compressor.norm, compressor.ratio, rotary, planes)
-    rotate_index_queries(q_TID, positions_T, states_T, rotary)
+    write_index_entries(entries_TD, kept_T, compressor.norm, rotary, planes)
+    rotate_index_queries(q_TID, states_T, q_rotary)
 
 
 def kept_slots(positions_T: torch.Tensor, slots_T: torch.Tensor, states_T: torch.Tensor, ratio: int) -> torch.Tensor:
@@ -287,7 +292,7 @@ def compress_rows_triton(
     """The same as a Triton kernel, of `compress_entries` without its last step."""
     _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
     step = pooled_TX, positions_T, positions_T, states_T, state_PK3D
-    _launch(step, compressor, None, "rows", Target(entries_TD), None)
+    _launch(step, compressor, None, "rows", Target(entries_TD), None, None)
 
 
 def compress_entries_triton(
@@ -303,10 +308,11 @@ def compress_entries_triton(
     """The same as one Triton kernel: a program for every row, which has something to do where a window or its sequence's rows end."""
     dim = planes.latent_dim + planes.rope_dim
     assert compressor.dim == dim, f"{compressor.dim=} for planes of {dim} elements"
-    assert rotary.cos_LD.shape[1] == planes.rope_dim, f"{rotary.cos_LD.shape=} for {planes.rope_dim=}"
+    assert rotary.dim == planes.rope_dim, f"{rotary.dim=} for {planes.rope_dim=}"
     assert not planes.has_small_rope, "rotated elements in e4m3 have no kernel here"
     target = Target(planes.rows_SX, planes.scales_SC, bits_of_rope(planes))
-    _launch((pooled_TX, positions_T, slots_T, states_T, state_PK3D), compressor, rotary, planes.kind, target, None)
+    step = pooled_TX, positions_T, slots_T, states_T, state_PK3D
+    _launch(step, compressor, rotary, planes.kind, target, None, None)
 
 
 def compress_index_triton(
@@ -318,6 +324,7 @@ def compress_index_triton(
     state_PK3D: torch.Tensor,
     compressor: Compressor,
     rotary: Rotary,
+    q_rotary: Rotary,
     planes: IndexPlanes,
 ) -> None:
     """The same as one Triton kernel, with other programs for some index heads of a row each."""
@@ -325,7 +332,8 @@ def compress_index_triton(
     assert compressor.dim == q_TID.shape[2] == rows_SD.shape[1], f"{compressor.dim=}, {q_TID.shape=}, {rows_SD.shape=}"
     assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
     target, kind = Target(rows_SD, planes.scales_S1), "index" if planes.is_quantized else "plain"
-    _launch((pooled_TX, positions_T, slots_T, states_T, state_PK3D), compressor, rotary, kind, target, q_TID)
+    step = pooled_TX, positions_T, slots_T, states_T, state_PK3D
+    _launch(step, compressor, rotary, kind, target, q_TID, q_rotary)
 
 
 class Target(NamedTuple):
@@ -347,15 +355,19 @@ def _launch(
     kind: str,
     target: Target,
     q_TID: torch.Tensor | None,
+    q_rotary: Rotary | None,
 ) -> None:
     pooled_TX, positions_T, slots_T, states_T, state_PK3D = step
     num_rows, dim, pdl = len(pooled_TX), compressor.dim, supports_pdl(pooled_TX)
     _check_layout(pooled_TX, state_PK3D, compressor, compressor.weight_D[None])
     if num_rows == 0:
         return
-    tables = (None, None, 0, 0) if rotary is None else (*_tables(rotary, dim), rotary.cos_LD.shape[1])
+    rope_dim = 0 if rotary is None else rotary.dim
+    cosine, sine, rotary_stride = _tables(rotary, dim)
+    q_cosine, q_sine, _ = _tables(q_rotary, dim)
+    assert q_rotary is None or q_rotary.cos_TP.stride(0) == rotary_stride, "rows of entries and of queries differ"
     num_heads = 0 if q_TID is None else q_TID.shape[1]
-    block_d, block_r = next_power_of_two(dim), next_power_of_two(max(tables[3], 2))
+    block_d, block_r = next_power_of_two(dim), next_power_of_two(max(rope_dim, 2))
     heads = min(next_power_of_two(max(num_heads, 1)), max(1, ELEMENTS_PER_PROGRAM // block_r))
     _compress_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
         pooled_TX,
@@ -365,20 +377,23 @@ def _launch(
         state_PK3D,
         compressor.positions_RX,
         compressor.weight_D,
-        *tables[:2],
+        cosine,
+        sine,
+        q_cosine,
+        q_sine,
         *target,
         q_TID,
         compressor.eps,
         num_rows,
         pooled_TX.stride(0),
-        tables[2],
+        rotary_stride,
         target.rows.stride(0),
         *((0, 0) if q_TID is None else q_TID.stride()[:2]),
         KIND=kind,
         RATIO=compressor.ratio,
         OVERLAPPED=compressor.is_overlapped,
         DIM=dim,
-        ROPE_DIM=tables[3],
+        ROPE_DIM=rope_dim,
         NUM_HEADS=num_heads,
         HEADS=heads,
         BLOCK_D=block_d,
@@ -390,12 +405,13 @@ def _launch(
     )
 
 
-def _tables(rotary: Rotary, dim: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    cos_LD, rope_dim = rotary.cos_LD, rotary.cos_LD.shape[1]
-    assert dim % 2 == rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
-    assert cos_LD.stride() == rotary.sin_LD.stride(), "both tables must lie alike"
-    assert cos_LD.stride(1) == 1, f"{cos_LD.stride()=}: the columns of a table must lie side by side"
-    return cos_LD, rotary.sin_LD, cos_LD.stride(0)
+def _tables(rotary: Rotary | None, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """cos, sin and the stride of their rows."""
+    if rotary is None:
+        return None, None, 0
+    assert dim % 2 == 0 < rotary.dim <= dim, f"{rotary.dim=} of {dim=}: rope turns pairs"
+    rotary.check_layout()
+    return rotary.cos_TP, rotary.sin_TP, rotary.cos_TP.stride(0)
 
 
 @jit_counting("num_rows")
@@ -409,6 +425,8 @@ def _compress_kernel(
     p_norm,
     p_cosine,
     p_sine,
+    p_q_cosine,
+    p_q_sine,
     p_rows,
     p_scales,
     p_rope,
@@ -416,7 +434,7 @@ def _compress_kernel(
     eps,
     num_rows,
     pooled_stride,
-    table_stride,
+    rotary_stride,
     row_stride,
     q_stride,
     head_stride,
@@ -446,10 +464,10 @@ def _compress_kernel(
                     p_q + i_row.to(tl.int64) * q_stride,
                     head_stride,
                     (i_block - 1) * HEADS,
-                    p_cosine,
-                    p_sine,
-                    i_position,
-                    table_stride,
+                    p_q_cosine,
+                    p_q_sine,
+                    i_row.to(tl.int64),
+                    rotary_stride,
                     1,
                     NUM_HEADS,
                     HEADS,
@@ -486,7 +504,7 @@ def _compress_kernel(
                 p_rope,
                 eps,
                 pooled_stride,
-                table_stride,
+                rotary_stride,
                 row_stride,
                 i_row,
                 i_first,
@@ -536,7 +554,7 @@ def _pool(
     p_rope,
     eps,
     pooled_stride,
-    table_stride,
+    rotary_stride,
     row_stride,
     i_row,
     i_first,
@@ -601,7 +619,9 @@ def _pool(
                     tl.store(p_rows + i_entry.to(tl.int64) * row_stride + o_d[None, :], b_entry, mask=m_d[None, :])
                 else:
                     i_slot = tl.load(p_slots + i_entry).to(tl.int64)
-                    b_cos, b_sin = load_turn(p_cosine, p_sine, first_token, table_stride, DIM, ROPE_DIM, BLOCK_D)
+                    b_cos, b_sin = load_turn(
+                        p_cosine, p_sine, i_entry.to(tl.int64), rotary_stride, DIM, ROPE_DIM, BLOCK_D
+                    )
                     b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)[None, :]
                     b_entry = finished_vectors(b_entry, b_weight, b_cos, b_sin, eps, DIM)
                     if KIND == "turboquant":

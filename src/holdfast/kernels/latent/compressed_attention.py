@@ -95,10 +95,8 @@ def compressed_attention_reference(
         scores_NS = q_TND[row].float() @ rows_SD.T * scale
         weights_NS = torch.cat((scores_NS, sinks_N.float().unsqueeze(1)), dim=1).softmax(-1)[:, :-1]
         out_ND = weights_NS @ rows_SD
-        # Back is the other way round: cos stays, sin changes its sign.
-        back = Rotary(rotary.cos_LD[position : position + 1], -rotary.sin_LD[position : position + 1])
-        first_T = torch.zeros(1, dtype=torch.long, device=q_TND.device)
-        out_ND[:, -rope_dim:] = rotate_neighbours(out_ND[None, :, -rope_dim:], first_T, back)[0]
+        back = rotary.at(slice(row, row + 1)).back()
+        out_ND[:, -rope_dim:] = rotate_neighbours(out_ND[None, :, -rope_dim:], back)[0]
         out_TND[row] = out_ND.to(out_TND.dtype)
     return out_TND
 
@@ -174,15 +172,15 @@ def _attend_plain(
         rows.table_rows_T,
         rows.positions_T,
         sinks_N,
-        rotary.cos_LD,
-        rotary.sin_LD,
+        rotary.cos_TP,
+        rotary.sin_TP,
         out_TND,
         partial_out_CX,
         partial_lse_CH,
         scopes.window_table_NP.stride(0),
         entries_table_NP.stride(0),
         selected_TK.stride(0),
-        rotary.cos_LD.stride(0),
+        rotary.cos_TP.stride(0),
         list_length(scopes),
         scale * LOG2_E,
         WINDOW=scopes.window_size,
@@ -264,13 +262,13 @@ def _load_tile(
 
 @jit
 def _rotate_back(b_x, p_cos, p_sin, ROPE_DIM: constexpr, NOPE_DIM: constexpr):
-    """The last elements of heads turned back, neighbours together: by cos and -sin of one position."""
+    """The last elements of heads turned back, neighbours together: by cos and -sin of one row."""
     BLOCK_M: constexpr = b_x.shape[0]
     BLOCK_D: constexpr = b_x.shape[1]
     o_pair = tl.arange(0, BLOCK_D // 2) - NOPE_DIM // 2
     m_pair = (o_pair >= 0) & (o_pair < ROPE_DIM // 2)
     b_cos = tl.load(p_cos + o_pair, mask=m_pair, other=1.0).to(tl.float32)[None, :]
-    b_sin = tl.load(p_sin + ROPE_DIM // 2 + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
+    b_sin = tl.load(p_sin + o_pair, mask=m_pair, other=0.0).to(tl.float32)[None, :]
     b_even, b_odd = tl.split(tl.reshape(b_x, (BLOCK_M, BLOCK_D // 2, 2)))
     b_pairs = tl.join(b_even * b_cos + b_odd * b_sin, b_odd * b_cos - b_even * b_sin)
     return tl.reshape(b_pairs, (BLOCK_M, BLOCK_D))
@@ -413,7 +411,7 @@ def _attend_kernel(
         b_whole = add_sinks(b_l, b_m, p_sinks, o_head, m_m)
     # A split of places that name nothing is neutral: zeros, with -inf as lse.
     b_out = b_acc / tl.where(b_whole > 0, b_whole, 1.0)[:, None]
-    o_rotary = position.to(tl.int64) * rotary_stride
+    o_rotary = i_row * rotary_stride
     b_out = _rotate_back(b_out, p_cos + o_rotary, p_sin + o_rotary, ROPE_DIM, HEAD_DIM - ROPE_DIM)
     if num_splits == 1:
         tl.store(p_out + o_q, b_out.to(p_out.dtype.element_ty), mask=m_out)

@@ -88,15 +88,15 @@ def attend_warpgroups(
         rows.table_rows_T,
         rows.positions_T,
         sinks_N,
-        rotary.cos_LD,
-        rotary.sin_LD,
+        rotary.cos_TP,
+        rotary.sin_TP,
         out_TND,
         partial_out_CX,
         partial_lse_CH,
         scopes.window_table_NP.stride(0),
         entries_table_NP.stride(0),
         selected_TK.stride(0),
-        rotary.cos_LD.stride(0),
+        rotary.cos_TP.stride(0),
         list_length(scopes),
         scale * LOG2_E,
         PLAIN_ROWS=window.kind == "plain",
@@ -226,12 +226,12 @@ def _token_sums(b_p):
 
 @gluon_jit
 def _load_turns(p_cos, p_sin, s_turns, is_there):
-    """cos and sin of a position for every pair of a head into shared memory; those that are not rotated have 1 and 0."""
+    """cos and sin of a row for every pair of a head into shared memory; those that are not rotated have 1 and 0."""
     layout: constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_pair = gl.arange(0, HEAD_DIM // 2, layout) - NOPE // 2
     m_pair = (o_pair >= 0) & is_there
     s_turns.index(0).store(gl.load(p_cos + o_pair, mask=m_pair, other=1.0).to(gl.float32))
-    s_turns.index(1).store(gl.load(p_sin + ROPE // 2 + o_pair, mask=m_pair, other=0.0).to(gl.float32))
+    s_turns.index(1).store(gl.load(p_sin + o_pair, mask=m_pair, other=0.0).to(gl.float32))
 
 
 @gluon_jit
@@ -403,7 +403,7 @@ def _attend_kernel(
     position = gl.load(p_positions + i_row)
     table_row = gl.load(p_table_rows + i_row).to(gl.int64)
     num_window, num_entries, num_taken, low, high = _row_of(position, num_listed, WINDOW, RATIO, LISTED)
-    o_rotary = gl.maximum(position, 0).to(gl.int64) * rotary_stride
+    o_rotary = i_row * rotary_stride
     if PDL:
         # Lists, queries and rows come from kernels before.
         gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)

@@ -2,7 +2,7 @@
 
 T rows, I index heads, D elements of a vector, R rotated ones, the last
 
-RMSNorm of all D elements, then rope on neighbours; an entry's at the position of its first token. All of it is in float32 and
+RMSNorm of all D elements, then rope on neighbours: for entries a row's cos and sin are those of the entry's first token. All of it is in float32 and
 rounded once, to the type that it is kept in. TurboQuant keeps the elements before the last R in the rotated space
 (quant/kv_quantize.py), by blocks of the largest power of two that divides them.
 """
@@ -31,31 +31,28 @@ LEAST_INDEX = kernel_constant(LEAST_KEY)
 
 def write_entries(
     entries_TD: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     norm: LatentNorm,
-    ratio: int,
     rotary: Rotary,
     planes: LatentPlanes,
 ) -> None:
     """Each row's entry, float32, to its slot (-1: it has none, and nothing else of it is looked at), in plain torch."""
     is_kept_T = slots_T >= 0
-    rows_XD = _finished(entries_TD[is_kept_T], positions_T[is_kept_T], norm, ratio, rotary)
+    rows_XD = _finished(entries_TD[is_kept_T], norm, rotary.at(is_kept_T.nonzero().squeeze(1)))
     store_latents(planes, slots_T[is_kept_T], rows_XD[:, : planes.latent_dim], rows_XD[:, planes.latent_dim :])
 
 
 def write_index_entries(
     entries_TD: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     norm: LatentNorm,
-    ratio: int,
     rotary: Rotary,
     planes: IndexPlanes,
 ) -> None:
     """The same of entries of an index."""
     is_kept_T = slots_T >= 0
-    rows_XD, slots_X = _finished(entries_TD[is_kept_T], positions_T[is_kept_T], norm, ratio, rotary), slots_T[is_kept_T]
+    rows_XD = _finished(entries_TD[is_kept_T], norm, rotary.at(is_kept_T.nonzero().squeeze(1)))
+    slots_X = slots_T[is_kept_T]
     if planes.scales_S1 is None:
         planes.rows_SD[slots_X] = rows_XD.to(planes.rows_SD.dtype)
     else:
@@ -63,20 +60,18 @@ def write_index_entries(
         planes.rows_SD.view(torch.uint8)[slots_X] = codes_XD.view(torch.uint8)
 
 
-def rotate_index_queries(
-    q_TID: torch.Tensor, positions_T: torch.Tensor, states_T: torch.Tensor, rotary: Rotary
-) -> None:
+def rotate_index_queries(q_TID: torch.Tensor, states_T: torch.Tensor, rotary: Rotary) -> None:
     """The last R elements of index heads at the row's own position, in place, in plain torch; rows without a state stay."""
     is_row_T = states_T >= 0
-    q_TIR = q_TID[..., q_TID.shape[-1] - rotary.cos_LD.shape[1] :]
-    turned_TIR = rotate_neighbours(q_TIR, torch.where(is_row_T, positions_T, 0), rotary)
+    q_TIR = q_TID[..., q_TID.shape[-1] - rotary.dim :]
+    turned_TIR = rotate_neighbours(q_TIR, rotary)
     q_TIR.copy_(torch.where(is_row_T[:, None, None], turned_TIR, q_TIR))
 
 
-def rotate_last(x_TXD: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def rotate_last(x_TXD: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rope on the last R elements, [T, D] or [T, N, D], in float32, in plain torch."""
-    before = x_TXD.shape[-1] - rotary.cos_LD.shape[1]
-    turned = rotate_neighbours(x_TXD[..., before:].float(), positions_T, rotary)
+    before = x_TXD.shape[-1] - rotary.dim
+    turned = rotate_neighbours(x_TXD[..., before:].float(), rotary)
     return torch.cat((x_TXD[..., :before].float(), turned), dim=-1)
 
 
@@ -86,21 +81,18 @@ def normed(x_TXD: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _finished(
-    entries_XD: torch.Tensor, positions_X: torch.Tensor, norm: LatentNorm, ratio: int, rotary: Rotary
-) -> torch.Tensor:
-    normed_XD = normed(entries_XD, norm.eps) * norm.weight_L.float()
-    return rotate_last(normed_XD, positions_X // ratio * ratio, rotary)
+def _finished(entries_XD: torch.Tensor, norm: LatentNorm, rotary: Rotary) -> torch.Tensor:
+    return rotate_last(normed(entries_XD, norm.eps) * norm.weight_L.float(), rotary)
 
 
 @jit
-def load_turn(p_cosine, p_sine, i_position, table_stride, DIM: constexpr, ROPE_DIM: constexpr, BLOCK_D: constexpr):
-    """cos and sin of each pair of a vector, [1, BLOCK_D / 2]; pairs before the last ROPE_DIM elements are not turned."""
+def load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM: constexpr, ROPE_DIM: constexpr, BLOCK_D: constexpr):
+    """cos and sin of each pair of a row's vector, [1, BLOCK_D / 2]; pairs before the last ROPE_DIM elements are not turned."""
     o_f = (tl.arange(0, BLOCK_D // 2) - (DIM - ROPE_DIM) // 2)[None, :]
     m_f = (o_f >= 0) & (o_f < ROPE_DIM // 2)
-    o_table = i_position * table_stride + o_f
+    o_table = i_row * rotary_stride + o_f
     b_cos = tl.load(p_cosine + o_table, mask=m_f, other=1.0).to(tl.float32)
-    b_sin = tl.load(p_sine + o_table + ROPE_DIM // 2, mask=m_f, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_sine + o_table, mask=m_f, other=0.0).to(tl.float32)
     return b_cos, b_sin
 
 
@@ -189,8 +181,8 @@ def turn_heads(
     i_first,
     p_cosine,
     p_sine,
-    i_position,
-    table_stride,
+    i_row,
+    rotary_stride,
     DIRECTION: constexpr,
     NUM_HEADS: constexpr,
     HEADS: constexpr,
@@ -201,10 +193,10 @@ def turn_heads(
 ):
     """The last elements of some heads of a row, from `i_first` on, turned in place, or back (DIRECTION -1)."""
     o_f = tl.arange(0, BLOCK_R // 2)[None, :]
-    o_table = i_position * table_stride + o_f
-    b_cos = tl.load(p_cosine + o_table, mask=o_f < ROPE_DIM // 2, other=0.0).to(tl.float32)
-    b_sin = tl.load(p_sine + o_table + ROPE_DIM // 2, mask=o_f < ROPE_DIM // 2, other=0.0).to(tl.float32)
+    o_table = i_row * rotary_stride + o_f
     wait(PDL)
+    b_cos = tl.load(p_cosine + o_table, mask=o_f < ROPE_DIM // 2, other=0.0).to(tl.float32)
+    b_sin = tl.load(p_sine + o_table, mask=o_f < ROPE_DIM // 2, other=0.0).to(tl.float32)
     o_head, o_r = i_first + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK_R)[None, :]
     p_head = p_heads + o_head * head_stride + (DIM - ROPE_DIM) + o_r
     m_head = (o_head < NUM_HEADS) & (o_r < ROPE_DIM)

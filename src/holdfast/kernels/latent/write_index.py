@@ -3,8 +3,7 @@
 T rows, I index heads, D elements of a head, R rotated ones
 
 LayerNorm with a bias, then rope on the first R elements, frequency i: by halves, element i with element i + R / 2, or by neighbours,
-element 2 i with element 2 i + 1. The tables of `Rotary` have R columns: cos twice, and -sin before sin. All of it is in float32 and
-rounded once, to the type that it is kept in.
+element 2 i with element 2 i + 1. All of it is in float32 and rounded once, to the type that it is kept in.
 """
 
 from typing import NamedTuple
@@ -48,7 +47,6 @@ class IndexNorm(NamedTuple):
 def write_index(
     k_TD: torch.Tensor,
     q_TID: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     norm: IndexNorm,
     rotary: Rotary,
@@ -57,16 +55,15 @@ def write_index(
 ) -> None:
     """Each row's index key to its slot (-1: nowhere); the first R elements of its index heads are rotated in place.
 
-    Rows may lie apart in `k_TD` and `q_TID`. The position of a row without a slot is not looked at.
+    Rows may lie apart in `k_TD` and `q_TID`.
     """
     write = write_index_triton if can_run(k_TD) else write_index_reference
-    write(k_TD, q_TID, positions_T, slots_T, norm, rotary, planes, by_neighbours)
+    write(k_TD, q_TID, slots_T, norm, rotary, planes, by_neighbours)
 
 
 def write_index_reference(
     k_TD: torch.Tensor,
     q_TID: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     norm: IndexNorm,
     rotary: Rotary,
@@ -74,12 +71,11 @@ def write_index_reference(
     by_neighbours: bool = False,
 ) -> None:
     """The same in plain torch."""
-    rope_dim, is_kept_T = rotary.cos_LD.shape[1], slots_T >= 0
-    safe_T = torch.where(is_kept_T, positions_T, 0)
+    rope_dim, is_kept_T = rotary.dim, slots_T >= 0
     q_TIR, rotate = q_TID[..., :rope_dim], rotate_neighbours if by_neighbours else rotate_halves
-    q_TIR.copy_(rotate(q_TIR, safe_T, rotary))
+    q_TIR.copy_(rotate(q_TIR, rotary))
     normed_TD = layer_norm(k_TD.float(), k_TD.shape[1:], norm.weight_D.float(), norm.bias_D.float(), norm.eps)
-    keys_TD = torch.cat((rotate(normed_TD[:, :rope_dim], safe_T, rotary), normed_TD[:, rope_dim:]), dim=-1)
+    keys_TD = torch.cat((rotate(normed_TD[:, :rope_dim], rotary), normed_TD[:, rope_dim:]), dim=-1)
     keys_XD, slots_X = keys_TD[is_kept_T], slots_T[is_kept_T]
     if planes.scales_S1 is None:
         planes.rows_SD[slots_X] = keys_XD.to(planes.rows_SD.dtype)
@@ -88,12 +84,12 @@ def write_index_reference(
         planes.rows_SD.view(torch.uint8)[slots_X] = codes_XD.view(torch.uint8)
 
 
-def rotate_halves(x_TXR: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def rotate_halves(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rope on the last dimension, [T, R] or [T, I, R], in float32."""
-    lift = (slice(None), *(None,) * (x_TXR.dim() - 2))
-    cos, sin = rotary.cos_LD[positions_T].float()[lift], rotary.sin_LD[positions_T].float()[lift]
-    x = x_TXR.float()
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    lift = (slice(len(x_TXR)), *(None,) * (x_TXR.dim() - 2))
+    cos, sin = rotary.cos_TP.float()[lift], rotary.sin_TP.float()[lift]
+    left, right = x_TXR.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
 def quantize_index(x_XD: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +125,6 @@ def quantize_index_queries_reference(
 def write_index_triton(
     k_TD: torch.Tensor,
     q_TID: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     norm: IndexNorm,
     rotary: Rotary,
@@ -137,7 +132,7 @@ def write_index_triton(
     by_neighbours: bool = False,
 ) -> None:
     """The same as one Triton kernel: a program for the key of a row, and others for some of its index heads each."""
-    (num_rows, num_heads, dim), rope_dim = q_TID.shape, rotary.cos_LD.shape[1]
+    (num_rows, num_heads, dim), rope_dim = q_TID.shape, rotary.dim
     _check_layout(k_TD, q_TID, rotary, planes)
     if num_rows == 0:
         return
@@ -146,19 +141,18 @@ def write_index_triton(
     _write_index_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
         k_TD,
         q_TID,
-        positions_T,
         slots_T,
         norm.weight_D,
         norm.bias_D,
-        rotary.cos_LD,
-        rotary.sin_LD,
+        rotary.cos_TP,
+        rotary.sin_TP,
         planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD,
         planes.scales_S1,
         norm.eps,
         k_TD.stride(0),
         q_TID.stride(0),
         q_TID.stride(1),
-        rotary.cos_LD.stride(0),
+        rotary.cos_TP.stride(0),
         LEAST=LEAST_KEY,
         NUM_HEADS=num_heads,
         DIM=dim,
@@ -208,13 +202,12 @@ def quantize_index_queries_triton(
 
 
 def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, planes: IndexPlanes) -> None:
-    (dim,), rope_dim = k_TD.shape[1:], rotary.cos_LD.shape[1]
+    (dim,), rope_dim = k_TD.shape[1:], rotary.dim
     assert dim == q_TID.shape[2] == planes.rows_SD.shape[1], f"{k_TD.shape=}, {q_TID.shape=}, {planes.rows_SD.shape=}"
     assert rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
     assert k_TD.stride(1) == 1, f"{k_TD.stride()=}: the elements of a row must lie side by side"
     assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
-    assert rotary.cos_LD.stride() == rotary.sin_LD.stride(), "both tables must lie alike"
-    assert rotary.cos_LD.stride(1) == 1, f"{rotary.cos_LD.stride()=}: the columns of a table must lie side by side"
+    rotary.check_layout()
     for plane in (planes.rows_SD, planes.scales_S1):
         assert plane is None or plane.is_contiguous(), f"{plane.stride()=}: the slots of a plane must lie side by side"
 
@@ -223,7 +216,6 @@ def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, plane
 def _write_index_kernel(
     p_k,
     p_q,
-    p_positions,
     p_slots,
     p_norm,
     p_bias,
@@ -235,7 +227,7 @@ def _write_index_kernel(
     k_stride,
     q_stride,
     head_stride,
-    table_stride,
+    rotary_stride,
     LEAST: constexpr,
     NUM_HEADS: constexpr,
     DIM: constexpr,
@@ -255,15 +247,14 @@ def _write_index_kernel(
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_block = i_program % NUM_BLOCKS
     i_slot = tl.load(p_slots + i_row).to(tl.int64)
-    i_position = tl.where(i_slot < 0, 0, tl.load(p_positions + i_row).to(tl.int64))
-    # What no kernel before this one writes is loaded before the wait, in both branches.
+    # What no kernel before this one writes is loaded before the wait. Rows of cos and sin are a kernel's.
     if i_block > 0:
         # Queries are turned in place: who stores an element must have loaded its partner itself.
         o_f = tl.arange(0, HALF_BLOCK)[None, :]
-        o_half = i_position * table_stride + o_f
-        b_cos = tl.load(p_cosine + o_half, mask=o_f < HALF, other=0.0).to(tl.float32)
-        b_sin = tl.load(p_sine + o_half + HALF, mask=o_f < HALF, other=0.0).to(tl.float32)
+        o_half = i_row * rotary_stride + o_f
         _wait(PDL)
+        b_cos = tl.load(p_cosine + o_half, mask=o_f < HALF, other=0.0).to(tl.float32)
+        b_sin = tl.load(p_sine + o_half, mask=o_f < HALF, other=0.0).to(tl.float32)
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         m_q = (o_head < NUM_HEADS) & (o_f < HALF)
         p_left = p_q + i_row * q_stride + o_head * head_stride + o_f * STEP
@@ -276,18 +267,19 @@ def _write_index_kernel(
         m_d, m_rope = o_d < DIM, o_d < ROPE_DIM
         if NEIGHBOURS:
             o_partner = tl.where(m_rope, o_d ^ 1, o_d)
-            o_column = o_d // 2 + o_d % 2 * HALF
+            o_pair, m_first = o_d // 2, o_d % 2 == 0
         else:
             o_partner = tl.where(m_rope, (o_d + HALF) % ROPE_DIM, o_d)
-            o_column = o_d
-        o_table = i_position * table_stride + o_column
-        b_cos_d = tl.load(p_cosine + o_table, mask=m_rope, other=1.0).to(tl.float32)
-        b_sin_d = tl.load(p_sine + o_table, mask=m_rope, other=0.0).to(tl.float32)
+            o_pair, m_first = o_d % HALF, o_d < HALF
+        o_table = i_row * rotary_stride + o_pair
         b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_bias = tl.load(p_bias + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_partner_weight = tl.load(p_norm + o_partner, mask=m_d, other=0.0).to(tl.float32)
         b_partner_bias = tl.load(p_bias + o_partner, mask=m_d, other=0.0).to(tl.float32)
         _wait(PDL)
+        b_cos_d = tl.load(p_cosine + o_table, mask=m_rope, other=1.0).to(tl.float32)
+        b_sin_d = tl.load(p_sine + o_table, mask=m_rope, other=0.0).to(tl.float32)
+        b_sin_d = tl.where(m_first, -b_sin_d, b_sin_d)
         p_row = p_k + i_row * k_stride
         b_x = tl.load(p_row + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_partner = tl.load(p_row + o_partner, mask=m_d, other=0.0).to(tl.float32)

@@ -1,9 +1,8 @@
 """Latents of a step (MLA) normed, rotated and written into their slots, and the rotated part of every query head, in one pass.
 
-T rows, N query heads, D = P + R elements of a query head, L latent, R rotated elements
+T rows, N query heads, D elements of a query head, L latent, R rotated elements
 
-Rope turns neighbours: elements 2 i and 2 i + 1 by frequency i. The tables of `Rotary` (kernels/attention/write_kv.py) have R
-columns, frequency i in columns i and i + R / 2: cos twice, and -sin before sin.
+Rope turns neighbours: elements 2 i and 2 i + 1 by column i of the step's rows (`Rotary` of kernels/attention/write_kv.py).
 """
 
 from typing import NamedTuple
@@ -51,7 +50,6 @@ class LatentNorm(NamedTuple):
 def write_latent(
     latent_TX: torch.Tensor,
     q_TND: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     norm: LatentNorm,
     rotary: Rotary,
@@ -59,16 +57,15 @@ def write_latent(
 ) -> None:
     """Each row's latent to its slot (-1: nowhere); the last R elements of its query heads are rotated in place.
 
-    Rows may lie apart in `latent_TX` and `q_TND`. The position of a row without a slot is not looked at.
+    Rows may lie apart in `latent_TX` and `q_TND`.
     """
     write = write_latent_triton if can_run(latent_TX) else write_latent_reference
-    write(latent_TX, q_TND, positions_T, slots_T, norm, rotary, planes)
+    write(latent_TX, q_TND, slots_T, norm, rotary, planes)
 
 
 def write_latent_reference(
     latent_TX: torch.Tensor,
     q_TND: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     norm: LatentNorm,
     rotary: Rotary,
@@ -77,21 +74,18 @@ def write_latent_reference(
     """The same in plain torch."""
     latent_dim, rope_dim = planes.latent_dim, planes.rope_dim
     is_kept_T = slots_T >= 0
-    safe_T = torch.where(is_kept_T, positions_T, 0)
     x_TL = latent_TX[:, :latent_dim].float()
     normed_TL = x_TL * torch.rsqrt(x_TL.square().mean(-1, keepdim=True) + norm.eps) * norm.weight_L.float()
-    rope_TR = rotate_neighbours(latent_TX[:, latent_dim:], safe_T, rotary)
+    rope_TR = rotate_neighbours(latent_TX[:, latent_dim:], rotary)
     q_TNR = q_TND[..., q_TND.shape[-1] - rope_dim :]
-    q_TNR.copy_(rotate_neighbours(q_TNR, safe_T, rotary))
+    q_TNR.copy_(rotate_neighbours(q_TNR, rotary))
     store_latents(planes, slots_T[is_kept_T], normed_TL[is_kept_T], rope_TR[is_kept_T])
 
 
-def rotate_neighbours(x_TXR: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def rotate_neighbours(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Rope on the last dimension, [T, R] or [T, N, R], in float32 and back."""
-    half = x_TXR.shape[-1] // 2
-    lift = (slice(None), *(None,) * (x_TXR.dim() - 2))
-    cos = rotary.cos_LD[positions_T, :half].float()[lift]
-    sin = rotary.sin_LD[positions_T, half : 2 * half].float()[lift]
+    lift = (slice(len(x_TXR)), *(None,) * (x_TXR.dim() - 2))
+    cos, sin = rotary.cos_TP.float()[lift], rotary.sin_TP.float()[lift]
     even, odd = x_TXR[..., 0::2].float(), x_TXR[..., 1::2].float()
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x_TXR.dtype)
 
@@ -99,7 +93,6 @@ def rotate_neighbours(x_TXR: torch.Tensor, positions_T: torch.Tensor, rotary: Ro
 def write_latent_triton(
     latent_TX: torch.Tensor,
     q_TND: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     norm: LatentNorm,
     rotary: Rotary,
@@ -118,11 +111,10 @@ def write_latent_triton(
     _write_latent_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
         latent_TX,
         q_TND,
-        positions_T,
         slots_T,
         norm.weight_L,
-        rotary.cos_LD,
-        rotary.sin_LD,
+        rotary.cos_TP,
+        rotary.sin_TP,
         planes.rows_SX,
         scales_SC,
         rope_SR,
@@ -131,7 +123,7 @@ def write_latent_triton(
         q_TND.stride(0),
         q_TND.stride(1),
         planes.rows_SX.stride(0),
-        rotary.cos_LD.stride(0),
+        rotary.cos_TP.stride(0),
         KIND=planes.kind,
         SMALL_ROPE=planes.has_small_rope,
         NUM_HEADS=num_heads,
@@ -153,8 +145,7 @@ def _check_layout(latent_TX: torch.Tensor, q_TND: torch.Tensor, rotary: Rotary, 
     assert planes.rope_dim % 2 == 0, f"{planes.rope_dim=}: rope turns pairs"
     assert latent_TX.stride(1) == 1, f"{latent_TX.stride()=}: the elements of a row must lie side by side"
     assert q_TND.stride(2) == 1, f"{q_TND.stride()=}: the elements of a head must lie side by side"
-    assert rotary.cos_LD.stride() == rotary.sin_LD.stride(), "both tables must lie alike"
-    assert rotary.cos_LD.stride(1) == 1, f"{rotary.cos_LD.stride()=}: the columns of a table must lie side by side"
+    rotary.check_layout()
     for plane in (planes.rows_SX, planes.scales_SC, planes.rope_SR):
         assert plane is None or plane.is_contiguous(), f"{plane.stride()=}: the slots of a plane must lie side by side"
 
@@ -163,7 +154,6 @@ def _check_layout(latent_TX: torch.Tensor, q_TND: torch.Tensor, rotary: Rotary, 
 def _write_latent_kernel(
     p_latent,
     p_q,
-    p_positions,
     p_slots,
     p_norm,
     p_cosine,
@@ -176,7 +166,7 @@ def _write_latent_kernel(
     q_stride,
     head_stride,
     row_stride,
-    table_stride,
+    rotary_stride,
     KIND: constexpr,
     SMALL_ROPE: constexpr,
     NUM_HEADS: constexpr,
@@ -194,16 +184,14 @@ def _write_latent_kernel(
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_block = i_program % NUM_BLOCKS
     i_slot = tl.load(p_slots + i_row).to(tl.int64)
-    i_position = tl.where(i_slot < 0, 0, tl.load(p_positions + i_row).to(tl.int64))
-    # What no kernel before this one writes is loaded first.
     o_f = tl.arange(0, BLOCK_R // 2)
     m_f = o_f < ROPE_DIM // 2
-    o_table = i_position * table_stride + o_f
-    b_cos = tl.load(p_cosine + o_table, mask=m_f, other=0.0).to(tl.float32)[None, :]
-    b_sin = tl.load(p_sine + o_table + ROPE_DIM // 2, mask=m_f, other=0.0).to(tl.float32)[None, :]
+    o_table = i_row * rotary_stride + o_f
     o_r = tl.arange(0, BLOCK_R)[None, :]
     if i_block > 0:
         _wait(PDL)
+        b_cos = tl.load(p_cosine + o_table, mask=m_f, other=0.0).to(tl.float32)[None, :]
+        b_sin = tl.load(p_sine + o_table, mask=m_f, other=0.0).to(tl.float32)[None, :]
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         m_q = (o_head < NUM_HEADS) & (o_r < ROPE_DIM)
         p_query = p_q + i_row * q_stride + o_head * head_stride + (HEAD_DIM - ROPE_DIM) + o_r
@@ -247,7 +235,9 @@ def _write_latent_kernel(
             tl.store(p_scales + i_slot * NUM_SCALES, b_latent_scale, mask=i_slot >= 0)
         m_r = (o_r < ROPE_DIM) & (i_slot >= 0)
         b_x = tl.load(p_x + LATENT_DIM + o_r, mask=o_r < ROPE_DIM, other=0.0).to(tl.float32)
-        b_rope = turned(b_x, b_cos, b_sin).to(p_latent.dtype.element_ty).to(tl.float32)
+        b_key_cos = tl.load(p_cosine + o_table, mask=m_f, other=0.0).to(tl.float32)[None, :]
+        b_key_sin = tl.load(p_sine + o_table, mask=m_f, other=0.0).to(tl.float32)[None, :]
+        b_rope = turned(b_x, b_key_cos, b_key_sin).to(p_latent.dtype.element_ty).to(tl.float32)
         if KIND == "plain":
             p_rope_row = p_rows + i_slot * row_stride + LATENT_DIM + o_r
             tl.store(p_rope_row, b_rope.to(p_rows.dtype.element_ty), mask=m_r)

@@ -43,7 +43,6 @@ NUM_WARPS = 4
 def write_window(
     kv_TD: torch.Tensor,
     q_TND: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     states_T: torch.Tensor,
     norm: LatentNorm,
@@ -61,21 +60,18 @@ def write_window(
     is, they always are.
     """
     write = write_window_triton if can_run(kv_TD) else write_window_reference
-    write(kv_TD, q_TND, positions_T, slots_T, states_T, norm, q_eps, rotary, planes, is_rotated)
+    write(kv_TD, q_TND, slots_T, states_T, norm, q_eps, rotary, planes, is_rotated)
 
 
-def rotate_back(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> None:
-    """The last R elements of every head turned by minus the row's position, in place.
-
-    Padding may have any position."""
+def rotate_back(out_TND: torch.Tensor, rotary: Rotary) -> None:
+    """The last R elements of every head turned by minus the row's position, in place."""
     rotate = rotate_back_triton if can_run(out_TND) else rotate_back_reference
-    rotate(out_TND, positions_T, rotary)
+    rotate(out_TND, rotary)
 
 
 def write_window_reference(
     kv_TD: torch.Tensor,
     q_TND: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     states_T: torch.Tensor,
     norm: LatentNorm,
@@ -86,10 +82,9 @@ def write_window_reference(
 ) -> None:
     """The same in plain torch."""
     is_row_T, is_kept_T = states_T >= 0, (states_T >= 0) & (slots_T >= 0)
-    safe_T = torch.where(is_row_T, positions_T, 0)
     latent_dim, is_coded = planes.latent_dim, planes.kind == "turboquant"
-    turned_TND = rotate_last(normed(q_TND, q_eps), safe_T, rotary)
-    rows_TD = rotate_last(normed(kv_TD, norm.eps) * norm.weight_L.float(), safe_T, rotary)
+    turned_TND = rotate_last(normed(q_TND, q_eps), rotary)
+    rows_TD = rotate_last(normed(kv_TD, norm.eps) * norm.weight_L.float(), rotary)
     if is_rotated or is_coded:
         turned_TND[..., :latent_dim] = rotate_heads(turned_TND[..., :latent_dim])
     if is_rotated and not is_coded:  # codes are rotated where they are made
@@ -99,19 +94,15 @@ def write_window_reference(
     store_latents(planes, slots_T[is_kept_T], rows_XD[:, :latent_dim], rows_XD[:, latent_dim:])
 
 
-def rotate_back_reference(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> None:
+def rotate_back_reference(out_TND: torch.Tensor, rotary: Rotary) -> None:
     """The same in plain torch."""
-    last_position, rope_dim = rotary.cos_LD.shape[0] - 1, rotary.cos_LD.shape[1]
-    out_TNR = out_TND[..., out_TND.shape[-1] - rope_dim :]
-    safe_T = positions_T.clamp(0, last_position)
-    inverse = Rotary(rotary.cos_LD[safe_T], -rotary.sin_LD[safe_T])
-    out_TNR.copy_(rotate_neighbours(out_TNR, torch.arange(len(safe_T), device=safe_T.device), inverse))
+    out_TNR = out_TND[..., out_TND.shape[-1] - rotary.dim :]
+    out_TNR.copy_(rotate_neighbours(out_TNR, rotary.back()))
 
 
 def write_window_triton(
     kv_TD: torch.Tensor,
     q_TND: torch.Tensor,
-    positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     states_T: torch.Tensor,
     norm: LatentNorm,
@@ -124,7 +115,7 @@ def write_window_triton(
     num_rows, num_heads, dim = q_TND.shape
     _check_layout(q_TND, rotary)
     assert dim == kv_TD.shape[1] == planes.latent_dim + planes.rope_dim, f"{q_TND.shape=}, {kv_TD.shape=}"
-    assert rotary.cos_LD.shape[1] == planes.rope_dim, f"{rotary.cos_LD.shape=} for {planes.rope_dim=}"
+    assert rotary.dim == planes.rope_dim, f"{rotary.dim=} for {planes.rope_dim=}"
     assert kv_TD.stride(1) == 1, f"{kv_TD.stride()=}: the elements of a row must lie side by side"
     assert not planes.has_small_rope, "rotated elements in e4m3 have no kernel here"
     if num_rows == 0:
@@ -134,12 +125,11 @@ def write_window_triton(
     _write_window_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
         kv_TD,
         q_TND,
-        positions_T,
         slots_T,
         states_T,
         norm.weight_L,
-        rotary.cos_LD,
-        rotary.sin_LD,
+        rotary.cos_TP,
+        rotary.sin_TP,
         planes.rows_SX,
         planes.scales_SC,
         bits_of_rope(planes),
@@ -149,7 +139,7 @@ def write_window_triton(
         q_TND.stride(0),
         q_TND.stride(1),
         planes.rows_SX.stride(0),
-        rotary.cos_LD.stride(0),
+        rotary.cos_TP.stride(0),
         KIND=planes.kind,
         ROTATED=is_rotated or planes.kind == "turboquant",
         NUM_HEADS=num_heads,
@@ -163,24 +153,22 @@ def write_window_triton(
     )
 
 
-def rotate_back_triton(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary: Rotary) -> None:
+def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
     """The same as one Triton kernel: a program for some heads of a row."""
     num_rows, num_heads, dim = out_TND.shape
     _check_layout(out_TND, rotary)
     if num_rows == 0:
         return
-    (num_positions, rope_dim), pdl = rotary.cos_LD.shape, supports_pdl(out_TND)
+    rope_dim, pdl = rotary.dim, supports_pdl(out_TND)
     block_r = next_power_of_two(rope_dim)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_r))
     _rotate_back_kernel[(num_rows * -(-num_heads // heads),)](
         out_TND,
-        positions_T,
-        rotary.cos_LD,
-        rotary.sin_LD,
-        num_positions,
+        rotary.cos_TP,
+        rotary.sin_TP,
         out_TND.stride(0),
         out_TND.stride(1),
-        rotary.cos_LD.stride(0),
+        rotary.cos_TP.stride(0),
         NUM_HEADS=num_heads,
         DIM=dim,
         ROPE_DIM=rope_dim,
@@ -193,18 +181,16 @@ def rotate_back_triton(out_TND: torch.Tensor, positions_T: torch.Tensor, rotary:
 
 
 def _check_layout(x_TND: torch.Tensor, rotary: Rotary) -> None:
-    dim, rope_dim = x_TND.shape[2], rotary.cos_LD.shape[1]
+    dim, rope_dim = x_TND.shape[2], rotary.dim
     assert dim % 2 == rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
     assert x_TND.stride(2) == 1, f"{x_TND.stride()=}: the elements of a head must lie side by side"
-    assert rotary.cos_LD.stride() == rotary.sin_LD.stride(), "both tables must lie alike"
-    assert rotary.cos_LD.stride(1) == 1, f"{rotary.cos_LD.stride()=}: the columns of a table must lie side by side"
+    rotary.check_layout()
 
 
 @jit
 def _write_window_kernel(
     p_kv,
     p_q,
-    p_positions,
     p_slots,
     p_states,
     p_norm,
@@ -219,7 +205,7 @@ def _write_window_kernel(
     q_stride,
     head_stride,
     row_stride,
-    table_stride,
+    rotary_stride,
     KIND: constexpr,
     ROTATED: constexpr,
     NUM_HEADS: constexpr,
@@ -235,25 +221,25 @@ def _write_window_kernel(
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_block = i_program % NUM_BLOCKS
     is_row = tl.load(p_states + i_row) >= 0
-    i_position = tl.where(is_row, tl.load(p_positions + i_row).to(tl.int64), 0)
-    # What no kernel before this one writes is loaded first.
-    b_cos, b_sin = load_turn(p_cosine, p_sine, i_position, table_stride, DIM, ROPE_DIM, BLOCK_D)
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_d = (o_d < DIM) & is_row
     if i_block > 0:
         wait(PDL)
+        b_q_cos, b_q_sin = load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM, ROPE_DIM, BLOCK_D)
         o_head = (i_block - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         m_q = (o_head < NUM_HEADS) & m_d
         p_query = p_q + i_row * q_stride + o_head * head_stride + o_d
         b_q = tl.load(p_query, mask=m_q, other=0.0).to(tl.float32)
-        b_q = finished_vectors(b_q, 1.0, b_cos, b_sin, q_eps, DIM)
+        b_q = finished_vectors(b_q, 1.0, b_q_cos, b_q_sin, q_eps, DIM)
         if ROTATED:
             b_q = rotated_latents(b_q, LATENT_DIM)
         tl.store(p_query, b_q.to(p_q.dtype.element_ty), mask=m_q)
     else:
+        # What no kernel before this one writes is loaded first.
         b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
         i_slot = tl.where(is_row, tl.load(p_slots + i_row).to(tl.int64), -1)
         wait(PDL)
+        b_cos, b_sin = load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM, ROPE_DIM, BLOCK_D)
         b_x = tl.load(p_kv + i_row * kv_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_x = finished_vectors(b_x, b_weight, b_cos, b_sin, eps, DIM)
         if ROTATED:
@@ -264,13 +250,11 @@ def _write_window_kernel(
 @jit
 def _rotate_back_kernel(
     p_out,
-    p_positions,
     p_cosine,
     p_sine,
-    num_positions,
     out_stride,
     head_stride,
-    table_stride,
+    rotary_stride,
     NUM_HEADS: constexpr,
     DIM: constexpr,
     ROPE_DIM: constexpr,
@@ -282,8 +266,6 @@ def _rotate_back_kernel(
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_first = i_program % NUM_BLOCKS * HEADS
-    i_position = tl.load(p_positions + i_row).to(tl.int64)
-    i_position = tl.minimum(tl.maximum(i_position, 0), num_positions - 1)
     p_heads = p_out + i_row * out_stride
     turn_heads(
         p_heads,
@@ -291,8 +273,8 @@ def _rotate_back_kernel(
         i_first,
         p_cosine,
         p_sine,
-        i_position,
-        table_stride,
+        i_row,
+        rotary_stride,
         -1,
         NUM_HEADS,
         HEADS,

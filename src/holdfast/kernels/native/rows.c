@@ -97,20 +97,21 @@ static inline void rotate_row(const float *x, const float *cosine, const float *
     long i = 0;
     for (; i + LANES <= half; i += LANES) {
         vec left = load(x + i), right = load(x + half + i);
-        store(y + i, left * load(cosine + i) + right * load(sine + i));
-        store(y + half + i, right * load(cosine + half + i) + left * load(sine + half + i));
+        vec turn = load(cosine + i), side = load(sine + i);
+        store(y + i, left * turn - right * side);
+        store(y + half + i, right * turn + left * side);
     }
     for (; i < half; i++) {
         float left = x[i], right = x[half + i];
-        y[i] = left * cosine[i] + right * sine[i];
-        y[half + i] = right * cosine[half + i] + left * sine[half + i];
+        y[i] = left * cosine[i] - right * sine[i];
+        y[half + i] = right * cosine[i] + left * sine[i];
     }
 }
 
 // Rows of q | k | v: norm and rotate query and key heads where asked, queries to q, keys and values to their slots.
-// A row with a negative slot is padding: its position is not looked at, it stores nothing, and its queries are zeros.
-void holdfast_write_heads(const float *qkv, const int64_t *positions, const int64_t *slots, const float *cosine,
-                          const float *sine, const float *q_norm, const float *k_norm, float eps, float offset, float *q,
+// A row with a negative slot is padding: it stores nothing, and its queries are zeros. cosine and sine have a row of half a head for each.
+void holdfast_write_heads(const float *qkv, const int64_t *slots, const float *cosine, const float *sine,
+                          const float *q_norm, const float *k_norm, float eps, float offset, float *q,
                           float *k_plane, float *v_plane, long num_rows, long num_heads, long num_kv_heads, long head_dim) {
     long width = (num_heads + 2 * num_kv_heads) * head_dim;
 #pragma omp parallel for schedule(static) if (num_rows >= ROWS_PER_THREAD)
@@ -120,8 +121,8 @@ void holdfast_write_heads(const float *qkv, const int64_t *positions, const int6
             continue;
         }
         const float *source = qkv + row * width;
-        const float *row_cosine = cosine ? cosine + positions[row] * head_dim : 0;
-        const float *row_sine = sine ? sine + positions[row] * head_dim : 0;
+        const float *row_cosine = cosine ? cosine + row * (head_dim / 2) : 0;
+        const float *row_sine = sine ? sine + row * (head_dim / 2) : 0;
         float *keys = k_plane + slots[row] * num_kv_heads * head_dim;
         for (long head = 0; head < num_heads + num_kv_heads; head++) {
             const float *x = source + head * head_dim;

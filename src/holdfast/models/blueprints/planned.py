@@ -54,8 +54,8 @@ class PlannedBlueprint(NamedTuple):
     def decoder(self) -> ModelSpec:
         return self.grouped.decoder
 
-    def rope_width(self, mesh: Mesh) -> int:
-        return self.rotated_dim
+    def rope_pairs(self, mesh: Mesh) -> int:
+        return self.rotated_dim // 2
 
     def indivisible(self, mesh: Mesh) -> str | None:
         if mesh.num_stages > 1:

@@ -1,0 +1,114 @@
+"""cos and sin of a step's rows, computed once a step from the positions of its tokens: every layer reads them by row.
+
+T rows, S sets of rows, P pairs of elements that rope turns
+
+A set has the frequencies of one rotation, a factor on cos and sin, and a ratio: row t is of position p - p % ratio, with p the
+position of token t. A ratio of 1 serves tokens, others serve entries that stand for several tokens (DeepSeek-V4).
+
+An angle is the float32 product of position and frequency, rounded to float32, as transformers computes it. At a million tokens
+the exact product is 0.03 away from it. cos and sin of that number are taken in float64, which keeps the reduction of large
+angles exact enough on any GPU; they are rounded to float32, multiplied by the factor and rounded to the type of the rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+
+# ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
+
+THREADS_PER_WARP = 32
+MOST_WARPS = 4
+
+
+class RopeRows(NamedTuple):
+    """Sets of rows at fixed addresses, and what fills them."""
+
+    frequency_SP: torch.Tensor
+    """float32: inverse frequencies."""
+    magnitudes: tuple[float, ...]
+    """The factor of each set."""
+    ratios: tuple[int, ...]
+    cos_STP: torch.Tensor
+    sin_STP: torch.Tensor
+
+    def rotary(self, number: int) -> Rotary:
+        """The rows of one set."""
+        return Rotary(self.cos_STP[number], self.sin_STP[number])
+
+
+def fill_rope_rows(positions_T: torch.Tensor, rows: RopeRows) -> None:
+    """Rows [0, T) of every set from the step's positions; later rows stay. A position may be any integer."""
+    fill = fill_rope_rows_triton if can_run(rows.cos_STP) else fill_rope_rows_reference
+    fill(positions_T, rows)
+
+
+def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
+    """The same in plain torch; cos and sin in float32."""
+    num_rows = len(positions_T)
+    for number, (magnitude, ratio) in enumerate(zip(rows.magnitudes, rows.ratios, strict=True)):
+        start_T = positions_T if ratio == 1 else positions_T // ratio * ratio
+        angle_TP = torch.outer(start_T.float(), rows.frequency_SP[number])
+        rows.cos_STP[number, :num_rows] = angle_TP.cos().mul_(magnitude)
+        rows.sin_STP[number, :num_rows] = angle_TP.sin_().mul_(magnitude)
+
+
+def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
+    """The same as one Triton kernel, a program a row.
+
+    It is launched without PDL: the kernels of the step before may still read the rows.
+    """
+    num_rows, num_pairs = len(positions_T), rows.cos_STP.shape[2]
+    assert positions_T.is_contiguous(), f"{positions_T.stride()=}: positions must lie side by side"
+    assert rows.frequency_SP.is_contiguous(), f"{rows.frequency_SP.stride()=}: frequencies must lie side by side"
+    assert rows.frequency_SP.dtype == torch.float32, f"{rows.frequency_SP.dtype=}: not float32"
+    for table_STP in (rows.cos_STP, rows.sin_STP):
+        assert table_STP.is_contiguous(), f"{table_STP.stride()=}: rows must lie side by side"
+        assert num_rows <= table_STP.shape[1], f"{num_rows=} for {table_STP.shape=}"
+    if num_rows == 0:
+        return
+    block = next_power_of_two(num_pairs)
+    _rope_rows_kernel[(num_rows,)](
+        positions_T,
+        rows.frequency_SP,
+        rows.cos_STP,
+        rows.sin_STP,
+        rows.cos_STP.stride(0),
+        MAGNITUDES=rows.magnitudes,
+        RATIOS=rows.ratios,
+        NUM_SETS=len(rows.ratios),
+        NUM_PAIRS=num_pairs,
+        BLOCK=block,
+        num_warps=min(MOST_WARPS, max(1, block // THREADS_PER_WARP)),
+    )
+
+
+@jit
+def _rope_rows_kernel(
+    p_positions,
+    p_frequency,
+    p_cosine,
+    p_sine,
+    set_stride,
+    MAGNITUDES: constexpr,
+    RATIOS: constexpr,
+    NUM_SETS: constexpr,
+    NUM_PAIRS: constexpr,
+    BLOCK: constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    i_position = tl.load(p_positions + i_row)
+    o_p = tl.arange(0, BLOCK)
+    m_p = o_p < NUM_PAIRS
+    for i in tl.static_range(NUM_SETS):
+        i_start = i_position // RATIOS[i] * RATIOS[i]
+        b_frequency = tl.load(p_frequency + i * NUM_PAIRS + o_p, mask=m_p, other=0.0)
+        # The product is rounded to float32 before anything else is done with it.
+        b_angle = (i_start.to(tl.float32) * b_frequency).to(tl.float64)
+        b_cos = tl.cos(b_angle).to(tl.float32) * MAGNITUDES[i]
+        b_sin = tl.sin(b_angle).to(tl.float32) * MAGNITUDES[i]
+        o_row = i * set_stride + i_row * NUM_PAIRS + o_p
+        tl.store(p_cosine + o_row, b_cos.to(p_cosine.dtype.element_ty), mask=m_p)
+        tl.store(p_sine + o_row, b_sin.to(p_sine.dtype.element_ty), mask=m_p)
