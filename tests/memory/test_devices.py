@@ -272,3 +272,11 @@ def test_without_the_kernel_s_word_half_of_what_is_built_in(host, meminfo):
 
 def test_this_machine():
     assert 0 < available_host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    "name", ["mi300x", "MI250X", "2xmi300x", "AMD Instinct MI355X", "rx7900xtx", "Radeon RX 7900 XTX"]
+)
+def test_find_gpus_of_amd_names_what_is_needed(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"AMD GPUs are not supported.*NVIDIA GPU of compute capability 8\.0"):
+        find_gpus(name)
