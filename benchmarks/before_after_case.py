@@ -1,7 +1,7 @@
 """Decode speed of one engine through the public API: what benchmarks/gpu_before_after.py runs over the trees of two commits.
 
 Everything inside may have another name in either tree, so this imports the public names alone, and nothing of benchmarks/
-that imports more. It takes a task as JSON and leaves its findings in the file that --result names.
+that imports more; the count of experts is left out if a tree has none. It takes a task as JSON and leaves its findings in the file that --result names.
 """
 
 import argparse
@@ -36,7 +36,22 @@ def run_task(task: dict[str, Any]) -> dict[str, Any]:
                 for length in task["lengths"]:
                     seconds[length].append(seconds_of(llm, prompts[:batch], length))
             found["decode"].append({"batch": batch, "seconds": seconds})
+        for entry in found["decode"]:
+            entry |= count_experts(llm, prompts[: entry["batch"]])
     return found
+
+
+def count_experts(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:  # noqa: ANN401
+    """Distinct experts of a decode step, counted after the timing; nothing without experts, or if the tree cannot count."""
+    try:
+        from holdfast.runner.expert_counts import counting_experts
+    except ImportError:
+        return {}
+    with counting_experts(llm.engine.core.runner) as counts:
+        if counts.num_experts:
+            seconds_of(llm, prompts, 4)
+    found = counts.summary(len(prompts))
+    return {} if found is None else {"distinct_experts": found}
 
 
 def seconds_of(llm: Any, prompts: list[list[int]], num_tokens: int) -> float:  # noqa: ANN401

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distinct_experts import shown_experts
 from dummy_models import tiny_settings, write_dummy_model
 from gpu_records import Budget, make_record, options, print_table, run_child, write_record
 
@@ -104,7 +105,13 @@ def rows_of(case: EngineCase, found: Mapping[str, Mapping[str, Any]]) -> list[di
     runs = {
         name: {entry["batch"]: entry["seconds"] for entry in engine.get("decode", ())} for name, engine in found.items()
     }
-    rows = []
+    counted = {
+        (name, entry["batch"]): entry["distinct_experts"]
+        for name, engine in found.items()
+        for entry in engine.get("decode", ())
+        if "distinct_experts" in entry
+    }
+    rows: list[dict[str, Any]] = []
     for batch, seconds in runs.get(NEW, {}).items():
         if batch in runs.get(OLD, {}):
             both = {NEW: seconds, OLD: runs[OLD][batch]}
@@ -118,13 +125,24 @@ def rows_of(case: EngineCase, found: Mapping[str, Mapping[str, Any]]) -> list[di
                     "seconds": both,
                 }
             )
+            if experts := {name: counted[name, batch] for name in both if (name, batch) in counted}:
+                rows[-1]["distinct_experts"] = experts
     return rows
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """The table at the end of a run."""
-    lines = [(row["measure"], row["values"][OLD], row["values"][NEW], row["ratio"]) for row in rows]
-    print_table("Decode, tokens/s", ("", OLD, NEW, "new/old"), lines)
+    lines = [
+        (
+            row["measure"],
+            row["values"][OLD],
+            row["values"][NEW],
+            row["ratio"],
+            shown_experts(row.get("distinct_experts", {}).get(NEW)),
+        )
+        for row in rows
+    ]
+    print_table("Decode, tokens/s", ("", OLD, NEW, "new/old", "experts"), lines)
     for row in rows:
         if abs(row["ratio"] - 1) > MOST_APART:
             print(f"more than {MOST_APART:.0%} apart: {row['measure']}")

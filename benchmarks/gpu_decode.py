@@ -3,7 +3,8 @@
 One process for each of: our engine as it is, our engine with batch_invariant=True, and transformers (eager, dynamic cache)
 with random weights of the same shapes. A decode rate is (tokens of the longer run - tokens of the shorter one) / (the
 difference of their seconds), the prompts being in the prefix cache, so that what is left is decode steps. The roof is the
-time to read all weights but the embedding, and the keys and values of the batch, at the rate that the device reads.
+time to read all weights but the embedding, and the keys and values of the batch, at the rate that the device reads. Of
+experts it counts the distinct ones that a step touches.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distinct_experts import count_experts, shown_experts, unread_bytes
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, write_record
 
 if TYPE_CHECKING:
@@ -120,6 +122,10 @@ def run_holdfast(
     found["prefill_seconds"] = [
         seconds_of([*prompts(dice, [shape.prefill_tokens], vocab_size)], 1) for _ in range(shape.num_repeats + 1)
     ]
+    for entry in found["decode"]:
+        distinct = count_experts(opened, every[: entry["batch"]])
+        if distinct is not None:
+            entry |= {"distinct_experts": distinct, "unread_bytes": unread_bytes(opened, distinct["measured"])}
     return found
 
 
@@ -221,7 +227,11 @@ def decode_results(found: Mapping[str, dict[str, Any]], shape: Shape) -> list[di
                 row.setdefault("graph_alone", {})[engine] = round(batch / entry["graph_seconds"], 2)
         if MODES["default"] in row["values"]:
             context = mean_context(shape.prompt_tokens, shape.lengths)
-            roof = roof_rate(batch, context, ours["weight_bytes"], ours["kv_bytes_per_token"])
+            entry = next(entry for entry in ours["decode"] if entry["batch"] == batch)
+            read = ours["weight_bytes"] - entry.get("unread_bytes", 0)
+            roof = roof_rate(batch, context, read, ours["kv_bytes_per_token"])
+            if "distinct_experts" in entry:
+                row["distinct_experts"] = entry["distinct_experts"]
             row["roof"] = round(roof, 2)
             row["percent_of_roof"] = round(100 * row["values"][MODES["default"]] / roof, 1)
         if row["values"]:
@@ -246,7 +256,7 @@ def prefill_result(found: Mapping[str, dict[str, Any]], shape: Shape) -> dict[st
 def show(results: Sequence[Mapping[str, Any]]) -> None:
     """The table at the end of a run."""
     ours, invariant, others = MODES.values()
-    columns = ("", ours, "graph alone", "% of roof", "roof", "invariant", "tax %", others, f"against {others}")
+    names = ("", ours, "graph alone", "% of roof", "roof", "experts", "invariant", "tax %", others, f"against {others}")
     lines = []
     for row in results:
         values = row["values"]
@@ -258,13 +268,14 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
                 row.get("graph_alone", {}).get(ours),
                 row.get("percent_of_roof"),
                 row.get("roof"),
+                shown_experts(row.get("distinct_experts")),
                 slow,
                 100 * (1 - slow / rate) if rate and slow else None,
                 other,
                 rate / other if rate and other else None,
             )
         )
-    print_table("Tokens/s", columns, lines)
+    print_table("Tokens/s", names, lines)
 
 
 def measure_all(modes: Sequence[str], arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:

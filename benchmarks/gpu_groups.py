@@ -2,7 +2,7 @@
 
 An engine of each model's shapes, with dummy weights, in a process of its own. Speed: tokens a second of decode steps (the
 difference of two lengths of output behind prompts in the prefix cache), against the time to read what a step must: all weights
-but the embedding, of experts those that a batch of random rows takes, and the keys and values that are seen. Memory: planned
+but the embedding, of experts the distinct ones that were counted, and the keys and values that are seen. Memory: planned
 and what the driver says. After ready: allocations and compilations inside Runner.launch and collect. Windows: pages that each group holds
 while many long prompts run, beside the bound, and the sequences that run at once; and the same with all layers kept whole.
 """
@@ -18,8 +18,9 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distinct_experts import count_experts, distinct_of, shown_experts
 from gpu_decode import READ_BYTES_PER_SECOND, decode_rate, graph_seconds, mean_context
-from gpu_quantized import generate, touched_experts
+from gpu_quantized import generate
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, used_bytes, write_record
 
 from holdfast.cache.compressed import place_bytes
@@ -120,6 +121,11 @@ def run_case(case: Case, tiny: bool, device: str, result: Path | None = None) ->
     if case.num_requests:
         found["watched"] = watch(opened, made[: case.num_requests], case)
     found["after_ready"] = counted.found()
+    keep(found, result)
+    for entry in found["decode"] if found["read"]["num_experts"] else ():
+        if entry["context"] == found["decode"][-1]["context"]:  # the others are no longer in the prefix cache
+            entry["distinct_experts"] = count_experts(opened, made[: entry["batch"]])
+            keep(found, result)
     return found
 
 
@@ -284,12 +290,11 @@ def watch(opened: "OpenEngine", made: Sequence[Any], case: Case) -> dict[str, An
 # --- in the process that starts the others
 
 
-def roof_rate(batch: int, context: float, read: Mapping[str, Any]) -> float:
-    """Tokens a second if every step only read what it must, at the rate of the device."""
+def roof_rate(batch: int, context: float, read: Mapping[str, Any], num_distinct: float = 0.0) -> float:
+    """Tokens a second if every step only read what it must, at the rate of the device; `num_distinct` experts of a layer."""
     weight_bytes = read["weight_bytes"]
     if read["num_experts"]:
-        touched = touched_experts(read["num_experts"], read["top_k"], batch)
-        weight_bytes -= read["expert_bytes"] * (1 - touched / read["num_experts"])
+        weight_bytes -= read["expert_bytes"] * (1 - num_distinct / read["num_experts"])
     kv_bytes = sum(num_bytes * min(context, window or context) for num_bytes, window in read["kv_layers"])
     return batch * READ_BYTES_PER_SECOND / (weight_bytes + batch * (kv_bytes + read.get("sequence_bytes", 0)))
 
@@ -315,7 +320,11 @@ def rows_of(case: Case, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     )
     if found["beside_pages"]["state of a sequence"]:
         rows.append({"measure": f"{case.label}, beside the pages", "unit": "bytes", "values": found["beside_pages"]})
-    rows += [decode_row(case, entry, found["read"]) for entry in found["decode"]]
+    counted = {entry["batch"]: entry["distinct_experts"] for entry in found["decode"] if "distinct_experts" in entry}
+    rows += [
+        decode_row(case, {"distinct_experts": counted.get(entry["batch"]), **entry}, found["read"])
+        for entry in found["decode"]
+    ]
     if "watched" in found:
         watched = found["watched"]
         values = {"most at once": watched["most_running"], "preemptions": watched["num_preemptions"]}
@@ -336,13 +345,16 @@ def decode_row(case: Case, entry: Mapping[str, Any], read: Mapping[str, Any]) ->
     batch = entry["batch"]
     seconds = {int(length): runs for length, runs in entry["seconds"].items()}
     context = mean_context(entry["context"], case.lengths)
-    rate, roof = decode_rate(batch, case.lengths, seconds), roof_rate(batch, context, read)
+    distinct = distinct_of(entry, read["num_experts"], read["top_k"])
+    rate, roof = decode_rate(batch, case.lengths, seconds), roof_rate(batch, context, read, distinct["measured"])
     row = {
         "measure": f"{case.label}, decode, batch {batch}" + (f", context {entry['context']}" if case.contexts else ""),
         "unit": "tokens/s",
         "values": {"holdfast": round(rate, 2)},
     }
     row |= {"roof": round(roof, 2), "percent_of_roof": round(100 * rate / roof, 1)}
+    if read["num_experts"]:
+        row["distinct_experts"] = distinct
     if "graph_seconds" in entry:
         row["graph_alone"] = round(batch / entry["graph_seconds"], 2)
     if case.contexts:
@@ -381,10 +393,15 @@ def run(
     words = ", ".join(cases[case].model for case in found)
     record = make_record(section, results, words, "dummy weights", arguments, facts)
     lines = [
-        (row["measure"], json.dumps(row["values"]), row.get("percent_of_roof", row.get("percent", "")))
+        (
+            row["measure"],
+            json.dumps(row["values"]),
+            row.get("percent_of_roof", row.get("percent", "")),
+            shown_experts(row.get("distinct_experts")),
+        )
         for row in results
     ]
-    print_table(words, ("", "", "%"), lines)
+    print_table(words, ("", "", "%", "experts"), lines)
     write_record(record, name, arguments)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distinct_experts import count_experts, shown_experts
 from gpu_decode import READ_BYTES_PER_SECOND
 from gpu_quantized import Shape, generate, rate_of, read_weights, time_batch
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, write_record
@@ -128,6 +129,9 @@ def run_engine(case: EngineCase, shape: Shape, tiny: bool, device: str, result: 
                 entry[name]["trace"] = trace(opened, made[:batch])
         found["decode"].append(entry)
         keep(found, result)
+    for entry in found["decode"] if step.num_experts else ():
+        entry["distinct_experts"] = count_experts(opened, made[: entry["batch"]])
+        keep(found, result)
     return found
 
 
@@ -168,7 +172,10 @@ def rows_of(found: Mapping[str, Mapping[str, Any]], shape: Shape, device: str) -
                 "values": {},
             }
             for way in (WAITING, AHEAD):
-                figures = rate_of({"batch": batch, **entry[way]}, engine, shape)
+                counted = {"batch": batch, "distinct_experts": entry.get("distinct_experts")}
+                figures = rate_of({**counted, **entry[way]}, engine, shape)
+                if (distinct := figures.pop("distinct_experts", None)) is not None:
+                    row["distinct_experts"] = distinct
                 row["values"][way] = figures.pop("rate")
                 for figure, value in figures.items():
                     row.setdefault(figure, {})[way] = value
@@ -190,7 +197,18 @@ def verdict(goal: tuple[float, str], row: Mapping[str, Any]) -> dict[str, bool]:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """The table at the end of a run."""
-    columns = ("", WAITING, AHEAD, "ratio", "% of roof", "graph alone", "waited %, ahead", "longest us", "reached")
+    columns = (
+        "",
+        WAITING,
+        AHEAD,
+        "ratio",
+        "% of roof",
+        "graph alone",
+        "experts",
+        "waited %, ahead",
+        "longest us",
+        "reached",
+    )
     lines = []
     for row in rows:
         traced = row.get("trace", {}).get(AHEAD, {})
@@ -202,6 +220,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
                 row["ratio"],
                 row["percent_of_roof"][AHEAD],
                 row.get("graph_alone", {}).get(AHEAD),
+                shown_experts(row.get("distinct_experts")),
                 traced.get("waited_percent"),
                 traced.get("longest_wait_us"),
                 ", ".join(f"{'yes' if holds else 'NO'} {words}" for words, holds in row.get("verdicts", {}).items()),

@@ -2,9 +2,9 @@
 
 One process for each model and scheme, with dummy weights. A decode rate is the difference of two lengths, the prompts being
 in the prefix cache (benchmarks/gpu_decode.py). The roof is the time to read what a step must, at the rate that the device
-reads: every weight but the embedding, as the scheme stores it, and the keys and values of the batch. Of experts it is those
-that the batch would touch if every token chose its experts at random, which is E * (1 - (1 - top_k / E) ** batch) of E in
-each layer; how many the tokens of a step really touch is counted in eager steps after the timing, and has a roof of its own.
+reads: every weight but the embedding, as the scheme stores it, and the keys and values of the batch. Of experts it is the
+distinct ones that a step touches, counted in eager steps after the timing. The record has the count beside that of uniform
+routing, E * (1 - (1 - top_k / E) ** batch) of E in each layer.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distinct_experts import count_experts, distinct_of, shown_experts
 from gpu_decode import READ_BYTES_PER_SECOND, decode_rate, graph_seconds, mean_context, roof_rate
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, write_record
 
@@ -32,8 +33,6 @@ GOALS = {("Qwen3-32B", "fp8", 1): 105.0}
 """Tokens a second that were asked for, by model, scheme and batch."""
 MIN_SECONDS = 20.0
 """A process is not begun with less than this left."""
-COUNTED_STEPS = 3
-"""Decode steps whose experts are counted."""
 
 
 class Shape(NamedTuple):
@@ -65,11 +64,6 @@ class StepBytes(NamedTuple):
     def of(self, num_touched: float) -> int:
         """With so many experts touched in each layer."""
         return self.dense + round(self.expert * num_touched)
-
-
-def touched_experts(num_experts: int, top_k: int, batch: int) -> float:
-    """Distinct experts of a layer that so many tokens choose, on average, each its own at random."""
-    return num_experts * (1 - (1 - top_k / num_experts) ** batch) if num_experts else 0.0
 
 
 def step_weights(num_bytes: Mapping[str, int], is_tied: bool, num_experts: int, top_k: int) -> StepBytes:
@@ -116,7 +110,7 @@ def run_engine(
         found["decode"].append({"batch": batch, **time_batch(opened, made[:batch], shape)})
         keep(found, result)
     for entry in found["decode"] if step.num_experts else ():
-        entry["touched"] = count_experts(opened, made[: entry["batch"]])
+        entry["distinct_experts"] = count_experts(opened, made[: entry["batch"]])
         keep(found, result)
     return found
 
@@ -156,27 +150,6 @@ def generate(opened: "OpenEngine", made: Sequence["TokensPrompt"], num_tokens: i
     return seconds
 
 
-def count_experts(opened: "OpenEngine", made: Sequence["TokensPrompt"]) -> float:
-    """Distinct experts of a layer in a decode step with these prompts, the mean over layers and steps, without graphs."""
-    from holdfast.layers import moe
-
-    counts: list[int] = []
-    route_tokens, graphs = moe.route_tokens, opened.runner.graphs
-
-    def counted(logits_TE: Any, routing: Any, expert_ids_TS: Any, *others: Any) -> None:  # noqa: ANN401
-        route_tokens(logits_TE, routing, expert_ids_TS, *others)
-        if len(expert_ids_TS) == len(made):  # steps with more rows are of prompts
-            counts.append(expert_ids_TS.unique().numel())
-
-    moe.route_tokens, opened.runner.graphs = counted, None
-    try:
-        generate(opened, made, 1 + COUNTED_STEPS)
-    finally:
-        moe.route_tokens, opened.runner.graphs = route_tokens, graphs
-    assert counts, f"no step of {len(made)} rows was run"
-    return sum(counts) / len(counts)
-
-
 # --- in the process that starts the others
 
 
@@ -185,21 +158,18 @@ def engine_name(quantization: str, device: str) -> str:
     return quantization if quantization != "none" else "bfloat16" if device.startswith("cuda") else "float32"
 
 
-def rate_of(entry: Mapping[str, Any], engine: Mapping[str, Any], shape: Shape) -> dict[str, float]:
+def rate_of(entry: Mapping[str, Any], engine: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     """The figures of one batch of one engine."""
     batch, step = entry["batch"], StepBytes(**engine["step_bytes"])
     context, kv_bytes = mean_context(shape.prompt_tokens, shape.lengths), engine["kv_bytes_per_token"]
     rate = decode_rate(batch, shape.lengths, {int(length): runs for length, runs in entry["seconds"].items()})
-    expected = touched_experts(step.num_experts, step.top_k, batch)
-    roof = roof_rate(batch, context, step.of(expected), kv_bytes)
+    distinct = distinct_of(entry, step.num_experts, step.top_k)
+    roof = roof_rate(batch, context, step.of(distinct["measured"]), kv_bytes)
     found = {"rate": rate, "milliseconds": 1000 * batch / rate, "roof": roof, "percent_of_roof": 100 * rate / roof}
-    if "touched" in entry:
-        as_routed = roof_rate(batch, context, step.of(entry["touched"]), kv_bytes)
-        found |= {"percent_of_roof_as_routed": 100 * rate / as_routed}
-        found |= {"touched_experts": entry["touched"], "expected_experts": expected}
     if "graph_seconds" in entry:
         found["graph_alone"] = batch / entry["graph_seconds"]
-    return {name: round(value, 3) for name, value in found.items()}
+    figures: dict[str, Any] = {name: round(value, 3) for name, value in found.items()}
+    return figures | ({"distinct_experts": distinct} if step.num_experts else {})
 
 
 def rows_of(found: Mapping[tuple[str, str], Mapping[str, Any]], shape: Shape, device: str) -> list[dict[str, Any]]:
@@ -228,16 +198,14 @@ def rows_of(found: Mapping[tuple[str, str], Mapping[str, Any]], shape: Shape, de
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """The table at the end of a run."""
-    columns = ("", "weights", "tokens/s", "ms", "% of roof", "as routed", "roof", "graph alone", "against unquantized")
+    columns = ("", "weights", "tokens/s", "ms", "% of roof", "roof", "graph alone", "experts", "against unquantized")
     lines = [
         (
             row["measure"],
             name,
             rate,
-            *(
-                row.get(figure, {}).get(name)
-                for figure in ("milliseconds", "percent_of_roof", "percent_of_roof_as_routed", "roof", "graph_alone")
-            ),
+            *(row.get(figure, {}).get(name) for figure in ("milliseconds", "percent_of_roof", "roof", "graph_alone")),
+            shown_experts(row.get("distinct_experts", {}).get(name)),
             row.get("against_unquantized", {}).get(name),
         )
         for row in rows

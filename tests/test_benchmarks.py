@@ -677,17 +677,6 @@ def test_verdicts_on_loads_are_those_of_the_issue() -> None:
 # --- quantized weights
 
 
-@pytest.mark.parametrize(("batch", "expected"), [(1, 8.0), (2, 15.5), (10**6, 128.0)])
-def test_tokens_that_choose_at_random_touch_so_many_experts(batch: int, expected: float) -> None:
-    assert gpu_quantized.touched_experts(128, 8, batch) == pytest.approx(expected)
-
-
-def test_a_mean_of_draws_is_near_the_expected_number_of_experts() -> None:
-    dice = random.Random(0)
-    draws = [len({e for _ in range(8) for e in dice.sample(range(60), 4)}) for _ in range(500)]
-    assert gpu_quantized.touched_experts(60, 4, 8) == pytest.approx(sum(draws) / len(draws), rel=0.02)
-
-
 def test_a_step_reads_all_but_the_embedding_and_some_experts() -> None:
     sizes = {"embed.weight": 100, "layers.0.qkv.weight": 7, "layers.0.experts.down.weight": 80, "lm_head.weight": 50}
     step = gpu_quantized.step_weights(sizes, False, 8, 2)
@@ -702,7 +691,12 @@ def test_schemes_stand_side_by_side_with_their_roofs(tmp_path: Path, capsys) -> 
     def engine(seconds: float, dense: int) -> dict:
         entry = {"batch": 1, "seconds": {"1": [1.0], "11": [1.0 + seconds]}, "graph_seconds": seconds / 20}
         step = {"dense": dense, "expert": dense // 4, "num_experts": 16, "top_k": 4}
-        return {"decode": [{**entry, "touched": 0.0}], "step_bytes": step, "kv_bytes_per_token": 0}
+        distinct = {"batch": 1, "measured": 0.0, "uniform": 4.0}
+        return {
+            "decode": [{**entry, "distinct_experts": distinct}],
+            "step_bytes": step,
+            "kv_bytes_per_token": 0,
+        }
 
     found = {
         ("Qwen3-32B", "fp8"): engine(0.1, int(4.37e9)),
@@ -712,14 +706,16 @@ def test_schemes_stand_side_by_side_with_their_roofs(tmp_path: Path, capsys) -> 
     (row,) = gpu_quantized.rows_of(found, shape, "cuda")
     assert row["values"] == {"fp8": 100.0, "bfloat16": 50.0}
     assert row["milliseconds"] == {"fp8": 10.0, "bfloat16": 20.0}
-    assert row["roof"] == {"fp8": 500.0, "bfloat16": 250.0}
-    assert row["percent_of_roof"] == {"fp8": 20.0, "bfloat16": 20.0}
-    assert row["percent_of_roof_as_routed"] == {"fp8": 10.0, "bfloat16": 10.0}
+    assert row["roof"] == {"fp8": 1000.0, "bfloat16": 500.0}, "of the experts that were counted: none"
+    assert row["percent_of_roof"] == {"fp8": 10.0, "bfloat16": 10.0}
+    assert row["distinct_experts"]["fp8"] == {"batch": 1, "measured": 0.0, "uniform": 4.0}
     assert row["graph_alone"] == {"fp8": 200.0, "bfloat16": 100.0}
     assert row["against_unquantized"] == {"fp8": 2.0}
     assert row["verdicts"] == {"fp8 >= 105 tokens/s": False}
     gpu_quantized.show([row])
-    assert "NO   Qwen3-32B, batch 1: fp8 >= 105 tokens/s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "NO   Qwen3-32B, batch 1: fp8 >= 105 tokens/s" in shown
+    assert "0.0, uniform 4.0" in shown
     gpu_quantized.write(found, shape, arguments(tmp_path))
     (path,) = tmp_path.glob("*-quantized.json")
     assert doc_tables.read_record(path)["engines"]["Qwen3-8B, fp8"] == {"error": "no room"}
@@ -730,16 +726,21 @@ def test_a_tiny_quantized_engine_is_timed_and_its_experts_counted(model: str, qu
     _, shape = gpu_quantized.parse(["--tiny", "--batches", "2"])
     found = json.loads(json.dumps(gpu_quantized.run_engine(model, quantization, shape, True, "cpu")))
     (row,) = gpu_quantized.rows_of({(model, quantization): found}, shape, "cpu")
-    assert row["values"].keys() == {quantization if quantization != "none" else "float32"}
+    (engine,) = row["values"]
+    assert engine == (quantization if quantization != "none" else "float32")
     embedding = dummy_models.TINY["vocab_size"] * dummy_models.TINY["hidden_size"] * 4
     step = gpu_quantized.StepBytes(**found["step_bytes"])
     read = step.of(step.num_experts)
     assert found["weight_bytes"] - embedding - 20_000 < read <= found["weight_bytes"] - embedding, "padding aside"
     if model == MOE:
-        assert 2.0 <= found["decode"][0]["touched"] <= 4.0
+        distinct = found["decode"][0]["distinct_experts"]
+        assert 2.0 <= distinct["measured"] <= 4.0
+        assert (distinct["batch"], distinct["uniform"]) == (2, 3.5)
+        assert row["distinct_experts"][engine] == distinct
         assert (step.num_experts, step.top_k) == (8, 2)
     else:
-        assert "touched" not in found["decode"][0]
+        assert "distinct_experts" not in found["decode"][0]
+        assert "distinct_experts" not in row
 
 
 def test_a_model_without_batches_of_its_own_needs_some(capsys) -> None:
@@ -790,8 +791,8 @@ def test_the_roof_counts_windows_and_the_experts_that_rows_take() -> None:
     assert gpu_groups.roof_rate(1, 50, read) == pytest.approx(rate / (100 + 50 + 10))
     assert gpu_groups.roof_rate(4, 5, read) == pytest.approx(4 * rate / (100 + 4 * 10))
     experts = read | {"num_experts": 4, "top_k": 1, "expert_bytes": 80}
-    assert gpu_groups.roof_rate(1, 0, experts) == pytest.approx(rate / (20 + 20))
-    assert gpu_groups.roof_rate(2, 0, experts) == pytest.approx(2 * rate / (20 + 80 * (1 - 0.75**2)))
+    assert gpu_groups.roof_rate(1, 0, experts, 1.0) == pytest.approx(rate / (20 + 20))
+    assert gpu_groups.roof_rate(2, 0, experts, 1.5) == pytest.approx(2 * rate / (20 + 30))
 
 
 def test_a_tiny_engine_with_windows_is_watched(tmp_path: Path) -> None:
@@ -846,6 +847,7 @@ def test_a_tree_is_run_through_the_public_names(tmp_path: Path, capsys) -> None:
     task = gpu_before_after.task_of(case, tmp_path, shape, True, "cpu")
     found = gpu_before_after.run_case(task, ROOT, 300)
     assert [entry["batch"] for entry in found["decode"]] == [1, 3]
+    assert [entry["distinct_experts"]["uniform"] for entry in found["decode"]] == [2.0, 4.62]
     rows = gpu_before_after.rows_of(case, {"old": found, "new": found})
     gpu_before_after.show(rows)
     assert "Qwen3-30B-A3B, fp8, batch 3" in capsys.readouterr().out

@@ -369,3 +369,40 @@ def test_a_model_that_is_not_there(here: Here, tmp_path: Path) -> None:
     ended = here("bench", "throughput", tmp_path / "nothing")
     assert ended.code == 1
     assert ended.err.count("\n") == 1
+
+
+def test_bench_of_experts_counts_distinct_ones(tmp_path: Path, capsys) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 256,
+        "max_position_embeddings": 64,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = bench.LatencyOptions(
+        model=str(tmp_path),
+        input_len="8",
+        output_len="4",
+        against=None,
+        repeats="1",
+        threads=None,
+        json_file=str(tmp_path / "record.json"),
+        prefill="16",
+        batch="1,4",
+    )
+    bench.bench_latency(options, {"load_format": "dummy", "tokenizer": "none", "device": "cpu"})
+    results = json.loads((tmp_path / "record.json").read_text())["results"]
+    one, four = (result["distinct_experts"] for result in results[1:])
+    assert one == {"batch": 1, "measured": 2, "uniform": 2}
+    assert (four["batch"], four["uniform"]) == (4, 5.47)
+    assert 2 <= four["measured"] <= 8
+    assert "2.0, uniform 2.0" in capsys.readouterr().out

@@ -183,7 +183,7 @@ def test_the_nearest_is_suggested(asked: str, near: str) -> None:
         find_gpu(asked)
 
 
-@pytest.mark.parametrize("asked", ["5090 laptop", "mi300x", "2x", "x2", "2x2"])
+@pytest.mark.parametrize("asked", ["5090 laptop", "mx300", "2x", "x2", "2x2"])
 def test_what_is_not_known_is_not_guessed(asked: str) -> None:
     with pytest.raises(ConfigError, match=r"none of the \d+ GPUs known by name"):
         find_gpu(asked)
@@ -272,3 +272,11 @@ def test_without_the_kernel_s_word_half_of_what_is_built_in(host, meminfo):
 
 def test_this_machine():
     assert 0 < available_host_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    "name", ["mi300x", "MI250X", "2xmi300x", "AMD Instinct MI355X", "rx7900xtx", "Radeon RX 7900 XTX"]
+)
+def test_find_gpus_of_amd_names_what_is_needed(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"AMD GPUs are not supported.*NVIDIA GPU of compute capability 8\.0"):
+        find_gpus(name)

@@ -91,6 +91,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+MODELS["qwen3_wide"] = MODELS["qwen3"] | {"head_dim": 128}
 """Tiny, and wide enough for the fused decode path."""
 LATENT = {
     "num_hidden_layers": 3,

@@ -66,6 +66,19 @@ FORMATS = [
     pytest.param("sparse", {"index_cache_dtype": "bfloat16"}, id="sparse latents, index in bfloat16"),
 ]
 """Blocks of experts with scales for blocks of columns, and compressed pages."""
+ALL_CODED = {"kv_protected_layers": 0}
+"""Without it all three layers of a tiny model would stay in a wider format."""
+TURBOQUANT = [
+    pytest.param("qwen3", {"kv_cache_dtype": "turboquant_k8v4"}, id="k8v4, heads of 64"),
+    pytest.param("qwen3_wide", {"kv_cache_dtype": "turboquant_k8v4"}, id="k8v4, heads of 128"),
+    pytest.param("qwen3", {"kv_cache_dtype": "turboquant_4bit_nc", **ALL_CODED}, id="4 bits, heads of 64"),
+    pytest.param("qwen3_wide", {"kv_cache_dtype": "turboquant_4bit_nc", **ALL_CODED}, id="4 bits, heads of 128"),
+    pytest.param("qwen3", {"kv_cache_dtype": "turboquant_3bit_nc", **ALL_CODED}, id="3 bits, heads of 64"),
+    pytest.param("qwen3_wide", {"kv_cache_dtype": "turboquant_3bit_nc", **ALL_CODED}, id="3 bits, heads of 128"),
+    pytest.param("windows", {"kv_cache_dtype": "turboquant_k8v4"}, id="k8v4, windows"),
+    pytest.param("gpt_oss", {"kv_cache_dtype": "turboquant_4bit_nc", "kv_protected_layers": 2}, id="4 bits, sinks"),
+]
+"""Pages of codes; the last has two formats in one cache."""
 
 
 @pytest.fixture
@@ -80,6 +93,13 @@ def build(tmp_path: Path) -> Iterator[Callable[..., BuiltRunner]]:
     yield build_one
     for built in made:
         built.release()
+
+
+def assert_coded(built: BuiltRunner, options: dict[str, Any]) -> None:
+    """A layer at least has the format that a test asks for."""
+    name = options.get("kv_cache_dtype", "auto")
+    if name != "auto":
+        assert name in {layer.format.name for layer in built.storage.spec.layers}, f"no layer is in {name}"
 
 
 def counters() -> dict[str, int]:
@@ -104,9 +124,10 @@ def fill_context(built: BuiltRunner, one: Known, num_tokens: int, first_page: in
         run(built, one, min(256, num_tokens - one.position), first_page)
 
 
-@pytest.mark.parametrize(("name", "options"), MODES + SCHEMES)
+@pytest.mark.parametrize(("name", "options"), MODES + SCHEMES + TURBOQUANT)
 def test_a_replay_is_the_kernels_one_by_one_to_the_bit(build, name, options):
     built = build(name, **options)
+    assert_coded(built, options)
     checked = CheckedReplays(built)
     for step in traffic(built).steps(400):
         built.runner.execute(step)
@@ -133,9 +154,10 @@ def test_with_and_without_graphs_logits_are_near(build, name, options):
         assert float((left - right).abs().max()) < share * spread
 
 
-@pytest.mark.parametrize(("name", "options"), MODES)
+@pytest.mark.parametrize(("name", "options"), MODES + TURBOQUANT)
 def test_captured_at_length_one_replayed_at_the_longest_and_back(build, name, options):
     built = build(name, **options)
+    assert_coded(built, options)
     longest = built.runner.limits.max_model_len
     sequences = {"long": (known(1, longest), 0), "short": (known(2, 1), longest // 16), "middle": (known(3, 300), 130)}
     for one, first_page in sequences.values():
@@ -208,42 +230,54 @@ def poison(built: BuiltRunner, free_pages: list[int]) -> None:
     Inputs that a step has yet to fill name a token and a slot that exist, so that their use shows and breaks nothing.
     """
     runner: Any = built.runner
-    torch.cuda.synchronize()
+    device = runner.device
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     spec, num_pages = built.storage.spec, built.storage.num_pages
     for layer in range(len(spec.layers)):
         num_chunks = spec.groups[spec.group_of(layer)].chunks_per_page
-        chunks = torch.tensor([j * num_pages + page for page in free_pages for j in range(num_chunks)], device="cuda")
-        slots = chunks.unsqueeze(1) * 16 + torch.arange(16, device="cuda")
+        chunks = torch.tensor([j * num_pages + page for page in free_pages for j in range(num_chunks)], device=device)
+        slots = chunks.unsqueeze(1) * spec.page_tokens + torch.arange(spec.page_tokens, device=device)
         for plane in built.storage.planes(layer).values():
-            plane.view(torch.uint8)[slots.flatten()] = 0xFF  # NaN in every format
+            # All bits set are NaN in every float type. Codes of 3 and 4 bits become the largest, with a scale of NaN.
+            plane.view(torch.uint8)[slots.flatten()] = 0xFF
     for lane, memory in runner.model.workspace.lanes.items():
         if lane != "fused_decode":  # small-batch GEMMs count in it, and leave it at zero
             memory.fill_(0xFF)
     inputs, table = runner.buffers.inputs, runner.buffers.page_table
     inputs.host.fill(7)
     inputs.tensor.fill_(7)
-    for table_NP, num_chunks_by_row in zip(table.tables, table.num_chunks_by_row(), strict=True):
+    # On a CPU a step reads the tables of its sequences themselves.
+    tables = [] if table is None else zip(table.tables, table.num_chunks_by_row(), strict=True)
+    for table_NP, num_chunks_by_row in tables:
         fresh_NP = torch.full_like(table_NP, free_pages[0])
         for row, num_chunks in num_chunks_by_row.items():
             fresh_NP[row, :num_chunks] = table_NP[row, :num_chunks]
         table_NP.copy_(fresh_NP)
-    torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize(("name", "options"), MODES)
+@pytest.mark.parametrize(("name", "options"), MODES + TURBOQUANT)
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_what_lies_in_free_pages_and_padded_rows_changes_nothing(build, name, options, enforce_eager):
     built = build(name, enforce_eager=enforce_eager, **options)
+    assert_coded(built, options)
+    check_free_pages(built, 150)
+
+
+def check_free_pages(built: BuiltRunner, num_steps: int) -> None:
+    """The same steps twice: the second time NaN lies wherever nothing may be read."""
     runs = []
     for is_poisoned in (False, True):
         source = traffic(built)
         with recorded(built) as kept:
-            for step in source.steps(150):
+            for step in source.steps(num_steps):
                 if is_poisoned:
                     poison(built, source.free_pages)
                 built.runner.execute(step)
         runs.append(kept)
-    assert len(runs[0]) > 100
+    assert len(runs[0]) > num_steps // 2
     for clean, poisoned in zip(*runs, strict=True):
         assert bool(clean.isfinite().all())
         assert same_bits(clean, poisoned)

@@ -5,7 +5,7 @@ import pytest
 from kernels.exactness import require_native, same_bits
 from runner import gpu_traffic
 from runner.gpu_traffic import MODELS, build_dummy, recorded, traffic
-from runner.test_runner_gpu import check_companies
+from runner.test_runner_gpu import ALL_CODED, assert_coded, check_companies, check_free_pages
 
 ON_CPU = {"device": "cpu", "dtype": "float32"}
 
@@ -41,6 +41,14 @@ def test_the_same_seed_takes_the_same_steps_to_the_same_bits(tmp_path, name, num
     for left, right in zip(*runs, strict=True):
         assert bool(left.isfinite().all())
         assert same_bits(left, right)
+
+
+@pytest.mark.parametrize("kv_format", ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
+def test_coded_pages_on_a_cpu_ignore_nan_in_free_pages(tmp_path, kv_format):
+    options = {"kv_cache_dtype": kv_format, **ALL_CODED}
+    built = build_dummy(tmp_path, "qwen3", **ON_CPU, **SHORT, **options)
+    assert_coded(built, options)
+    check_free_pages(built, 12)
 
 
 def test_companies_on_a_cpu(tmp_path, monkeypatch):

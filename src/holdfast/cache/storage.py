@@ -50,7 +50,8 @@ class PageStorage:
         """Copy pages of all columns, each pair from the first to the second, without allocating."""
         for source, target in pairs:
             # One call for all planes: a model of 64 layers has hundreds, and each would be a launch.
-            torch._foreach_copy_([own[:, target] for own in self._columns], [own[:, source] for own in self._columns])
+            targets = [own[:, target] for own in self._columns]
+            torch._foreach_copy_(targets, [own[:, source] for own in self._columns])  # pyright: ignore[reportPrivateImportUsage]
 
     def release(self) -> None:
         """Give the pages back; nothing can be read afterwards."""

@@ -109,7 +109,7 @@ def _bench(options: BenchOptions, given: Given, make_cases: Cases, peer_batch: i
         opened.source.close()
     with _telling() as tell:
         check_agreement(cases, contestants, tell)
-        results = race(cases, contestants, repeats, tell)
+        results = [_with_experts(result, contestants[0], tell) for result in race(cases, contestants, repeats, tell)]
     settings = f"{config.dtype}, {num_threads} threads"
     _write_table(results, f"{model_name(config)}, {settings}, median of {repeats}", options.json_file == STDOUT)
     if options.json_file is not None:
@@ -118,6 +118,14 @@ def _bench(options: BenchOptions, given: Given, make_cases: Cases, peer_batch: i
             facts["greedy_tokens_agree"] = True
         command = ["holdfast", *sys.argv[1:]]
         _write_json(dumps(record(results, model_name(config), settings, command, facts), indent=1), options.json_file)
+
+
+def _with_experts(result: Result, ours: Contestant, tell: Callable[[str], None]) -> Result:
+    """The same with the distinct experts of a step, if the model has experts."""
+    if not isinstance(ours, HoldfastContestant):
+        return result
+    tell(f"{result.case.measure}: counting experts")
+    return replace(result, experts=ours.count_experts(result.case))
 
 
 def _check(options: BenchOptions, given: Given) -> None:
@@ -201,19 +209,27 @@ def _telling() -> Iterator[Callable[[str], None]]:
 
 def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None:
     names = list(results[0].rates)
-    headings = ("", *names, *(f"against {name}" for name in names[1:]), "best")
+    has_experts = any(result.experts for result in results)
+    headings = ("", *names, *(f"against {name}" for name in names[1:]), "best", *(["experts"] if has_experts else []))
     rows = [
         (
             result.case.measure,
             *(f"{result.median(name):.1f}" for name in names),
             *(f"{ratio:.2f}x" for ratio in ratios(result).values()),
             " / ".join(f"{result.best(name):.1f}" for name in names),
+            *([_shown_experts(result)] if has_experts else []),
         )
         for result in results
     ]
     table = Table((headings, *rows), right=tuple(range(1, len(headings))))
     lines = [Line(f"{title}, {UNIT}"), *table_lines(table)]
     show_beside(lines) if to_stderr else show(lines)
+
+
+def _shown_experts(result: Result) -> str:
+    """Distinct experts of a layer in a step, and those of uniform routing."""
+    found = result.experts
+    return "" if found is None else f"{found['measured']:.1f}, uniform {found['uniform']:.1f}"
 
 
 def _write_json(text: str, file: str) -> None:

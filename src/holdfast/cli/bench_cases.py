@@ -59,6 +59,8 @@ class Result:
 
     case: Case
     rates: dict[str, list[float]] = field(default_factory=dict)
+    experts: dict[str, float] | None = None
+    """Rows of a step, distinct experts of a layer, and how many uniform routing would touch; None without experts."""
 
     def median(self, name: str) -> float:
         return statistics.median(self.rates[name])
@@ -174,3 +176,17 @@ class HoldfastContestant:
                 first_seconds = time.perf_counter() - start
         total_seconds = time.perf_counter() - start
         return Timing(tuple(map(tuple, token_ids.values())), first_seconds, total_seconds)
+
+    def count_experts(self, case: Case) -> dict[str, float] | None:
+        """Run a case once more, untimed; means over layers and steps. None without experts, and on ranks."""
+        from holdfast.engine.core import EngineCore
+        from holdfast.runner.expert_counts import counting_experts
+        from holdfast.runner.runner import Runner
+
+        core = self._engine.core
+        if not isinstance(core, EngineCore) or not isinstance(core.runner, Runner):
+            return None
+        with counting_experts(core.runner) as counts:
+            if counts.num_experts:
+                self.run(case)
+        return counts.summary(len(case.prompts) if case.kind == "decode" else None)

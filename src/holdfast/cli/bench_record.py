@@ -96,6 +96,7 @@ def _figures(result: Result) -> dict[str, object]:
         "best": {name: round(result.best(name), 2) for name in result.rates},
         "runs": {name: [round(rate, 2) for rate in rates] for name, rates in result.rates.items()},
         "ratios": {name: round(ratio, 3) for name, ratio in ratios(result).items()},
+        **({} if result.experts is None else {"distinct_experts": result.experts}),
     }
 
 

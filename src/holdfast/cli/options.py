@@ -408,6 +408,7 @@ PLAN_SETTINGS = _among(
         "quantization_ignore",
         "speculative",
         "enforce_eager",
+        "kv_cache_memory",
         "kv_cache_dtype",
     ),
     *("kv_protected_layers", "kv_protected_dtype", "max_model_len", "memory_utilization", "page_tokens"),

@@ -3,7 +3,7 @@
 T rows, E experts, S experts of a row, P = T * S pairs of row and expert, H hidden, I inner width of an expert, V vocabulary
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -118,6 +118,8 @@ class ExpertLayer:
         self._form = form
         self._sharing = sharing
         self._table_VS = table_VS
+        self.watch: Callable[[torch.Tensor], None] | None = None
+        """Called with `expert_ids_TS` of every eager step (runner/expert_counts.py); a replayed graph calls nothing."""
 
     def __call__(
         self, x_TH: torch.Tensor, buffers: ExpertBuffers, out_TH: torch.Tensor, token_ids_T: torch.Tensor | None = None
@@ -151,7 +153,7 @@ class ExpertLayer:
         if self.shared is not None:
             shared_TX, logit_T1 = self._share(self.shared, x_TH, buffers)
         ids_TS = sharing.dispatch(buffers.expert_ids_TS, buffers.local_ids_TS)
-        order = order_experts(ids_TS, len(self.router_EH), buffers.order, sharing.num_local)
+        order = self._order(ids_TS, buffers, sharing.num_local)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded, sharing.room_for_inputs(buffers.active_PI))
         active_PI = sharing.whole_inputs(active_PI)
         pairs_PX, bias_EX = sharing.room_for_pairs(buffers.routed_PH), self._biases.down_EH
@@ -205,9 +207,7 @@ class ExpertLayer:
             made = self._multiply_shared(self._sharing, finished_TH, buffers, is_coded)
             return add_part(self._sharing.exchange, self._sharing.leave_part(made), x_TH, norm, scaled_TH, scratch)
         if len(x_TH) == 1 and self.shared is None and all(map(takes_deep_loads, (self.gate_up, self.down))):
-            active_PI = self._gate_and_up(
-                finished_TH, order_experts(ids_TS, len(self.router_EH), buffers.order), buffers, is_coded
-            )
+            active_PI = self._gate_and_up(finished_TH, self._order(ids_TS, buffers), buffers, is_coded)
             return down_row_add(
                 active_PI,
                 self.down,
@@ -235,6 +235,12 @@ class ExpertLayer:
             return None
         return None if weight.scheme.block_columns else quantized_view(quantized, weight, num_rows)
 
+    def _order(self, ids_TS: torch.Tensor, buffers: ExpertBuffers, num_local: int | None = None) -> ExpertOrder:
+        """Which rows each expert multiplies; `ids_TS` are a rank's own if it has `num_local` experts."""
+        if self.watch is not None:
+            self.watch(buffers.expert_ids_TS)
+        return order_experts(ids_TS, len(self.router_EH), buffers.order, num_local)
+
     def _gate_and_up(
         self,
         x_TH: torch.Tensor,
@@ -251,7 +257,7 @@ class ExpertLayer:
 
     def _multiply(self, x_TH: torch.Tensor, buffers: ExpertBuffers, is_coded: bool = False) -> None:
         """What each expert gives for each of its rows: `routed_PH`."""
-        order = order_experts(buffers.expert_ids_TS, len(self.router_EH), buffers.order)
+        order = self._order(buffers.expert_ids_TS, buffers)
         active_PI = self._gate_and_up(x_TH, order, buffers, is_coded)
         bias_EH = self._biases.down_EH
         expert_linear(active_PI, self.down, order, buffers.routed_PH, False, buffers.quantized, bias_EH)

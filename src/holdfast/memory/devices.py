@@ -189,7 +189,7 @@ def find_gpus(name: str) -> NamedGpus:
     # rtx4090 and 4090x2 may be read in several ways: the right one leaves a name.
     num_gpus, wanted, found = next((reading for reading in read if reading[2]), read[0])
     if not found or len(name) > MAX_NAME:
-        raise _unknown(name, wanted)
+        raise _amd(name) if any(_AMD.fullmatch(reading[1].model) for reading in read) else _unknown(name, wanted)
     if not 1 <= num_gpus <= MAX_GPUS:
         raise ConfigError(
             f"{num_gpus} GPUs were asked", f"a number from 1 to {MAX_GPUS} works", f"try 2x{found[0].key}"
@@ -262,6 +262,22 @@ def _is_meant(gpu: Gpu, wanted: _Wanted) -> bool:
         return False
     forms = {_key_of(other).form for other in GPUS.values() if _key_of(other).model == key.model}
     return not wanted.form or forms == {""} or key.form == wanted.form.removeprefix("sxm")
+
+
+_AMD = re.compile(
+    r"(amd)?(radeon)?(instinct)?(mi\d{2,3}[a-z]?|rx\d{3,4}(xtx?|gre)?|(radeon)?(pro)?w\d{4}|radeon\w*|amd\w*)"
+)
+"""Names of AMD's GPUs, squeezed."""
+
+
+def _amd(name: str) -> ConfigError:
+    """The refusal of a GPU that no kernel here is made for."""
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return ConfigError(
+        f"gpu={shown(name)} was asked",
+        f"AMD GPUs are not supported: kernels need an NVIDIA GPU of compute capability {least} or more",
+        "name an NVIDIA GPU, which holdfast plan --list shows, or run on the CPU",
+    )
 
 
 def _unknown(name: str, wanted: _Wanted) -> ConfigError:

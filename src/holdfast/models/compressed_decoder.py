@@ -148,6 +148,11 @@ class CompressedDecoder(StepWorkspace):
         )
 
     @property
+    def expert_layers(self) -> list[ExpertLayer]:
+        """Sparse layers, from the first to the last: all."""
+        return [layer.experts for layer in self._layers]
+
+    @property
     def num_layers(self) -> int:
         return len(self._layers)
 

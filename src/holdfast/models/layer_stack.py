@@ -76,6 +76,11 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         """The fused decode path; None where no step takes it."""
 
     @property
+    def expert_layers(self) -> list[ExpertLayer]:
+        """Sparse layers, from the first to the last."""
+        return [layer.mlp for layer in self._layers if isinstance(layer.mlp, ExpertLayer)]
+
+    @property
     def num_layers(self) -> int:
         return len(self._layers)
 

@@ -34,6 +34,14 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()
 
 
+def uniform_experts(num_experts: int, top_k: int, num_rows: int) -> float:
+    """Mean of the distinct experts that rows choose if each row draws `top_k` of `num_experts` at random.
+
+    A row takes any one expert with a chance of top_k / num_experts. That holds for group-limited routing too.
+    """
+    return num_experts * (1 - (1 - top_k / num_experts) ** num_rows) if num_experts else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
     """A mixture of experts in the place of a layer's MLP: a router sends every token through the `top_k` with the largest logits."""

@@ -9,7 +9,6 @@ from holdfast.distributed.mesh import ALONE, meshes
 from holdfast.errors import ConfigError, PlanChange, UnsupportedModelError
 from holdfast.memory.devices import GPUS, MIB
 from holdfast.planning.fit import (
-    NO_RANKS,
     SHORTENED,
     Fit,
     PlanRequest,
@@ -482,14 +481,16 @@ def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative
 
 
 def _rank_changes(request: PlanRequest) -> Iterator[_Change]:
-    """More GPUs to every layer; of stages a plan is of one and says nothing of others, and ranks on a CPU share its memory."""
-    if request.mesh.num_stages > 1 or request.target.kind == "cpu":
+    """More GPUs to every layer; of stages a plan is of one and says nothing of others, and ranks on a CPU share its memory.
+
+    Ranks refuse compressed attention, so more GPUs are no way out for it.
+    """
+    if request.mesh.num_stages > 1 or request.target.kind == "cpu" or request.declared.is_compressed:
         return
-    missing = NO_RANKS if request.declared.is_compressed else None
     for ranks in RANKS:
         mesh = meshes(ranks, is_exact=request.mesh.is_exact)[0]
         if ranks > request.mesh.tensor_size and request.declared.is_divisible(mesh):
             config = replace(request.config, tensor_parallel_size=ranks)
             changed = replace(request, config=config, mesh=mesh, staging=request.known_staging)
             settings = (("tensor_parallel_size", str(ranks)),)
-            yield _Change(f"share it among {ranks} GPUs", settings, RANKED, changed, missing)
+            yield _Change(f"share it among {ranks} GPUs", settings, RANKED, changed)

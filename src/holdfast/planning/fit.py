@@ -24,7 +24,9 @@ from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
 
-NO_RANKS = "compressed attention is not shared by ranks in this version"
+NO_RANKS = (
+    "ranks do not share compressed attention in this version: one GPU that holds all weights runs it, or fewer layers"
+)
 SHORTENED = "shortened from the model's own"
 AGREED_CONTEXT = "what fits on every rank"
 AGREED_PAGES = "as many as the rank with the fewest has"

@@ -117,7 +117,9 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only("use memory_limit, quantization or a KV format", 0, 0.0, names="cpu_offload_gb kv_offloading_size"),
     **_only("use kv_cache_memory, in bytes", names="num_gpu_blocks_override"),
     **_only("use max_model_len", False, names="disable_sliding_window"),
-    **_only("first come, first served is the only order", "fcfs", names="scheduling_policy"),
+    **_only(
+        "requests go by priority; equals are first come, first served", "fcfs", "priority", names="scheduling_policy"
+    ),
     **_only("write what you need with the streams of AsyncLLM", names="scheduler_cls logits_processors worker_cls"),
     **_only("write what you need with the streams of AsyncLLM", "", names="worker_extension_cls"),
     **_only(

@@ -237,6 +237,7 @@ def plane_source(stored="bfloat16"):
         DummyPlane.scales("a.weight_scale_inv", (1, 6), FP8_BLOCK, 700),
         DummyPlane.codes("x_blocks", (2, 10, 20, 16), MXFP4),
         DummyPlane.scales("x_scales", (2, 10, 20), MXFP4, 640),
+        DummyPlane.numbers("experts_of_tokens", (301, 6), "int64", 64),
     ]
     return DummySource([matrix("b.weight", 40, 64)], stored, planes)
 
@@ -274,6 +275,33 @@ def test_planes_make_matrices_of_the_spread_of_plain_ones():
     assert e8m0_values(exponents).square().mean().sqrt() * dummy.E2M1_SPREAD == pytest.approx(640**-0.5, rel=0.15)
     with pytest.raises(AssertionError, match="no dummy codes of int8"):
         DummyPlane.codes("a.weight", (2, 2), INT8)
+
+
+@pytest.mark.parametrize(("limit", "top_k"), [(256, 6), (64, 6), (8, 2), (5, 5), (7, 1)])
+def test_numbers_of_a_row_are_distinct_and_all_occur(limit, top_k):
+    source = DummySource([], "bfloat16", [DummyPlane.numbers("t", (4001, top_k), "int64", limit)])
+    numbers = read_rows(source, "t", 0, 4001)
+    assert all(len(set(row)) == top_k for row in numbers.tolist())
+    counts = numbers.flatten().bincount(minlength=limit)
+    assert len(counts) == limit
+    assert counts.min() > 0.3 * counts.float().mean()
+    for columns in ((0, 1), (top_k - 1, top_k)):
+        assert torch.equal(read_rows(source, "t", 17, 44, columns), numbers[17:44, columns[0] : columns[1]])
+
+
+def test_dummy_embedding_with_experts_outweighs_layers():
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    config = {key: value for key, value in CONFIG.items() if key != "attention_bias"}
+    moe = {**config, **experts, "architectures": ["GptOssForCausalLM"], "sliding_window": 8, "num_attention_heads": 3}
+    moe |= {"num_key_value_heads": 1, "layer_types": ["full_attention"], "rope_theta": 10000.0}
+    source = DummySource(parameters(read_spec(moe)), "float32")
+    assert read_rows(source, "model.embed_tokens.weight", 0, 301).std() == pytest.approx(
+        dummy.EMBEDDING_SPREAD, rel=0.1
+    )
+    assert not read_rows(source, "model.layers.0.mlp.router.bias", 0, 4).any()
+    assert read_rows(source, "model.layers.0.mlp.router.weight", 0, 4).std() == pytest.approx(48**-0.5, rel=0.2)
+    plain = DummySource(parameters(read_spec(CONFIG)), "float32")
+    assert read_rows(plain, "model.embed_tokens.weight", 0, 301).std() == pytest.approx(48**-0.5, rel=0.1)
 
 
 @pytest.mark.gpu

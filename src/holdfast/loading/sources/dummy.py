@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.loading.sources.source import RowWriter, TensorEntry
 from holdfast.memory.workspace_plan import TensorSpec
-from holdfast.models.parameters import Parameter
+from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.formats import bytes_for
 from holdfast.quant.weight_schemes import WeightScheme
 
@@ -30,6 +30,15 @@ E4M3_SPREAD = 256.0
 E2M1_SPREAD = sqrt(68.5 / 8)
 """The same of e2m1 where all codes are equally common: 0, 0.5, 1, 1.5, 2, 3, 4 and 6."""
 EXPONENT_BIAS = 127
+EMBEDDING_SPREAD = 16.0
+"""Standard deviation of the embedding in a model with experts; layers add values of about 1 each.
+
+Attention adds the same values to all rows of a sequence. A router would then send all of them to the same experts. A large
+embedding keeps rows independent, so rows choose experts as if at random: E * (1 - (1 - k / E) ** B) distinct ones of E for B
+rows with k experts each.
+"""
+UNBIASED = ("router.bias", "router.score_bias")
+"""Parameters that are 0: a bias makes every row prefer the same experts."""
 
 
 class DummyPlane(NamedTuple):
@@ -40,6 +49,10 @@ class DummyPlane(NamedTuple):
     shape: tuple[int, ...]
     factor: float
     summand: float
+    column_step: int = 0
+    """Added once more in every further column."""
+    odd_rows: int = 0
+    """Added in every second row."""
 
     @classmethod
     def codes(cls, name: str, shape: tuple[int, ...], scheme: WeightScheme) -> DummyPlane:
@@ -61,8 +74,13 @@ class DummyPlane(NamedTuple):
 
     @classmethod
     def numbers(cls, name: str, shape: tuple[int, ...], dtype: str, limit: int) -> DummyPlane:
-        """Whole numbers from 0 to one less than `limit`, all equally common; they are cut off, not rounded."""
-        return cls(name, dtype, shape, 0.4999 * limit / sqrt(3), limit / 2)
+        """Whole numbers from 0 to one less than `limit`; they are cut off, not rounded. Those of a row differ.
+
+        Column c of S has limit // S numbers from c * (limit // S) on, all equally common: a token has S distinct experts.
+        The rest of limit / S is added in every second row, so that all numbers occur.
+        """
+        step, rest = divmod(limit, shape[-1])
+        return cls(name, dtype, shape, 0.4999 * step / sqrt(3), step / 2, step, rest)
 
 
 class DummySource:
@@ -75,11 +93,12 @@ class DummySource:
     def __init__(self, parameters: Iterable[Parameter], dtype: str, planes: Iterable[DummyPlane] = ()) -> None:
         self._dtype = dtype
         self._entries: dict[str, TensorEntry] = {}
-        self._inputs: dict[str, int] = {}
-        """Columns of every tensor as it is multiplied: of a transposed one, what it has as rows."""
+        self._scales: dict[str, tuple[float, float]] = {}
+        """Factor and summand of every tensor that is no plane."""
         self._lock = Lock()
         self._table: torch.Tensor | None = None
-        planes = list(planes)
+        planes, parameters = list(planes), list(parameters)
+        has_experts = any(parameter.name.endswith("router.weight") for parameter in parameters)
         for parameter in parameters:
             for part in (parameter.whole or parameter).parts:
                 if parameter.limit and parameter.dtype is not None:
@@ -87,7 +106,7 @@ class DummySource:
                     continue
                 num_bytes = bytes_for(dtype, part.shape)
                 self._entries[part.tensor] = TensorEntry(part.tensor, dtype, part.shape, "dummy weights", num_bytes)
-                self._inputs[part.tensor] = part.source_columns
+                self._scales[part.tensor] = _scale_and_shift(parameter, part, has_experts)
         # Those that are made alike one after the other, so that the writer scales its table seldom.
         self._planes = {plane.name: plane for plane in sorted(planes, key=lambda plane: plane[3:])}
         for name, plane in self._planes.items():
@@ -127,11 +146,13 @@ class DummySource:
             f"{name}: {len(out)=} for {row_start=} {row_end=}"
         )
         start = _start(name) + row_start * row_elements + first
+        rows = stored.view(row_end - row_start, last - first)
         if last - first == row_elements:
             self._fill(name, start, stored)
-            return
-        for row, values in enumerate(stored.view(row_end - row_start, last - first)):
-            self._fill(name, start + row * row_elements, values)
+        else:
+            for row, values in enumerate(rows):
+                self._fill(name, start + row * row_elements, values)
+        self.shift_numbers(name, row_start, first, rows)
 
     def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
         """The table is scaled and rounded, not every element, and rows are copies of it."""
@@ -171,9 +192,16 @@ class DummySource:
         """Factor and summand of a tensor's values. They are applied in two steps, so that every device rounds alike."""
         if name in self._planes:
             return self._planes[name].factor, self._planes[name].summand
-        if len(self._entries[name].shape) > 1:
-            return 1 / sqrt(self._inputs[name]), 0.0
-        return SPREAD, 1.0 if name.endswith(".weight") else 0.0
+        return self._scales[name]
+
+    def shift_numbers(self, name: str, row_start: int, first_column: int, values_RC: torch.Tensor) -> None:
+        """Add to whole numbers what depends on their column and row; of other tensors nothing changes."""
+        plane = self._planes.get(name)
+        if plane is None or not plane.column_step:
+            return
+        for column, values_R in enumerate(values_RC.unbind(1), first_column):
+            values_R.add_(column * plane.column_step)
+        values_RC[1 - row_start % 2 :: 2].add_(plane.odd_rows)
 
 
 class _TableWriter:
@@ -203,10 +231,12 @@ class _TableWriter:
         num_values = (row_end - row_start) * (last - first)
         assert values.numel() == num_values, f"{name}: {out.shape=} for {num_values} values from row {row_start} on"
         start = _start(name) + row_start * row_elements + first
+        rows = values.view(row_end - row_start, last - first)
         if last - first == row_elements:
             _repeat(self._values, start, values)
         else:
-            _repeat_runs(self._values, start, row_elements, values.view(row_end - row_start, last - first))
+            _repeat_runs(self._values, start, row_elements, rows)
+        self._source.shift_numbers(name, row_start, first, rows)
 
     def _made(self, dtype: str, scale: float, shift: float) -> torch.Tensor:
         """The table scaled, in a type: in the place for the checkpoint's own, which is too narrow for scales and for whole
@@ -258,6 +288,17 @@ def _repeat_runs(table: torch.Tensor, start: int, stride: int, out_RC: torch.Ten
         runs = table.as_strided((num_fitting, width), (stride, 1), table.storage_offset() + place)
         out_RC[done : done + num_fitting].copy_(runs)
         done += num_fitting
+
+
+def _scale_and_shift(parameter: Parameter, part: Part, has_experts: bool) -> tuple[float, float]:
+    """Factor and summand of a checkpoint tensor. A transposed matrix has its inputs as rows."""
+    if parameter.name.endswith(UNBIASED):
+        return 0.0, 0.0
+    if has_experts and parameter.name == "embed.weight":
+        return EMBEDDING_SPREAD, 0.0
+    if len(part.shape) > 1:
+        return 1 / sqrt(part.source_columns), 0.0
+    return SPREAD, 1.0 if part.tensor.endswith(".weight") else 0.0
 
 
 def _start(name: str) -> int:
