@@ -112,6 +112,17 @@ def test_a_million_events_where_batches_change_nothing(batch: int) -> None:
     assert run_all(seeds, EVENTS_PER_WORLD, World.invariant) >= NEEDED
 
 
+def test_simulation_of_bursts_has_no_leak_and_no_wrong_read() -> None:
+    assert run_all(range(24), 150, World.together) >= NEEDED - {"queue full"} | {"bursts", "forks"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(10))
+def test_simulation_of_bursts_runs_a_million_events(batch: int) -> None:
+    seeds = range(batch * 12, (batch + 1) * 12)
+    assert run_all(seeds, EVENTS_PER_WORLD, World.together) >= NEEDED - {"preempt"} | {"bursts", "forks"}
+
+
 def test_late_worlds_are_of_every_kind() -> None:
     worlds = [World.late(seed) for seed in range(NUM_LATE_BATCHES * WORLDS_PER_BATCH)]
     assert {world.run_ahead for world in worlds} == {0, 1, 2}
