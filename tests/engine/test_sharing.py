@@ -161,7 +161,7 @@ def held_up_leader(**options) -> tuple[Scheduler, list[Sequence]]:
 
 
 def test_equal_prompt_waits_for_a_leader_held_up_by_its_steps() -> None:
-    scheduler, (leader,) = held_up_leader()
+    scheduler, (_leader,) = held_up_leader()
     added(scheduler, [*range(40)], first=1)
     assert not given(scheduler).scheduled, "it would compute what the leader is about to"
     book(scheduler, scheduler._in_flight[0])
@@ -242,7 +242,7 @@ def test_chunked_leader_that_is_aborted_leaves_its_blocks() -> None:
 
 def test_leader_without_a_token_leaves_its_forks_running() -> None:
     scheduler = make()
-    first, second = added(scheduler, PROMPT, PROMPT)
+    first, _second = added(scheduler, PROMPT, PROMPT)
     step = given(scheduler)
     scheduler.complete(step, [(), (7,)])
     scheduler.finish(first)

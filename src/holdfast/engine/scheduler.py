@@ -539,13 +539,17 @@ class Scheduler:
                     start = fork
                 elif budget == 0:
                     return
+            num_known = start.hit.num_known
+            if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
+                # Pages of a window that two share come back later than those of one: it may fit without them.
+                start = hit_start(self.prefix.miss(), self._tokens_again) if self._windows else start
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 self._blocked = Blocked(
                     sequence.sequence_id,
                     self.pool.num_available,
                     self.num_running,
                     claims,
-                    start.hit.num_known,
+                    num_known,
                     self.prefix.num_filled,
                 )
                 return
