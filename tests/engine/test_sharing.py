@@ -5,6 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine.scheduling import PARAMS, has_work, make, run, sequence, shape
+from engine.sharing_mutants import SHARING_MUTANTS
+from engine.simulated_world import World
+from engine.simulation import Simulation
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
@@ -370,6 +373,32 @@ def test_decode_row_is_not_forked_from() -> None:
     step = given(scheduler)
     assert shape(step) == [(0, 10, 1), (1, 8, 3), (2, 8, 2)]
     assert not sources(step), "a prompt ends in its last row, an output does not"
+
+
+BUGGED_SEEDS = (0, 4, 7, 10, 13, 24)
+SEEN_BY_TESTS = {
+    "pending_pages_are_never_settled": test_pending_pages_settle_with_their_step,
+    "sequences_on_a_dropped_step_are_not_restarted": test_dropped_step_restarts_forks_and_forgets_blocks,
+    "pages_of_a_fork_in_flight_are_released": test_abort_of_a_fork_in_flight_keeps_its_pages_until_booked,
+}
+"""Planted bugs that few events of a simulation show, and the test above that sees each."""
+
+
+def run_worlds(first: int | None = None) -> None:
+    for seed in sorted(BUGGED_SEEDS, key=lambda seed: seed != first):
+        Simulation(seed, World.together(seed)).run(200)
+
+
+@pytest.mark.parametrize("name", SHARING_MUTANTS)
+def test_planted_bug_of_sharing_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = SHARING_MUTANTS[name]
+    planted.plant(monkeypatch)
+    with pytest.raises(AssertionError, match=planted.says):
+        SEEN_BY_TESTS[name]() if name in SEEN_BY_TESTS else run_worlds(planted.first_seed)
+
+
+def test_worlds_of_planted_bugs_pass_without_one() -> None:
+    run_worlds()
 
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=20, max_model_len=40, page_tokens=4)
