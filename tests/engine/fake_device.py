@@ -113,6 +113,8 @@ class FakeDevice:
             now = []
             for part in flight.parts:
                 is_surplus = part.client.num_final is not None and not self._is_read(part)
+                # A copy for a fork follows the forward pass: later the source's state would have moved on.
+                is_surplus = is_surplus and part.source is None
                 part.is_late = bool(part.held.num_late) or (is_surplus and self._rng.random() < 0.7)
                 part.held.num_late += part.is_late
                 if not part.is_late:
