@@ -14,7 +14,7 @@ A slot is a HOLE where the page was behind its window when the block was complet
 h tokens can be served with is what every group has: all its pages where a group keeps the whole context, those of the
 last W - 1 tokens where it has a window, and nothing where its state begins anew at h (nowhere else: no state is kept).
 
-A block enters when all its tokens are computed. Whoever computes the same block later keeps a private copy, but fills
+A block enters when the step that computes its last token is given. Whoever computes the same block later keeps a private copy, but fills
 holes with what it has. An evicted page of a window leaves a hole. One of a whole context takes its entry and
 everything below, because without it nobody could use them. An entry without pages and without children goes; one with
 children stays as their link. Hence: every parent of an entry is an entry, each entry leads to a page, and as links

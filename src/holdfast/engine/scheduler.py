@@ -10,8 +10,9 @@ border one to the right, preemption one to the left; besides that, they only joi
 **Steps in flight.** schedule() may be called again before the step that it gave has ended. A step in flight is believed
 as far as positions go: `num_scheduled` is behind its last one, and a token that it chooses is *coming*, so that a
 sequence goes on from there without anybody knowing the token. complete() books steps in the order in which they were
-given. What is not known is never acted upon: prefixes are registered, window pages given back and tokens appended when a
-step is booked, and whoever is preempted has nothing in flight.
+given. What is not known is never acted upon: window pages are given back and tokens appended when a step is booked, and
+whoever is preempted has nothing in flight. Prefixes are registered when their step is given, and others may start on them
+(engine/sharing.py): their pages are pending until that step is booked, and forgotten if it is dropped.
 
     position    0 ......... num_computed ......... num_scheduled ......... tokens, known and coming
                 [ booked   )[ steps in flight     )[ the next steps       )
