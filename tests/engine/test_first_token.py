@@ -1,4 +1,4 @@
-"""First tokens with sharing against those without: never later with room for all, and else only if another one is earlier.
+"""First tokens with sharing against those without: never later with room for all, and else only at the gain of another one.
 
 A step takes a constant and its rows, so a step that admits more is longer. Sharing admits others earlier, keeps sequences
 that would be preempted, and moves the ends of steps to before or after an arrival. Each may delay a first token a little.
@@ -30,14 +30,15 @@ def check_room_for_all(seeds: range, has_windows: bool) -> None:
 
 
 def check_scarce(seeds: range, has_windows: bool, run_ahead: int, is_tight: bool) -> None:
-    """In no world is one later and none earlier; in all worlds together few are later, and many are earlier."""
+    """One is later only if another is earlier or is preempted less; in all worlds few are later, and many are earlier."""
     num_late = num_early = num_all = gain = 0
     for seed in seeds:
         traffic = random_traffic(seed, is_tight=is_tight, has_windows=has_windows, run_ahead=run_ahead)
         alone, shared = run_traffic(traffic, False), run_traffic(traffic, True)
         gains = [before - after for before, after in zip(alone.first_tokens, shared.first_tokens, strict=True)]
         late, early = sum(own < 0 for own in gains), sum(own > 0 for own in gains)
-        assert early or not late, f"{seed=}: {late} first tokens come later with sharing, and none earlier"
+        is_cause = early > 0 or shared.num_preemptions < alone.num_preemptions
+        assert is_cause or not late, f"{seed=}: {late} first tokens come later with sharing, and none earlier"
         num_late, num_early, num_all, gain = num_late + late, num_early + early, num_all + len(gains), gain + sum(gains)
     assert gain > 0
     assert num_late <= 0.04 * num_all
