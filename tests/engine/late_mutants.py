@@ -203,7 +203,7 @@ def a_coming_token_is_not_counted(patch):
 @mutant(r"starts at \d+")
 def a_step_starts_one_too_far(patch):
     def launched(self, items):
-        return real(self, [replace(item, start=item.start + (item.sequence.num_coming > 0)) for item in items])
+        return real(self, [item._replace(start=item.start + (item.sequence.num_coming > 0)) for item in items])
 
     real = Scheduler._launched
     patch.setattr(Scheduler, "_launched", launched)

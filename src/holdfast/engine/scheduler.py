@@ -243,6 +243,8 @@ class Scheduler:
         With `propose`, sequences that may speculate are given proposals, and wait for their tokens to be booked.
         """
         items: list[ScheduledSequence] = []
+        full: list[tuple[Sequence, int]] = []
+        block_tokens = self.prefix.block_tokens
         budget = self.limits.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         if self._short is not None and not self._serve_short(self._short):
@@ -277,10 +279,11 @@ class Scheduler:
                 ScheduledSequence(sequence, start, num_new_tokens + len(proposals), end == num_tokens, proposals)
             )
             budget -= num_new_tokens + len(proposals)
+            if end // block_tokens > start // block_tokens:
+                full.append((sequence, end))
         # From here on the step is certain, so those that are admitted may start on what it computes.
-        if self._caches_prefixes:
-            for item in items:
-                self._register(item.sequence, item.num_tokens, self._num_steps + 1)
+        for sequence, end in full:
+            self._register(sequence, end, self._num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
             self._admit_waiting(items, budget)
         if items:
@@ -412,7 +415,7 @@ class Scheduler:
             assert is_known, f"{named(sequence)} goes on at {item.start} without the token that it did not get"
         sequence.token_ids += chosen
         sequence.num_coming -= item.samples
-        if self._caches_prefixes:
+        if num_computed // self.prefix.block_tokens > item.start // self.prefix.block_tokens:
             self._register(sequence, num_computed)
         sequence.num_computed = num_computed
         if self._windows:
@@ -420,6 +423,8 @@ class Scheduler:
 
     def _register(self, sequence: Sequence, num_tokens: int, step: int = 0) -> None:
         """Enters the full blocks among the first `num_tokens`, as far as they are known; `step` computes them, or 0: they are."""
+        if not self._caches_prefixes:
+            return
         num_tokens = min(num_tokens, len(sequence.token_ids))
         if self.is_invariant:
             num_tokens = min(num_tokens, sequence.num_prompt_tokens)
@@ -600,7 +605,7 @@ class Scheduler:
         # Even if its first step does not reach the end of the hit, it has a page of its own to give back.
         has_grown = self._grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without room"
-        if self._caches_prefixes and start.source is None:
+        if start.source is None:
             # A fork's own pages are copied after the forward pass: nothing of this step may read them.
             self._register(sequence, first + num_new_tokens, self._num_steps + 1)
         samples = first + num_new_tokens == len(sequence.token_ids)

@@ -85,9 +85,9 @@ class Sequence:
         return len(self.token_ids) + self.num_coming
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """Positions [start, start + num_new_tokens) of a sequence run in this step, on the sequence's pages."""
+class ScheduledSequence(NamedTuple):
+    """Positions [start, start + num_new_tokens) of a sequence run in this step, on the sequence's pages. One for every token
+    of a step: therefore a tuple."""
 
     sequence: Sequence
     start: int
@@ -126,11 +126,12 @@ class LiveStep:
     @property
     def num_tokens(self) -> int:
         """Rows of the step; forks have none."""
-        return sum(item.num_rows for item in self.scheduled)
+        return sum(item.num_new_tokens for item in self.scheduled) - self.step.num_forks
 
     @property
     def has_forks(self) -> bool:
-        return any(item.source is not None for item in self.scheduled)
+        """Known without a look at every item: nearly no step has one."""
+        return self.step.num_forks > 0
 
     def sampling(self) -> Iterator[ScheduledSequence]:
         """Those that choose a token in this step, in order."""

@@ -78,7 +78,11 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Rows of the step; forks have none."""
-        return sum(item.num_new_tokens for item in self.items) - sum(one.fork_of >= 0 for one in self.admitted)
+        return sum(item.num_new_tokens for item in self.items) - self.num_forks
+
+    @property
+    def num_forks(self) -> int:
+        return sum(one.fork_of >= 0 for one in self.admitted) if self.admitted else 0
 
 
 NO_STEP = Step(0)

@@ -76,14 +76,15 @@ class _WantedRows(NamedTuple):
     @classmethod
     def of(cls, step: LiveStep) -> "_WantedRows":
         wanted = cls([], [], [], [], [])
-        row, prompt_ends = 0, dict[int, int]()
+        row, has_forks, prompt_ends = 0, step.has_forks, dict[int, int]()
         for item in step.scheduled:
-            sequence, end, num_prompt = item.sequence, row + item.num_rows, 0
             if item.source is not None:
                 wanted.prompt_rows.append((0, 0))
                 wanted._add_choices(item, prompt_ends[item.source.slot])
                 continue
-            prompt_ends[sequence.slot] = end - len(item.proposals)
+            sequence, end, num_prompt = item.sequence, row + item.num_new_tokens, 0
+            if has_forks:
+                prompt_ends[sequence.slot] = end - len(item.proposals)
             if sequence.params.prompt_logprobs is not None:
                 num_prompt = max(0, min(item.num_new_tokens, sequence.num_prompt_tokens - 1 - item.start))
             wanted.prompt_rows.append((len(wanted.logit_rows), num_prompt) if num_prompt else (0, 0))
@@ -379,7 +380,7 @@ class Runner:
     def _begin(self, flight: _Flight) -> None:
         """Compute a step, then copy what its forks do not share: on a GPU all of it is enqueued, and nothing waited for."""
         self._begin_rows(flight)
-        for item in flight.step.scheduled:
+        for item in flight.step.scheduled if flight.step.has_forks else ():
             if item.source is not None:
                 self._copy_fork(item.sequence, item.source, item.num_tokens)
 

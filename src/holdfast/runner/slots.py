@@ -146,6 +146,8 @@ class Slots:
     def _sources(self, step: Step, seats: dict[int, _Seat]) -> dict[int, Sequence]:
         """By slot of a fork, the sequence that it forks from: one that ends the same prompt in this step, before it."""
         sources: dict[int, Sequence] = {}
+        if not step.num_forks:
+            return sources
         items = {item.slot: (place, item) for place, item in enumerate(step.items)}
         for admitted in step.admitted:
             if admitted.fork_of < 0:

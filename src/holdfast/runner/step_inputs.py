@@ -328,7 +328,7 @@ class BatchBuffers:
 
     def _write_rows(self, step: LiveStep) -> list[SequenceRows]:
         ids, positions = self._host[:2]
-        items = [item for item in step.scheduled if item.source is None]
+        items = [item for item in step.scheduled if item.source is None] if step.has_forks else step.scheduled
         table_rows = [-1] * len(items)
         if self.page_table is not None:
             table_rows = self.page_table.rows([item.sequence for item in items])
