@@ -216,12 +216,14 @@ def test_only_what_was_asked_is_repeated() -> None:
         memory_utilization=0.95,
         max_num_seqs=4,
         enforce_eager=True,
+        kv_cache_memory="7GiB",
         kv_cache_dtype="turboquant_3bit_nc",
         kv_protected_layers=6,
         kv_protected_dtype="auto",
     )
     assert shlex.split(start_command(full, "Qwen3-8B") or "")[3:] == [
         *("--dtype", "float16"),
+        *("--kv-cache-memory", "7GiB"),
         *("--kv-cache-dtype", "turboquant_3bit_nc"),
         *("--kv-protected-layers", "6"),
         *("--kv-protected-dtype", "auto"),

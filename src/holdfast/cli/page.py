@@ -462,7 +462,7 @@ def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
         tag("p", view.asked),
         tag("p", f"Budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
         *_disk_parts(view.disk),
-        tag("p", tag("b", view.kv_words if view.fits else f"It does not fit: {format_bytes(view.short_bytes)} short")),
+        tag("p", tag("b", view.kv_words if view.fits else f"It does not fit: {view.short_words}")),
         *([tag("p", view.context_note)] if view.context_note else []),
         *phases,
         readout("a box"),

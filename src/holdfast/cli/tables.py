@@ -349,7 +349,7 @@ def _outcome(view: "PlanView") -> list[Line]:
     do = "no change that this version can make is enough; take a smaller model"
     if smallest is not None:
         do = f"the smallest change that fits: {smallest.change}"
-    return [Line(f"it does not fit: {format_bytes(view.short_bytes)} short; {do}", "bold red"), Line(view.kv_words)]
+    return [Line(f"it does not fit: {view.short_words}; {do}", "bold red"), Line(view.kv_words)]
 
 
 def _choices(view: "PlanView") -> list[Line]:

@@ -48,8 +48,10 @@ KINDS = (LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED)
 """What a change costs, the least first: speed at most; long requests; answers that differ a little, by pages and by
 weights; money; more GPUs."""
 
+LEFT_OUT = ""
+"""The value of an option that a change leaves out."""
 Settings = tuple[tuple[str, str], ...]
-"""Options and their values, as a person types them; no value where an option is left out."""
+"""Options and their values, as a person types them, or LEFT_OUT."""
 
 
 class Alternative(NamedTuple):
@@ -171,7 +173,7 @@ def typed(settings: Settings) -> str:
     """As options of a command that starts an engine; empty where it has no such option."""
     words = []
     for name, value in settings:
-        if name == "gpu" or not value:
+        if name == "gpu" or value == LEFT_OUT:
             return ""
         words.append(f"--{name.replace('_', '-')}{'' if value == 'true' else f' {value}'}")
     return " ".join(words)
@@ -261,7 +263,7 @@ def _shortest_useful(request: PlanRequest) -> int:
 def _set(request: PlanRequest, words: str, kind: str, option: str, value: object) -> _Change:
     """A change of one option of the config."""
     changed = request.with_config(replace(request.config, **{option: value}))
-    return _Change(words, ((option, "" if value is None else str(value).lower()),), kind, changed)
+    return _Change(words, ((option, LEFT_OUT if value is None else str(value).lower()),), kind, changed)
 
 
 def list_levers(request: PlanRequest, fit: Fit | None) -> list[Alternative]:
