@@ -141,7 +141,6 @@ def test_json_has_stable_names_and_plain_values() -> None:
         "kv_tokens",
         "max_model_len",
         "max_concurrency",
-        "not_in_this_version",
         "is_smallest",
     }
 
@@ -165,7 +164,7 @@ def words_of(asked: PlanRequest) -> str:
 
 
 def change(option: str, value: object) -> Alternative:
-    return Alternative("", ((option, str(value)),), "lever", 1, 1, True, None, True)
+    return Alternative("", ((option, str(value)),), "lever", 1, 1, True, True)
 
 
 def test_what_is_asked_is_one_line() -> None:

@@ -326,7 +326,6 @@ class PlanView(NamedTuple):
                     "kv_tokens": way.kv_tokens,
                     "max_model_len": way.max_model_len,
                     "max_concurrency": round(way.max_concurrency, 4),
-                    "not_in_this_version": way.not_in_this_version,
                     "is_smallest": way.is_smallest,
                 }
                 for way, command in zip(self.alternatives, self.commands, strict=True)
