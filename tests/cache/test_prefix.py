@@ -263,3 +263,24 @@ def test_check_notices_damage(damage) -> None:
     damage(bench.cache)
     with pytest.raises(AssertionError):
         bench.cache.check()
+
+
+def test_pending_step_is_the_latest_that_computes_a_page() -> None:
+    pool = PagePool(8)
+    cache = PrefixCache(pool, [CacheGroup("whole context", 2)], b"root")
+    chain = cache.chain(b"")
+    tables = cache.share(chain, cache.miss())
+    tables[0] += pool.allocate_many(3)
+    cache.register(chain, [*range(6)], tables, 2, step=4)
+    cache.register(chain, [*range(6)], tables, 6, step=5)
+    assert cache.pending_step(tables) == 5
+    assert cache.pending_step([tables[0][:1]]) == 4
+    cache.settle(4)
+    assert (cache.pending_step([tables[0][:1]]), cache.pending_step(tables)) == (0, 5)
+    cache.check()
+    cache.rewind(chain, 2)
+    cache.forget_pending()
+    cache.check()
+    assert (cache.pending_step(tables), len(cache), chain.num_blocks) == (0, 1, 1)
+    cache.register(chain, [*range(6)], tables, 6)
+    assert len(cache) == 3

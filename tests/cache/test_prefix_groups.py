@@ -155,3 +155,14 @@ def test_a_window_of_one_needs_nothing_of_what_was() -> None:
     hit = bench.match(tokens)
     assert hit.num_tokens == 16
     assert hit.tables[1] == (HOLE,) * 4
+
+
+def test_register_of_a_block_without_pages_enters_nothing() -> None:
+    bench = Bench(WINDOW)
+    chain = bench.cache.chain(b"")
+    tables = bench.cache.share(chain, bench.cache.miss())
+    tables[0] += [HOLE, HOLE, *bench.pool.allocate_many(2)]
+    bench.cache.register(chain, [*range(8)], tables, 8)
+    bench.check()
+    assert len(bench.cache) == 0
+    assert chain.is_closed, "nothing after it could be reached"

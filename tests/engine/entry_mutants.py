@@ -26,8 +26,8 @@ def a_hit_begins_behind_its_last_token(patch):
 
 @mutant("reads what is not its own")
 def nobody_is_told_what_is_stored(patch):
-    real = holdfast.engine.scheduler._admitted
-    patch.setattr(holdfast.engine.scheduler, "_admitted", lambda sequence: replace(real(sequence), num_stored=0))
+    real = holdfast.engine.scheduler.admitted
+    patch.setattr(holdfast.engine.scheduler, "admitted", lambda *own: replace(real(*own), num_stored=0))
 
 
 @mutant("reads what is not its own|has not what its window of")
@@ -58,7 +58,7 @@ def a_failed_step_leaves_the_state_where_it_was(patch):
     patch.setattr(CacheGroup, "has_state", property(lambda self: self.is_state))
 
 
-@mutant("waits:", first_seed=20)
+@mutant("waits:", first_seed=60)
 def a_preempted_sequence_keeps_what_was_stored(patch):
     real = Scheduler._preempt_last
 

@@ -108,15 +108,28 @@ class FakeDevice:
         for flight in list(self.flights)[:num_flights]:
             if flight.has_run:
                 continue
+            self._catch_up()
             flight.has_run = True
             now = []
             for part in flight.parts:
                 is_surplus = part.client.num_final is not None and not self._is_read(part)
+                # A copy for a fork follows the forward pass: later the source's state would have moved on.
+                is_surplus = is_surplus and part.source is None
                 part.is_late = bool(part.held.num_late) or (is_surplus and self._rng.random() < 0.7)
                 part.held.num_late += part.is_late
                 if not part.is_late:
                     now.append(part)
             self._compute(now)
+
+    def _catch_up(self) -> None:
+        """Compute what was late and is read by now: the device runs steps in order."""
+        late = [part for flight in self.flights for part in flight.parts if part.is_late]
+        read = {id(part.held) for part in late if self._is_read(part)}
+        for part in late:
+            if id(part.held) in read:
+                self._compute([part])
+                part.is_late = False
+                part.held.num_late -= 1
 
     def collect(self) -> list[tuple[int, ...]]:
         """Ends the oldest step; its tokens."""

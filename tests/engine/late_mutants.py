@@ -158,8 +158,8 @@ def new_pages_are_told_twice(patch):
         track.num_told, track.is_grown = num_told, True
         return pages
 
-    real = holdfast.engine.scheduler._new_pages
-    patch.setattr(holdfast.engine.scheduler, "_new_pages", new_pages)
+    real = holdfast.engine.scheduler.new_pages
+    patch.setattr(holdfast.engine.scheduler, "new_pages", new_pages)
 
 
 @mutant(r"was told \d+ of \d+ places")
@@ -225,7 +225,7 @@ def a_window_is_run_ahead_without_a_bound(patch):
     patch.setattr(Scheduler, "_most_ahead", lambda self, sequence: self.limits.max_num_batched_tokens)
 
 
-@mutant(r"num_registered=\d+ blocks, num_full=")
+@mutant(r"num_registered=\d+ blocks, num_full=|is written and holds a registered prefix")
 def a_prefix_is_registered_with_tokens_that_are_not_known(patch):
     def act(self, item, chosen):
         sequence = item.sequence
@@ -315,7 +315,7 @@ def proposals_take_rows_that_are_not_there(patch):
     patch.setattr(Scheduler, "_spare_rows", lambda self: 10**6)
 
 
-@mutant(r"^\d+ tokens in a step", first_seed=17)
+@mutant(r"^\d+ tokens in a step|runs -\d+ tokens", first_seed=17)
 def proposals_take_no_part_of_the_budget(patch):
     real = Scheduler._proposals
     patch.setattr(
@@ -383,12 +383,12 @@ def one_that_starts_anew_is_not_released(patch):
 
 @mutant(r"runs up to \d+, and \d+ tokens are known or coming", first_seed=34)
 def outputs_before_a_preemption_are_not_told(patch):
-    def admitted(sequence):
-        told = real(sequence)
+    def admitted(sequence, fork_of):
+        told = real(sequence, fork_of)
         return replace(told, token_ids=told.token_ids[: told.num_prompt_tokens])
 
-    real = holdfast.engine.scheduler._admitted
-    patch.setattr(holdfast.engine.scheduler, "_admitted", admitted)
+    real = holdfast.engine.scheduler.admitted
+    patch.setattr(holdfast.engine.scheduler, "admitted", admitted)
 
 
 @mutant(r"step \d+ came behind step \d+")

@@ -73,6 +73,8 @@ class World:
     """Of a pipeline, with a step in each."""
     is_invariant: bool = False
     """How a row is computed does not depend on others."""
+    comes_together: bool = False
+    """Bursts of sequences with equal prompts or equal beginnings arrive."""
 
     def __post_init__(self) -> None:
         if not self.shadows:
@@ -151,6 +153,23 @@ class World:
         """Any of these, where nobody guesses and how a row is computed does not depend on others."""
         makers = (cls.from_seed, cls.late, cls.piped, cls.unequal)
         return replace(makers[seed // 2 % 4](seed), guess_share=0.0, is_invariant=True)
+
+    @classmethod
+    def together(cls, seed: int) -> "World":
+        """Any of these, with bursts of equal prompts and equal beginnings."""
+        makers = (cls.from_seed, cls.late, cls.compressed, cls.unequal, cls.piped, cls.invariant)
+        # Each maker looks at the lowest bits of its seed, so it gets all of them.
+        world = makers[seed % 6](seed // 6)
+        rng = Random(f"together {seed}")
+        limits = world.limits
+        num_more = rng.choice((0, 0, 4, 12))
+        limits = replace(
+            limits,
+            max_num_seqs=limits.max_num_seqs + num_more,
+            max_sampled_rows=limits.max_sampled_rows + num_more if limits.max_sampled_rows else limits.max_sampled_rows,
+        )
+        num_pages = int(world.num_pages * rng.choice((1, 1, 1.5, 3)))
+        return replace(world, limits=limits, num_pages=num_pages, max_queue=12, comes_together=True)
 
     @classmethod
     def _made_late(cls, world: "World", seed: int) -> "World":

@@ -106,9 +106,11 @@ class Simulation:
         """Random events, then no more arrivals: all that is left has to finish within the promised bound."""
         rng = self.rng
         while self.num_events < num_events:
-            for _ in range(rng.choice((0, 1, 1, 2, 3))):
+            for _ in range(rng.choice((0, 0, 0, 1) if self.world.comes_together else (0, 1, 1, 2, 3))):
                 if self.scheduler.num_waiting < self.world.max_queue or rng.random() < 0.1:
                     self.arrive()
+            if self.world.comes_together and self.scheduler.num_waiting < 5 and rng.random() < 0.3:
+                self.arrive_together()
             if rng.random() < self.world.abort_share:
                 self.abort()
             if rng.random() < 0.01:
@@ -128,9 +130,9 @@ class Simulation:
         counted, seen = scheduler.num_preemptions, self.counts["preempt"]
         assert counted == seen, f"the scheduler counts {counted} preemptions of {seen}"
 
-    def arrive(self) -> None:
+    def arrive(self, client: Client | None = None) -> None:
         """A client asks; it is refused exactly when it has to be."""
-        client = self._random_client()
+        client = client or self._random_client()
         sequence, limits = client.sequence, self.world.limits
         longest = min(sequence.num_prompt_tokens + sequence.max_tokens - 1, limits.max_model_len)
         cannot_run = sequence.num_tokens > limits.max_model_len
@@ -149,6 +151,26 @@ class Simulation:
             assert not cannot_run, f"{longest} tokens taken in, which can never run"
             self.alive[sequence.sequence_id] = client
             self.counts["arrive"] += 1
+
+    def arrive_together(self) -> None:
+        """Add two to eight sequences with one prompt or one beginning; a few have another salt or must not share."""
+        rng, longest = self.rng, self.world.limits.max_model_len
+        first = self._random_client()
+        prompt, salt = first.prompt[:longest], first.sequence.cache_salt
+        self.arrive(first)
+        for _ in range(rng.randint(1, 7)):
+            own = list(prompt)
+            if rng.random() < 0.3:
+                own[rng.randrange(len(own)) :] = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
+            most = max(longest - len(own), 1)
+            max_tokens = min(rng.choice((1, self.block, self.block + 1, 4 * self.block)), most)
+            other = rng.choice(SALTS) if rng.random() < 0.15 else salt
+            client = self.new_client(own, max_tokens, other, use_prefix_cache=rng.random() < 0.95)
+            self._set_end(client)
+            self.arrive(client)
+            if rng.random() < self.world.abort_share / 4:
+                self.abort()
+        self.seen["bursts"] += 1
 
     def abort(self) -> None:
         """A client goes away: any one, in any state, sometimes twice."""
@@ -206,7 +228,7 @@ class Simulation:
             elif (has_states or client.basis > num_booked) and not client.is_anew:
                 # A step that was never completed takes everything from those that it ran.
                 client.num_lost += client.num_held
-                client.is_anew, client.is_placed = True, False
+                client.is_anew, client.is_placed, client.epoch = True, False, self.epoch
                 self._safe.clear()
         self.flights.clear()
         self.scheduler.check()
@@ -243,7 +265,7 @@ class Simulation:
         number = 0 if step is None else step.step.number
         for item in items:
             client = self.alive[item.sequence.sequence_id]
-            if client.is_anew or not client.is_running:
+            if not client.is_running:
                 client.epoch = self.epoch
             for page in self._written(item):
                 self._writer_of[page], self.page_epochs[page] = number, client.epoch
@@ -314,15 +336,20 @@ class Simulation:
         max_tokens = min(rng.choice((1, page, page + 1, 4 * page, max(capacity, 1), longest)), room)
         salt = rng.choice(SALTS if len(self.groups) == 1 else SALTS[:3])
         client = self.new_client(prompt, max_tokens, salt, use_prefix_cache=rng.random() < 0.9)
-        if rng.random() >= self.world.long_share:
-            client.num_outputs = rng.randint(1, min(max_tokens, 6))
+        self._set_end(client)
+        return client
+
+    def _set_end(self, client: Client) -> None:
+        """Decide how many tokens a client takes, how late that is learned, and whether it speculates."""
+        max_tokens = client.sequence.max_tokens
+        if self.rng.random() >= self.world.long_share:
+            client.num_outputs = self.rng.randint(1, min(max_tokens, 6))
         if self.world.is_late:
             late = self.late_rng
             if late.random() < 0.3:  # ends by a token that nobody foresees
                 client.num_outputs = late.randint(1, max_tokens)
             client.lag = late.choice((0, 0, 1, 3))
             client.sequence.may_speculate = late.random() < self.world.guess_share
-        return client
 
     def new_client(self, prompt: list[int], max_tokens: int, salt: bytes, use_prefix_cache: bool) -> Client:
         """A client that takes all its tokens, with a sequence number of its own."""
@@ -678,19 +705,20 @@ class Simulation:
         self._trace.update(array("q", numbers).tobytes())
 
 
-def main(num_worlds: int, num_events: int, kind: str = "") -> None:
+def main(num_worlds: int, num_events: int, kind: str = "", first_seed: str = "0") -> None:
     """For a longer run by hand: PYTHONPATH=tests python tests/engine/simulation.py 1000 10000 late."""
     counts: Counter[str] = Counter()
     seen: Counter[str] = Counter()
     num_reads = worst = num_hit_tokens = 0
     start = process_time()
-    for seed in range(num_worlds):
+    for seed in range(int(first_seed), int(first_seed) + num_worlds):
         kinds = {
             "late": World.late,
             "compressed": World.compressed,
             "unequal": World.unequal,
             "piped": World.piped,
             "invariant": World.invariant,
+            "together": World.together,
         }
         simulation = Simulation(seed, kinds.get(kind, World.from_seed)(seed))
         try:

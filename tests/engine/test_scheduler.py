@@ -650,12 +650,11 @@ def test_running_sequences_share_pages_and_the_last_owner_leaves_them_cached() -
     assert num_cached(scheduler) == 2
 
 
-def test_pages_of_the_same_step_are_not_shared() -> None:
+def test_pages_of_the_same_step_are_shared() -> None:
     scheduler = make()
-    prompt = list(range(9))
     for number in range(2):
-        scheduler.add(sequence(number, prompt))
-    assert shape(run(scheduler)) == [(0, 0, 9), (1, 0, 9)]
+        scheduler.add(sequence(number, [*range(8), 50 + number]))
+    assert shape(run(scheduler)) == [(0, 0, 9), (1, 8, 1)]
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["salt or opt-out", "no caching"])
@@ -711,15 +710,15 @@ def test_reset_forgets_and_later_requests_compute_again() -> None:
     assert (2, 8, 1) in shape(run(scheduler)), "pages computed after the reset are found"
 
 
-def test_a_blocked_prompt_is_admitted_once_its_prefix_is_there() -> None:
+@pytest.mark.parametrize(("last", "start"), [(11, 11), (50, 10)], ids=["equal", "equal blocks"])
+def test_prompts_that_fit_only_when_shared_are_admitted(last: int, start: int) -> None:
     scheduler = make(num_pages=10, page_tokens=2, max_model_len=20)
-    prompt = list(range(12))
-    first, second = sequence(0, prompt, max_tokens=6), sequence(1, prompt, max_tokens=2)
+    first, second = sequence(0, [*range(12)], max_tokens=6), sequence(1, [*range(11), last], max_tokens=2)
     scheduler.add(first)
     scheduler.add(second)
-    assert shape(run(scheduler)) == [(0, 0, 12)], "both whole prompts do not fit"
-    assert shape(run(scheduler)) == [(0, 12, 1), (1, 10, 2)]
+    assert shape(run(scheduler)) == [(0, 0, 12), (1, start, 12 - start)]
     assert second.tables[0][:5] == first.tables[0][:5]
+    assert second.tables[0][5] != first.tables[0][5]
 
 
 def test_a_blocked_prompt_is_not_matched_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

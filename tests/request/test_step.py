@@ -265,7 +265,7 @@ def admitted_with(params: str) -> bytes:
     return body_of(
         *(("int", 1), numbers(admitted=1)),
         *(("int", 0), ("int", 5), ("ints", (3,)), ("int", 1), ("text", params), ("int", 0), ("ints", ()), ("ints", ())),
-        ("int", 0),
+        *(("int", 0), ("int", -1)),
     )
 
 

@@ -14,7 +14,7 @@ A slot is a HOLE where the page was behind its window when the block was complet
 h tokens can be served with is what every group has: all its pages where a group keeps the whole context, those of the
 last W - 1 tokens where it has a window, and nothing where its state begins anew at h (nowhere else: no state is kept).
 
-A block enters when all its tokens are computed. Whoever computes the same block later keeps a private copy, but fills
+A block enters when the step that computes its last token is given. Whoever computes the same block later keeps a private copy, but fills
 holes with what it has. An evicted page of a window leaves a hole. One of a whole context takes its entry and
 everything below, because without it nobody could use them. An entry without pages and without children goes; one with
 children stays as their link. Hence: every parent of an entry is an entry, each entry leads to a page, and as links
@@ -247,9 +247,11 @@ class PrefixCache:
         if self._pending:
             self._pending = {page: own for page, own in self._pending.items() if own > step}
 
-    def has_pending(self, tables: Sequence[Sequence[int]]) -> bool:
-        """True if a step in flight computes one of these pages."""
-        return bool(self._pending) and any(page in self._pending for table in tables for page in table)
+    def pending_step(self, tables: Sequence[Sequence[int]]) -> int:
+        """Return the latest step in flight that computes one of these pages, or 0."""
+        if not self._pending:
+            return 0
+        return max((self._pending.get(page, 0) for table in tables for page in table), default=0)
 
     def rewind(self, chain: PrefixChain, num_tokens: int) -> None:
         """Move a sequence's place back to the last block among its first `num_tokens`, before those after it are forgotten."""
@@ -325,7 +327,8 @@ class PrefixCache:
         if entry is not None and not self._is_same(entry, parent, chain.salt, key):
             return None
         if entry is None:
-            if len(self._entries) >= self.max_entries:
+            # A fork has no page of a block before its windows: an entry of it would lead nowhere.
+            if len(self._entries) >= self.max_entries or all(page == HOLE for page in slots):
                 return None
             entry = PrefixEntry([HOLE] * len(slots), 0, parent, chain.salt, key)
             self._entries[key.digest] = entry

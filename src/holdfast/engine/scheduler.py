@@ -545,13 +545,17 @@ class Scheduler:
                     start = fork
                 elif budget == 0:
                     return
+            num_known = start.hit.num_known
+            if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
+                # Pages of a window that two share come back later than those of one: it may fit without them.
+                start = hit_start(self.prefix.miss(), self._tokens_again) if self._windows else start
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 self._blocked = Blocked(
                     sequence.sequence_id,
                     self.pool.num_available,
                     self.num_running,
                     claims,
-                    start.hit.num_known,
+                    num_known,
                     self.prefix.num_filled,
                 )
                 return
@@ -596,7 +600,8 @@ class Scheduler:
         # Even if its first step does not reach the end of the hit, it has a page of its own to give back.
         has_grown = self._grow(sequence, max(first + num_new_tokens, start.hit.num_tokens + 1))
         assert has_grown, f"{named(sequence)} was admitted without room"
-        if self._caches_prefixes:
+        if self._caches_prefixes and start.source is None:
+            # A fork's own pages are copied after the forward pass: nothing of this step may read them.
             self._register(sequence, first + num_new_tokens, self._num_steps + 1)
         samples = first + num_new_tokens == len(sequence.token_ids)
         return ScheduledSequence(sequence, first, num_new_tokens, samples, (), start.source)
@@ -606,8 +611,8 @@ class Scheduler:
         sequence.tables = self.prefix.share(track.chain, start.hit, start.tables or ((),) * len(self.groups))
         sequence.num_computed = sequence.num_scheduled = start.num_computed
         sequence.num_stored = start.num_stored
-        is_pending = start.source is not None or self.prefix.has_pending(sequence.tables)
-        track.ready_step = self._num_steps + 1 if is_pending else 0
+        is_fork = start.source is not None
+        track.ready_step = self._num_steps + 1 if is_fork else self.prefix.pending_step(sequence.tables)
         track.num_told = [0] * len(self.groups)
         track.is_grown = True
         track.capacity = self._needs.capacity(sequence.tables)

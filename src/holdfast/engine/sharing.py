@@ -61,7 +61,8 @@ def fork_start(hit: PrefixHit, twin: Completion, groups: Sequence[CacheGroup]) -
     num_computed = twin.num_prompt_tokens - 1
     tables = []
     for group, table in zip(groups, hit.tables, strict=True):
-        num_hidden = min(group.first_page(num_computed), len(table))
+        # A block may be longer than a window: then holes follow the hit too.
+        num_hidden = group.first_page(num_computed)
         tables.append((*[HOLE] * num_hidden, *table[num_hidden:]))
     return Start(hit, tuple(tables), num_computed, hit.num_tokens, twin)
 

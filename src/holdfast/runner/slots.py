@@ -153,7 +153,7 @@ class Slots:
             source, (place, item) = seats.get(admitted.fork_of), items.get(admitted.fork_of, (0, None))
             own_place, own = items.get(admitted.slot, (0, None))
             num_tokens = admitted.num_prompt_tokens
-            if source is None or item is None or own is None or admitted.fork_of in sources or place > own_place:
+            if source is None or item is None or own is None or admitted.fork_of in sources or place >= own_place:
                 _refuse_item(step, admitted, f"forks from slot {admitted.fork_of}, which does not run before it")
             if item.start + item.num_new_tokens - len(item.proposals) != num_tokens or own.num_new_tokens != 1:
                 _refuse_item(step, admitted, f"forks from slot {admitted.fork_of}, which does not end its prompt here")

@@ -6,8 +6,9 @@ A set has the frequencies of one rotation, a factor on cos and sin, and a ratio:
 position of token t. A ratio of 1 serves tokens, others serve entries that stand for several tokens (DeepSeek-V4).
 
 An angle is the float32 product of position and frequency, rounded to float32, as transformers computes it. At a million tokens
-the exact product is 0.03 away from it. cos and sin of that number are taken in float64, which keeps the reduction of large
-angles exact enough on any GPU; they are rounded to float32, multiplied by the factor and rounded to the type of the rows.
+the exact product is 0.03 away from it. cos and sin of that number are taken in float64, reduced by multiples of pi / 2 in two
+parts; they are rounded to float32, multiplied by the factor and rounded to the type of the rows. A step has few such numbers,
+so float64 costs nothing, also on GPUs with few units for it. libdevice's sin and cos do: a lone row waits 10 us for them.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -56,10 +57,7 @@ def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
 
 
 def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
-    """The same as one Triton kernel, a program a row.
-
-    It is launched without PDL: the kernels of the step before may still read the rows.
-    """
+    """The same as one Triton kernel, a program a row."""
     num_rows, num_pairs = len(positions_T), rows.cos_STP.shape[2]
     assert positions_T.is_contiguous(), f"{positions_T.stride()=}: positions must lie side by side"
     assert rows.frequency_SP.is_contiguous(), f"{rows.frequency_SP.stride()=}: frequencies must lie side by side"
@@ -69,7 +67,7 @@ def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
         assert num_rows <= table_STP.shape[1], f"{num_rows=} for {table_STP.shape=}"
     if num_rows == 0:
         return
-    block = next_power_of_two(num_pairs)
+    block, pdl = next_power_of_two(num_pairs), supports_pdl(rows.cos_STP)
     _rope_rows_kernel[(num_rows,)](
         positions_T,
         rows.frequency_SP,
@@ -81,8 +79,40 @@ def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
         NUM_SETS=len(rows.ratios),
         NUM_PAIRS=num_pairs,
         BLOCK=block,
+        PDL=pdl,
         num_warps=min(MOST_WARPS, max(1, block // THREADS_PER_WARP)),
+        **pdl_launch(pdl),
     )
+
+
+@jit
+def _cos_sin(b_angle):
+    """float64 cos and sin to 1e-11, of angles below 2**21; finite for any other."""
+    QUARTERS_PER_RADIAN: constexpr = 0.6366197723675814
+    # pi / 2 to 32 bits, whose product with fewer than 2**21 quarter turns is exact, and the rest of it.
+    HALF_PI_HIGH: constexpr = 1.5707963267341256
+    HALF_PI_LOW: constexpr = 6.077100506506192e-11
+    b_quarters = tl.floor(b_angle * QUARTERS_PER_RADIAN + 0.5)
+    b_rest = b_angle - b_quarters * HALF_PI_HIGH - b_quarters * HALF_PI_LOW
+    b_rest = tl.minimum(tl.maximum(b_rest, -1.0), 1.0)
+    b_square = b_rest * b_rest
+    b_sin = b_square * (-1 / 39916800) + 1 / 362880
+    b_sin = b_sin * b_square - 1 / 5040
+    b_sin = b_sin * b_square + 1 / 120
+    b_sin = b_sin * b_square - 1 / 6
+    b_sin = b_sin * b_square * b_rest + b_rest
+    b_cos = b_square * (1 / 479001600) - 1 / 3628800
+    b_cos = b_cos * b_square + 1 / 40320
+    b_cos = b_cos * b_square - 1 / 720
+    b_cos = b_cos * b_square + 1 / 24
+    b_cos = b_cos * b_square - 0.5
+    b_cos = b_cos * b_square + 1.0
+    b_turn = b_quarters.to(tl.int64) & 3
+    m_odd = (b_turn & 1) == 1
+    b_first, b_second = tl.where(m_odd, b_sin, b_cos), tl.where(m_odd, b_cos, b_sin)
+    b_first = tl.where((b_turn == 1) | (b_turn == 2), -b_first, b_first)
+    b_second = tl.where(b_turn >= 2, -b_second, b_second)
+    return b_first, b_second
 
 
 @jit
@@ -97,18 +127,24 @@ def _rope_rows_kernel(
     NUM_SETS: constexpr,
     NUM_PAIRS: constexpr,
     BLOCK: constexpr,
+    PDL: constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     i_row = tl.program_id(0).to(tl.int64)
     i_position = tl.load(p_positions + i_row)
     o_p = tl.arange(0, BLOCK)
     m_p = o_p < NUM_PAIRS
+    if PDL:
+        # Kernels of the step before may still read the rows. Positions were copied before any kernel of this step.
+        tl.extra.cuda.gdc_wait()
     for i in tl.static_range(NUM_SETS):
         i_start = i_position // RATIOS[i] * RATIOS[i]
         b_frequency = tl.load(p_frequency + i * NUM_PAIRS + o_p, mask=m_p, other=0.0)
         # The product is rounded to float32 before anything else is done with it.
         b_angle = (i_start.to(tl.float32) * b_frequency).to(tl.float64)
-        b_cos = tl.cos(b_angle).to(tl.float32) * MAGNITUDES[i]
-        b_sin = tl.sin(b_angle).to(tl.float32) * MAGNITUDES[i]
+        b_cos, b_sin = _cos_sin(b_angle)
+        b_cos, b_sin = b_cos.to(tl.float32) * MAGNITUDES[i], b_sin.to(tl.float32) * MAGNITUDES[i]
         o_row = i * set_stride + i_row * NUM_PAIRS + o_p
         tl.store(p_cosine + o_row, b_cos.to(p_cosine.dtype.element_ty), mask=m_p)
         tl.store(p_sine + o_row, b_sin.to(p_sine.dtype.element_ty), mask=m_p)
