@@ -47,6 +47,8 @@ WRONG = [
     ("memory_limit", -(10**5000)),
     ("max_num_batched_tokens", 0),
     ("max_queue", 0),
+    ("scheduling_policy", "lifo"),
+    ("scheduling_policy", None),
     ("page_tokens", 0),
     ("page_tokens", 24),
     ("page_tokens", 512),

@@ -62,6 +62,7 @@ SWITCHES = (
     "enable_expert_parallel",
 )
 TENSOR_PARALLEL_SUMS = ("auto", "reduce", "exact")
+SCHEDULING_POLICIES = ("priority", "fcfs")
 MAX_RANKS = 4096
 
 
@@ -112,6 +113,9 @@ class EngineConfig:
     """Most tokens in one step; longer prompts run in chunks of it."""
     max_queue: int = 4096
     """Most sequences that may wait; one more is refused."""
+    scheduling_policy: str = "priority"
+    """Order of requests: priority (the lowest number first, equals by arrival), or fcfs (by arrival; a request with a priority is
+    refused)."""
     page_tokens: int | None = None
     """Tokens in a KV page: a power of two from 1 to 256; None takes 64 for quantized formats and latents, else 16."""
     memory_utilization: float | None = None
@@ -163,6 +167,7 @@ class EngineConfig:
             _ranks(name, getattr(self, name))
         if self.nnodes is not None:
             _ranks("nnodes", self.nnodes)
+        _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _choice("tensor_parallel_sums", self.tensor_parallel_sums, TENSOR_PARALLEL_SUMS)
         parse_speculative(self.speculative)
         _page_size("page_tokens", self.page_tokens)
@@ -198,6 +203,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """How many processes compute."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def takes_priorities(self) -> bool:
+        """Whether a request may have a priority."""
+        return self.scheduling_policy == "priority"
 
     @property
     def is_quantized(self) -> bool:

@@ -19,7 +19,7 @@ from engine.fakes import make_engine
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import LLM
 from holdfast.api.progress import GenerationBar, is_watched
-from holdfast.errors import HoldfastError, KeywordError, NameAbsentError, PromptError, TransferError
+from holdfast.errors import HoldfastError, KeywordError, NameAbsentError, PromptError, RequestError, TransferError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.vllm_names import METHOD_NAMES
 
@@ -117,6 +117,37 @@ def test_tokens_in_every_way(model: Path) -> None:
     assert len(ways) == 6
     assert all(way == ways[0] for way in ways)
     assert set(letters["letters"]) <= {"a", "b"}
+
+
+POLICY = """
+from vllm import LLM, SamplingParams
+
+llm = LLM(MODEL, max_num_seqs=1, max_model_len=64, scheduling_policy=POLICY)
+engine, order = llm._live().engine, []
+for number in (2, 0, 1):
+    given = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, priority=number if POLICY == "priority" else 0)
+    engine.add_request(str(number), "Hello", given)
+while engine.has_unfinished():
+    order += [delta.request_id for delta in engine.step()]
+results = [{"order": list(dict.fromkeys(order))}]
+"""
+
+
+@pytest.mark.parametrize(("policy", "order"), [("priority", ["0", "1", "2"]), ("fcfs", ["2", "0", "1"])])
+def test_scheduling_policy_of_a_script_decides_the_order(
+    model: Path, caplog: pytest.LogCaptureFixture, policy: str, order: list[str]
+) -> None:
+    assert run(POLICY.replace("POLICY", repr(policy)), model) == [{"order": order}]
+    assert "scheduling_policy" not in caplog.text, "it has an effect"
+
+
+def test_scheduling_policy_fcfs_refuses_a_priority(model: Path) -> None:
+    with LLM(model, max_model_len=64, scheduling_policy="fcfs") as llm:
+        with pytest.raises(
+            RequestError, match=r"priority=1 was asked; .*\(scheduling_policy=fcfs\); leave priority out"
+        ):
+            llm.generate("Hello", SamplingParams(max_tokens=2, priority=1))
+        assert llm.generate("Hello", SamplingParams(max_tokens=2))
 
 
 def make_llm(**options) -> LLM:

@@ -15,11 +15,13 @@ import pytest
 
 from cli.cli_models import Here, finish, make_model, refuse, start
 from cli.page_reader import read_page
+from holdfast.api.llm import LLM
 from holdfast.cli.plan import NO_DEVICE, PlanOptions, read_request, read_target
 from holdfast.errors import ConfigError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import find_default_model
 from holdfast.memory.devices import GPUS
+from holdfast.memory.planner import KV_OWNER
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.quant.formats import KV_FORMATS
 
@@ -157,6 +159,7 @@ def test_options_change_the_plan(here: Here) -> None:
         ("--quantization", "fp8"),
         ("--kv-cache-dtype", "turboquant_k8v4"),
         ("--kv-cache-dtype", "turboquant_k8v4", "--kv-protected-layers", "2", "--kv-protected-dtype", "auto"),
+        ("--kv-cache-memory", "2GiB"),
         ("--enforce-eager",),
         ("--tensor-parallel-size", "2"),
         ("--max-num-seqs", "1"),
@@ -166,6 +169,34 @@ def test_options_change_the_plan(here: Here) -> None:
     for share in ("80%", "0.8"):
         found = record(here, "Qwen3-8B", "--gpu", "h100", "--memory-utilization", share)
         assert found["budget"]["bytes"] == int(GPUS["h100"].total_bytes * 0.8)
+
+
+def test_plan_of_kv_cache_memory_equals_what_an_engine_holds(here: Here, tiny: Path) -> None:
+    """8 KiB a page of 16 tokens: the bound is cut to whole pages, and an open context shrinks to them."""
+    size = 5 * 8192 + 100
+    found = record(here, tiny, "--kv-cache-memory", f"{size}B")
+    with LLM(str(tiny), device="cpu", kv_cache_memory=size) as llm:
+        held = next(row for row in llm.memory.rows if row.owner == KV_OWNER)
+        assert (held.planned_bytes, held.held_bytes) == (5 * 8192, 5 * 8192)
+        assert (
+            (llm.memory.kv_tokens, llm.memory.max_model_len) == (found["kv_tokens"], found["max_model_len"]) == (80, 80)
+        )
+    assert [term["bytes"] for term in found["terms"] if term["owner"] == KV_OWNER] == [held.planned_bytes]
+    assert f"--kv-cache-memory {size}B" in found["command"]
+
+
+def test_plan_of_too_little_kv_cache_memory_does_not_fit(here: Here, tiny: Path) -> None:
+    asked = ("plan", tiny, "--kv-cache-memory", "80KiB", "--max-model-len", "161")
+    ended = here(*asked)
+    assert ended.code == 1
+    assert "it does not fit: 8.00 KiB short of kv_cache_memory; the smallest change that fits: leave out" in ended.out
+    found = record(here, *asked[1:], code=1)
+    assert (found["fits"], found["short_bytes"], found["kv_tokens"]) == (False, 8192, 0)
+    first = next(item for item in found["alternatives"] if item["is_smallest"])
+    assert first["change"] == "leave out kv_cache_memory"
+    for command in (first["command"], found["command"]):
+        assert "--kv-cache-memory" not in command
+    assert record(here, *shlex.split(first["command"])[2:])["kv_tokens"] == first["kv_tokens"]
 
 
 def test_quantized_pages_are_planned_to_be_run(here: Here) -> None:
@@ -201,6 +232,7 @@ def test_the_help_tells_what_formats_there_are(here: Here, monkeypatch: pytest.M
     assert "turboquant_k8v4 (8-bit keys, 4-bit values)" in shown
     assert "--kv-protected-layers" in shown
     assert "--kv-protected-dtype" in shown
+    assert "--kv-cache-memory SIZE" in shown
 
 
 def test_sizes_in_both_kinds_of_units(here: Here) -> None:
@@ -248,6 +280,8 @@ BAD = [
     (("--max-num-batched-tokens", "1.5"), "a whole number from 1"),
     (("--page-tokens", "3"), "powers of two"),
     (("--dtype", "float31"), "try float32"),
+    *(((f"--kv-cache-memory={size}",), "a number with a unit") for size in ("-1GiB", "lots", "", "50%")),
+    (("--kv-cache-memory", "0"), "a size above zero"),
     (("--kv-cache-dtype", "fp9"), "try fp8"),
     (("--kv-cache-dtype", ""), "the choices are auto, float32"),
     (("--kv-protected-dtype", "fp9"), "try fp8"),

@@ -141,7 +141,6 @@ def test_json_has_stable_names_and_plain_values() -> None:
         "kv_tokens",
         "max_model_len",
         "max_concurrency",
-        "not_in_this_version",
         "is_smallest",
     }
 
@@ -165,7 +164,7 @@ def words_of(asked: PlanRequest) -> str:
 
 
 def change(option: str, value: object) -> Alternative:
-    return Alternative("", ((option, str(value)),), "lever", 1, 1, True, None, True)
+    return Alternative("", ((option, str(value)),), "lever", 1, 1, True, True)
 
 
 def test_what_is_asked_is_one_line() -> None:
@@ -216,12 +215,14 @@ def test_only_what_was_asked_is_repeated() -> None:
         memory_utilization=0.95,
         max_num_seqs=4,
         enforce_eager=True,
+        kv_cache_memory="7GiB",
         kv_cache_dtype="turboquant_3bit_nc",
         kv_protected_layers=6,
         kv_protected_dtype="auto",
     )
     assert shlex.split(start_command(full, "Qwen3-8B") or "")[3:] == [
         *("--dtype", "float16"),
+        *("--kv-cache-memory", "7GiB"),
         *("--kv-cache-dtype", "turboquant_3bit_nc"),
         *("--kv-protected-layers", "6"),
         *("--kv-protected-dtype", "auto"),

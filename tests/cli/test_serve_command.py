@@ -34,6 +34,7 @@ WRONG = {
     "no tokenizer": (("--tokenizer", "none"), "--tokenizer none"),
     "unknown option": (("--prot", "1"), "did you mean --port?"),
     "bad engine option": (("--max-num-seqs", "0"), "max_num_seqs"),
+    "bad policy": (("--scheduling-policy", "lifo"), "the choices are priority, fcfs"),
     "missing config": (("--config", "missing"), "--config 'missing' was asked"),
 }
 
@@ -99,6 +100,7 @@ def test_the_command(tiny: Path, tmp_path: Path) -> None:
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MAIN, "serve", "--config", str(config), "--drain-seconds", "5"]
+    command += ["--scheduling-policy", "fcfs"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
     ) as process:
@@ -118,13 +120,15 @@ def test_the_command(tiny: Path, tmp_path: Path) -> None:
             asked = {"model": "alias", "prompt": "Hello", "max_tokens": 4}
             status, body = answered(port, "POST", "/v1/completions", "key-1", asked)
             assert (status, body["usage"]["completion_tokens"] <= 4) == (200, True)
+            status, refused = answered(port, "POST", "/v1/completions", "key-1", asked | {"priority": -1})
+            assert (status, "(scheduling_policy=fcfs)" in refused["error"]["message"]) == (400, True)
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
             assert process.wait(10) == 0
             assert "Traceback" not in rest
             logged = [json.loads(line) for line in rest.splitlines()]
-            assert [line["status"] for line in logged] == [401, 200, 200]
-            assert logged[-1]["output_tokens"] == body["usage"]["completion_tokens"]
+            assert [line["status"] for line in logged] == [401, 200, 200, 400]
+            assert logged[-2]["output_tokens"] == body["usage"]["completion_tokens"]
             assert "Hello" not in rest
         finally:
             process.kill()

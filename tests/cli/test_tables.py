@@ -13,7 +13,6 @@ from holdfast.cli.plan_view import PlanView, view_of
 from holdfast.cli.tables import (
     BAR_CELLS,
     FIGURES,
-    LATER,
     alternative_lines,
     cells_of,
     change_words,
@@ -220,16 +219,6 @@ def test_what_does_not_fit_is_the_table_with_the_shortfall_and_the_smallest_chan
     assert smallest.change in marked[0].text
     assert marked[0].style == "green"
     assert f"to start it with that change\n  holdfast chat Qwen/Qwen3-8B --max-model-len {smallest.value}" in text
-
-
-def test_what_is_not_in_this_version_is_dim_and_said() -> None:
-    view = view_of(plan_request("DeepSeek-V4-Flash", "b200", tensor_parallel_size=2), "DeepSeek-V4-Flash")
-    lines = alternative_lines(view)
-    title = next(place for place, line in enumerate(lines) if LATER in line.text)
-    later = [line for line in lines[title + 1 :] if line.text.strip().startswith("share it among")]
-    assert len(later) == sum(item.not_in_this_version is not None for item in view.alternatives if item.fits) > 0
-    assert {line.style for line in later} == {"dim"}
-    assert not any(line.style == "dim" for line in lines[:title])
 
 
 def test_changes_stand_under_what_they_cost() -> None:

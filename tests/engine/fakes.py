@@ -97,6 +97,8 @@ class HashRunner:
         self.shadow: dict[tuple[int, int], bytes] = {}
         self.most_in_flight = 0
         self._by_slot: dict[int, Sequence] = {}
+        self._sources: dict[int, Sequence] = {}
+        """By the id of a fork that is not scheduled yet: the sequence that it forks from."""
         self._launched: deque[LiveStep] = deque()
         self._last_number = 0
 
@@ -113,6 +115,9 @@ class HashRunner:
             sequence = Sequence(one.sequence_id, tokens, one.num_prompt_tokens, params, one.seed, max_tokens=1)
             sequence.num_computed = sequence.num_scheduled = -1
             self._by_slot[one.slot] = sequence
+            self._sources.pop(one.sequence_id, None)
+            if one.fork_of >= 0:
+                self._sources[one.sequence_id] = self._by_slot[one.fork_of]
         self._launched.append(LiveStep(tuple(map(self._scheduled, step.items)), step))
         self.most_in_flight = max(self.most_in_flight, len(self._launched))
 
@@ -143,13 +148,16 @@ class HashRunner:
             table += pages
         places = len(sequence.tables[0]) * self.limits.page_tokens
         assert item.start + item.num_new_tokens <= places, f"{item} has {places} places"
-        return ScheduledSequence(sequence, item.start, item.num_new_tokens, item.samples, item.proposals)
+        source = self._sources.pop(sequence.sequence_id, None)
+        return ScheduledSequence(sequence, item.start, item.num_new_tokens, item.samples, item.proposals, source=source)
 
     def _run(self, item: ScheduledSequence) -> SequenceResult:
         sequence, page_tokens = item.sequence, self.limits.page_tokens
         end, prefix = item.start + item.num_new_tokens, b""
         assert end <= sequence.num_tokens, f"{item} has no such tokens"
         assert item.samples == (end == sequence.num_tokens), f"{item} has {sequence.num_tokens} tokens"
+        if item.source is not None:
+            self._copy_fork(sequence, item.source, end)
         for position, token in enumerate(sequence.token_ids[:end]):
             prefix = extended(prefix, token % 2**32)
             slot = sequence.tables[0][position // page_tokens], position % page_tokens
@@ -166,6 +174,13 @@ class HashRunner:
         token = self._choose(item, prefix)
         logprobs = None if params.logprobs is None else logprobs_at(token, end, params.logprobs)
         return SequenceResult.of(token, logprobs, prompt_logprobs)
+
+    def _copy_fork(self, fork: Sequence, source: Sequence, num_tokens: int) -> None:
+        """Copy what a fork does not share from its source, which ran before it in the same step."""
+        for position in range(num_tokens):
+            page, place = divmod(position, self.limits.page_tokens)
+            own, other = fork.tables[0][page], source.tables[0][page]
+            self.shadow[own, place] = self.shadow[other, place]
 
     def _choose(self, item: ScheduledSequence, prefix: bytes) -> int:
         sequence = item.sequence

@@ -137,6 +137,18 @@ def admission(**changes) -> Admission:
     return Admission(**{**settings, **changes})
 
 
+def test_admission_by_arrival_refuses_a_priority():
+    """A client that lowers its number must not pass others unseen."""
+    by_arrival = admission(takes_priorities=False)
+    assert by_arrival.prepare("x", PARAMS) == admission().prepare("x", PARAMS)
+    for number in (-1, 1):
+        params = SamplingParams(max_tokens=4, priority=number)
+        assert admission().prepare("x", params).params.priority == number
+        for prepare, prompt in ((by_arrival.prepare, "x"), (by_arrival.prepare_chat, MESSAGES)):
+            with pytest.raises(RequestError, match=rf"priority={number} was asked; .* leave priority out, or start"):
+                prepare(prompt, params)
+
+
 def test_a_sound_request():
     prepared = admission().prepare("Hé", PARAMS, "salt")
     assert prepared.prompt == "Hé"

@@ -1,5 +1,6 @@
 """What is wrong with ranks is one sentence, and no process is left: sizes, devices, ports, unlike ranks, and nonsense over a channel."""
 
+import json
 import os
 import socket
 import sys
@@ -23,7 +24,8 @@ from holdfast.engine.launched import Launched, meet_ranks
 from holdfast.engine.rank_build import OVERLAPPING, check_devices
 from holdfast.engine.rank_messages import RankLoaded, RankPlanned, RankReported
 from holdfast.engine.ranks import RankGroup
-from holdfast.errors import ConfigError, EngineDeadError, HoldfastError
+from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, UnsupportedModelError
+from loading.compressed_models import CONFIG as COMPRESSED
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "memory_limit": "1GiB", "max_model_len": 64}
 
@@ -49,6 +51,17 @@ def test_sizes_that_do_not_divide(tmp_path: Path, monkeypatch, settings, size, w
     monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=rf"^tensor_parallel_size={size} was asked; {words}") as caught:
         LLM(str(make_model(tmp_path / "m", **settings)), tensor_parallel_size=size, **OPTIONS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_of_compressed_attention_name_one_gpu(tmp_path: Path, monkeypatch, option: str) -> None:
+    """Also when memory is short, which is no reason here: more memory would not help."""
+    monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
+    (tmp_path / "config.json").write_text(json.dumps(COMPRESSED))
+    options = OPTIONS | {option: 2, "memory_limit": "1MiB", "load_format": "dummy", "tokenizer": "none"}
+    with pytest.raises(UnsupportedModelError, match=r"it runs on one GPU, or on a CPU; leave out tensor_par") as caught:
+        LLM(str(tmp_path), **options)
     assert "\n" not in str(caught.value)
 
 

@@ -759,6 +759,7 @@ CASES: dict[str, Callable[[], None]] = {
     "quantized 3/4 D128, small tiles": lambda: quantized_attention_of(BF16, (3, 4), 1, 128, large=False),
     "quantized 3/3 D128, window": lambda: quantized_attention_of(BF16, (3, 3), 8, 128, window=4096),
     "quantized 4/4 D64": lambda: quantized_attention_of(FP16, (4, 4), 7, 64, page_tokens=16),
+    "quantized 3/3 D64 in float32": lambda: quantized_attention_of(torch.float32, (3, 3), 16, 64, large=False),
     "quantized 3/3 D64, small tiles": lambda: quantized_attention_of(FP16, (3, 3), 16, 64, large=False),
     "quantized 4/4 D80, large tiles": lambda: quantized_attention_of(BF16, (4, 4), 1, 80, small=False),
     "quantized 3/3 D80": lambda: quantized_attention_of(BF16, (3, 3), 8, 80, page_tokens=16),

@@ -130,7 +130,7 @@ def _places(planes: QuantizedPlanes, slots_X: Sequence[int] | torch.Tensor) -> t
 QUIET = pytest.mark.filterwarnings(
     "ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning"
 )
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 3e-3}
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 3e-3}
 """Of an output as a share of its length: operands are half precision, and the result is rounded once more."""
 
 

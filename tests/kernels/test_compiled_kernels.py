@@ -62,6 +62,7 @@ OTHER_CASES = (
     "quantized 3/3 D128, window",
     "quantized 4/4 D128",
     "quantized 4/4 D64",
+    "quantized 3/3 D64 in float32",
     "quantized 3/3 D64, small tiles",
     "quantized 4/4 D80, large tiles",
     "quantized 3/3 D80",

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.errors import UnsupportedModelError
 from holdfast.memory.devices import GPUS
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.alternatives import (
     GPU,
     KINDS,
     LEVER,
+    RANKED,
     WEIGHTS,
     advice,
     context_note,
@@ -20,6 +22,7 @@ from holdfast.planning.alternatives import (
     smallest_changes,
 )
 from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, try_fit
+from holdfast.planning.ranks import refuse_unshared
 from holdfast.planning.target import gpu_target, memory_target
 from holdfast.quant.formats import KV_FORMATS, MLA_FORMATS
 from planning.plan_cases import A100, GIB, H200, HOST, RTX4090, changed, declared, plan_request
@@ -58,7 +61,7 @@ def test_every_advice_works(wanted: PlanRequest) -> None:
         else:
             assert (item.kv_tokens, item.max_concurrency) == (0, 0.0), item
     smallest = [item for item in listed if item.is_smallest]
-    could = [item for item in listed if item.fits and item.not_in_this_version is None]
+    could = [item for item in listed if item.fits]
     assert smallest == ([] if fits else could[:1])
     told = smallest_changes(listed)
     assert len(told) == min(3, len({tuple(name for name, _ in item.settings) for item in could}))
@@ -100,8 +103,25 @@ def test_the_order_of_what_a_person_would_rather_accept(wanted: PlanRequest) -> 
     listed = list_alternatives(wanted)
     places = [KINDS.index(item.kind) for item in listed]
     assert places == sorted(places)
-    missing = [item.not_in_this_version is not None for item in listed]
-    assert missing == sorted(missing), "what this version does not have comes last"
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "DeepSeek-V4-Pro"])
+def test_changes_of_compressed_attention_name_no_ranks(name: str) -> None:
+    """Ranks refuse it (planning/ranks.py), so neither refusal may point at the other."""
+    wanted = plan_request(name, H200)
+    listed = list_alternatives(wanted)
+    assert RANKED not in {item.kind for item in listed}
+    fitting = [item.value for item in listed if item.fits]
+    assert fitting == (["b200", "b300"] if name == "DeepSeek-V4-Flash" else [])
+    told = advice(listed)
+    assert told == (
+        "take b200, which fits" if fitting else "take a smaller model: nothing that can be changed makes this one fit"
+    )
+    for size in (2, 8):
+        config = replace(wanted.config, tensor_parallel_size=size)
+        with pytest.raises(UnsupportedModelError, match=f"{name} on {size} ranks was asked; .* leave out tensor_par"):
+            refuse_unshared(config, wanted.declared)
+    refuse_unshared(wanted.config, wanted.declared)
 
 
 def test_levers_that_cost_no_quality_come_first_and_together() -> None:
@@ -226,9 +246,7 @@ def test_a_plan_that_fits_needs_no_change_and_hears_what_else_there_is() -> None
         by_option.setdefault(item.option, []).append(item.value)
     assert by_option["max_model_len"] == ["40960", "32768"]
     assert by_option["kv_cache_dtype"] == QUANTIZED_FORMATS
-    assert not [item for item in listed if item.option == "kv_cache_dtype" and item.not_in_this_version]
     assert by_option["quantization"] == ["fp8", "mxfp4"], "one for each number of bits"
-    assert not [item for item in listed if item.option == "quantization" and item.not_in_this_version]
     assert by_option["tensor_parallel_size"] == ["2", "4", "8"]
     assert len(by_option["gpu"]) == 3
     assert "h200" not in by_option["gpu"]

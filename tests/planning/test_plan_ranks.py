@@ -112,7 +112,7 @@ REFUSED = [
     ({"size": 3, "enable_expert_parallel": True}, "Qwen3-30B-A3B", "32 query heads do not divide into 3"),
     ({"size": 64}, "Qwen1.5-MoE-A2.7B", "16 query heads do not divide into 64"),
     ({"size": 16, "enable_expert_parallel": True}, "Qwen1.5-MoE-A2.7B", "60 experts do not divide into 16 equal parts"),
-    ({"size": 2, "num_stages": 2}, "DeepSeek-V4-Flash", "several residual streams"),
+    ({"size": 2, "num_stages": 2}, "DeepSeek-V4-Flash", "one row of hidden states a token; leave it out"),
     ({"size": 2, "num_stages": 2}, "gemma-2-9b", "2 stages are planned of models that run"),
 ]  # fmt: skip
 

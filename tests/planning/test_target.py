@@ -125,6 +125,20 @@ def test_devices_that_are_there(asked, num_devices, chosen, monkeypatch) -> None
     assert choose_device(EngineConfig(device=asked)) == chosen
 
 
+def test_choose_device_on_torch_for_rocm_takes_the_cpu(monkeypatch) -> None:
+    """There a GPU of AMD is cuda:0, and (9, 4) would be new enough."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.2.41133")
+    device, reason = choose_device(EngineConfig(device="auto"))
+    assert device == "cpu"
+    assert "AMD GPUs are not supported, and AMD Instinct MI300X is one" in reason
+    with pytest.raises(ConfigError, match=r"AMD GPUs are not supported.*; try device='cpu', or an NVIDIA GPU"):
+        choose_device(EngineConfig(device="cuda"))
+
+
 def test_a_gpu_that_is_too_old_is_not_taken(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -161,9 +161,3 @@ def test_values_of_vllm_are_understood(tmp_path: Path) -> None:
 def test_how_a_checkpoint_is_stored_may_be_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert EngineConfig.from_options(quantization=name) == EngineConfig()
     assert f"quantization='{name}' (a checkpoint that is quantized loads as it is stored)" in caplog.text
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_scheduling_policy_of_vllm_is_taken(policy: str) -> None:
-    assert ENGINE_NAMES["scheduling_policy"].takes(policy)
-    assert not ENGINE_NAMES["scheduling_policy"].takes("lifo")

@@ -1,6 +1,5 @@
 """What a rank's build holds and declines: plan and ledger to the byte, shares kept for the next start, and sentences where ranks cannot be equal."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh, meshes
-from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.errors import ConfigError
 from holdfast.loading.model_files import open_model
 from holdfast.planning.exactness import EXACT_ROWS, exact_rows
 from holdfast.planning.target import Target
@@ -16,7 +15,6 @@ from holdfast.runner import build as building
 from holdfast.runner.build import plan_model
 from holdfast.runner.weight_load import plan_weights
 from kernels.exactness import require_native
-from loading.compressed_models import CONFIG as COMPRESSED
 from loading.tiny_models import save_tiny
 from runner.rank_runs import OPTIONS, Built, Ranks, one_rank, plan_rank, write_model
 from runner.test_weight_load import assert_same, loaded
@@ -90,12 +88,6 @@ def test_a_share_is_not_saved_as_a_model(tmp_path: Path) -> None:
     path = write_model(tmp_path, "llama")
     with pytest.raises(ConfigError, match="each of 2 ranks holds a share"):
         plan_rank(path, {"quantization": "int8", "save_quantized": str(tmp_path / "out")}, meshes(2)[0])
-
-
-def test_compressed_attention_on_ranks_is_declined(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(COMPRESSED))
-    with pytest.raises(UnsupportedModelError, match="DeepSeek-V4"):
-        plan_rank(tmp_path, {"dtype": "auto"}, meshes(2)[0])
 
 
 def plan_on_gpu(path: Path, num_ranks: int, **options):

@@ -176,20 +176,29 @@ def test_what_padding_and_freed_pages_hold_changes_nothing(captured):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, over padded rows
-@pytest.mark.parametrize("kv_format", ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
+@pytest.mark.parametrize(
+    "kv_format", ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"]
+)
 def test_replays_over_coded_pages_ignore_freed_ones(load, monkeypatch, kv_format):
     check_freed_pages(*captured_rig(load("qwen3"), monkeypatch, 2, kv_format))
 
 
 def check_freed_pages(rig: Rig, graphs: WatchedGraphs) -> None:
-    """A sequence that was alone, then in company, gives the same logits with NaN in all pages that are not its own."""
+    """A sequence that was alone, then in company, gives the same logits with NaN in all pages that are not its own.
+
+    Its last token comes in a chunk first, then alone. Chunks and decode take different kernels, so each checks the other.
+    """
     longer, shorter = make_sequence(0, 40), make_sequence(1, 3)
     rig.execute(step((longer, 0, 16)))
     rig.execute(step((longer, 16, 32)))
     rig.execute(step((longer, 32, 40)))
-    rig.execute(step((longer, 39, 40)))  # over codes a chunk rounds otherwise than a row alone
+    chunk = rig.logits[longer.sequence_id][39]
+    graphs.replayed.clear()
+    rig.execute(step((longer, 39, 40)))
+    assert graphs.replayed == [(1, True)]
     first = rig.logits[longer.sequence_id][39]
-    assert bool(first.isfinite().all())
+    # Over quantized pages the two kernels round differently: by 6e-4 of logits up to 3.3.
+    torch.testing.assert_close(first, chunk, rtol=0, atol=5e-3)
     rig.execute(step((shorter, 0, 3)))
     rig.execute(step((longer, 39, 40), (shorter, 2, 3), (make_sequence(2, 1), 0, 1)))
     rig.poison_pages(set(range(NUM_PAGES)) - set(longer.tables[0][:10]))

@@ -40,6 +40,7 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_queue: int
+    scheduling_policy: str
     page_tokens: int | None
     memory_utilization: float | None
     memory_limit: str | int | None

@@ -174,7 +174,9 @@ def _run_on_gpu(facts: Facts) -> Ability:
     least = ".".join(map(str, LEAST_CAPABILITY))
     able = [gpu for gpu in torch.gpus if gpu.capability >= LEAST_CAPABILITY]
     if torch.hip is not None:
-        problem = "torch is built for ROCm; NVIDIA GPUs are supported"
+        problem = (
+            "torch is built for ROCm, and AMD GPUs are not supported; install a CUDA build of torch for an NVIDIA GPU"
+        )
     elif torch.cuda is None and facts.driver is None:
         problem = "no NVIDIA driver is found, and torch has no CUDA"
     elif torch.cuda is None:

@@ -377,6 +377,12 @@ ENGINE_SETTINGS = (
         "max_num_batched_tokens", MEMORY, "Most tokens in one step; longer prompts run in chunks.", "N", read_count
     ),
     _engine("max_queue", MEMORY, "Most sequences that may wait.", "N", read_count),
+    _engine(
+        "scheduling_policy",
+        MEMORY,
+        "Order of requests: priority (lowest number first, equals by arrival), or fcfs (by arrival; priorities are refused).",
+        "POLICY",
+    ),
     _engine("tensor_parallel_size", MODEL, "GPUs that share every layer.", "N", read_count),
     _engine("pipeline_parallel_size", MODEL, "Stages of layers, each on GPUs of its own.", "N", read_count),
     _engine("nnodes", MODEL, "Nodes that these GPUs are on; torchrun starts the ranks there.", "N", read_count),

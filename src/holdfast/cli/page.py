@@ -51,7 +51,7 @@ h1{font-size:1.4rem;margin:0}h2{font-size:1.05rem;margin:2rem 0 .5rem}p{margin:.
 table{border-collapse:collapse;width:100%}th,td{padding:.25rem .6rem .25rem 0;text-align:left;vertical-align:top}
 th{color:var(--quiet);font-weight:500;border-bottom:1px solid var(--line)}td{border-bottom:1px solid var(--line)}
 .number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}.total td{font-weight:600}
-.not-yet{opacity:.55}.smallest td:first-child{font-weight:600;color:var(--mark)}
+.smallest td:first-child{font-weight:600;color:var(--mark)}
 svg{display:block;width:100%;height:auto}svg text{font:11px system-ui,sans-serif;fill:#14171a;pointer-events:none}
 svg .axis{fill:var(--quiet);font-size:12px}svg .value{fill:var(--text);font-size:12px}
 svg rect{stroke:var(--page);stroke-width:.6}svg g g:hover rect{stroke:var(--text);stroke-width:1.5}
@@ -462,7 +462,7 @@ def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
         tag("p", view.asked),
         tag("p", f"Budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
         *_disk_parts(view.disk),
-        tag("p", tag("b", view.kv_words if view.fits else f"It does not fit: {format_bytes(view.short_bytes)} short")),
+        tag("p", tag("b", view.kv_words if view.fits else f"It does not fit: {view.short_words}")),
         *([tag("p", view.context_note)] if view.context_note else []),
         *phases,
         readout("a box"),
@@ -531,8 +531,7 @@ def _sweep_bars(cells: Sequence[Cell], colour: dict[str, str]) -> list[Bar]:
 def _alternative_rows(view: PlanView) -> Iterator[tuple[str, tuple[str, ...]]]:
     for item in view.alternatives:
         words = concurrency_words(item, view.max_model_len) if item.fits else ""
-        name = "smallest" if item.is_smallest else "" if item.not_in_this_version is None else "not-yet"
-        note = "the smallest change" if item.is_smallest else LATER if item.not_in_this_version else ""
+        name, note = ("smallest", "the smallest change") if item.is_smallest else ("", "")
         yield name, (item.change, f"{item.kv_tokens:,}" if item.fits else "does not fit", words, note)
 
 

@@ -20,6 +20,7 @@ from holdfast.memory.report import GroupAccount, page_words
 from holdfast.memory.sizes import UNITS, format_bytes
 from holdfast.models.catalogue import SOURCES
 from holdfast.planning.alternatives import (
+    LEFT_OUT,
     Alternative,
     context_note,
     in_scheme,
@@ -29,7 +30,7 @@ from holdfast.planning.alternatives import (
 from holdfast.planning.disk_account import disk_account
 from holdfast.planning.fit import PlanRequest, RunnerPlan, find_fit, fit_runner, missing_here, settle, unfitting_runner
 from holdfast.planning.ranks import RankPlans
-from holdfast.planning.resolve import Choice, Resolved
+from holdfast.planning.resolve import KV_IS_ASKED, Choice, Resolved
 from holdfast.planning.terms import list_needs
 from holdfast.quant.formats import ALL_KV_FORMATS, formats_of
 from holdfast.quant.weight_schemes import UNQUANTIZED
@@ -152,7 +153,7 @@ def _asked(request: PlanRequest, change: Alternative | None) -> dict[str, object
         if not {name for name, _ in change.settings} <= {*names, "gpu", "tensor_parallel_size"}:
             return None
         asked |= dict(change.settings)
-    return asked
+    return {name: value for name, value in asked.items() if value != LEFT_OUT}
 
 
 def _option_words(asked: Mapping[str, object]) -> list[str]:
@@ -237,6 +238,8 @@ class PlanView(NamedTuple):
     """Who shares the pages, where some layers give pages back."""
     tokens_without_groups: int = 0
     """Tokens that would fit if every layer kept every token, where that is not so."""
+    max_kv_bytes: int | None = None
+    """The bound that kv_cache_memory sets on pages; None if it is left out."""
     ranks: "tuple[RankRow, ...]" = ()
     """All of them, where there are several and each fits; everything else is of the one that decides for all."""
 
@@ -246,8 +249,19 @@ class PlanView(NamedTuple):
 
     @property
     def short_bytes(self) -> int:
-        """How much more the phase that needs most would need; 0 where all of them fit."""
-        return max(0, max(self.phase_bytes.values()) - self.budget_bytes)
+        """What the phase that needs most lacks, or the pages lack of kv_cache_memory if that is more; 0 if all fits."""
+        return max(self._short_kv_bytes, max(self.phase_bytes.values()) - self.budget_bytes, 0)
+
+    @property
+    def short_words(self) -> str:
+        """How much is short, and of what if that is not the budget."""
+        limit = " of kv_cache_memory" if self.short_bytes == self._short_kv_bytes else ""
+        return f"{format_bytes(self.short_bytes)} short{limit}"
+
+    @property
+    def _short_kv_bytes(self) -> int:
+        kv_bytes = sum(term.num_bytes for term in self.terms if term.owner == KV_OWNER)
+        return 0 if self.max_kv_bytes is None else max(0, kv_bytes - self.max_kv_bytes)
 
     @property
     def fits(self) -> bool:
@@ -312,7 +326,6 @@ class PlanView(NamedTuple):
                     "kv_tokens": way.kv_tokens,
                     "max_model_len": way.max_model_len,
                     "max_concurrency": round(way.max_concurrency, 4),
-                    "not_in_this_version": way.not_in_this_version,
                     "is_smallest": way.is_smallest,
                 }
                 for way, command in zip(self.alternatives, self.commands, strict=True)
@@ -367,6 +380,7 @@ def view_of(request: PlanRequest, model: str | None, ranks: RankPlans | None = N
         context_note=context_note(request, plan, listed) if fits else "",
         commands=tuple(plan_command(request, model, item) for item in listed),
         groups=plan.groups,
+        max_kv_bytes=resolved.max_kv_bytes if resolved.max_kv_reason == KV_IS_ASKED else None,
         tokens_without_groups=plan.tokens_without_groups if fits and plan.groups and not plan.states else 0,
         ranks=() if ranks is None else rank_rows(ranks),
     )

@@ -301,7 +301,7 @@ def _differences(differs: "Mapping[str, int]") -> str:
 
 
 def alternative_lines(view: "PlanView") -> list[Line]:
-    """Changes by what they cost, the least first; the smallest that fits is marked, those of later versions are dim."""
+    """Changes by what they cost, the least first; the smallest that fits is marked."""
     fitting = [item for item in view.alternatives if item.fits]
     rows = [
         (
@@ -311,20 +311,16 @@ def alternative_lines(view: "PlanView") -> list[Line]:
         )
         for item in fitting
     ]
-    styles = ["green" if item.is_smallest else "dim" if item.not_in_this_version else "" for item in fitting]
+    styles = ["green" if item.is_smallest else "" for item in fitting]
     drawn = table_lines(Table(tuple(rows), right=(1,), wraps=(0, 2)), styles)
     lines: list[Line] = []
-    for title, group in groupby(zip(fitting, drawn, strict=True), key=lambda pair: _cost_words(pair[0])):
+    for title, group in groupby(zip(fitting, drawn, strict=True), key=lambda pair: COSTS[pair[0].kind]):
         lines += [Line(title, "italic"), *(line for _, line in group)]
     num_others = len(view.alternatives) - len(fitting)
     if num_others:
         are = "change is" if num_others == 1 else "changes are"
         lines.append(Line(f"{num_others} other {are} not enough alone; --json lists them", "dim"))
     return lines
-
-
-def _cost_words(item: "Alternative") -> str:
-    return COSTS[item.kind] if item.not_in_this_version is None else f"{COSTS[item.kind]}: {LATER}"
 
 
 def concurrency_words(item: "Alternative", max_model_len: int) -> str:
@@ -349,7 +345,7 @@ def _outcome(view: "PlanView") -> list[Line]:
     do = "no change that this version can make is enough; take a smaller model"
     if smallest is not None:
         do = f"the smallest change that fits: {smallest.change}"
-    return [Line(f"it does not fit: {format_bytes(view.short_bytes)} short; {do}", "bold red"), Line(view.kv_words)]
+    return [Line(f"it does not fit: {view.short_words}; {do}", "bold red"), Line(view.kv_words)]
 
 
 def _choices(view: "PlanView") -> list[Line]:

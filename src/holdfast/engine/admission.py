@@ -168,6 +168,7 @@ class Admission:
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
         forms: FormCheck | None = None,
+        takes_priorities: bool = True,
     ) -> None:
         self._max_tokens = max_tokens
         self._vocab_size = vocab_size
@@ -175,6 +176,7 @@ class Admission:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._forms = forms
+        self._takes_priorities = takes_priorities
         self._has_told_cut = False
 
     def prepare(self, prompt: object, params: object, cache_salt: str | None = None) -> PreparedRequest:
@@ -338,6 +340,12 @@ class Admission:
         if params.n > self._max_queue:
             raise RequestError(
                 f"n={params.n} was asked", f"the queue holds {self._max_queue}", "ask for fewer, or raise max_queue"
+            )
+        if params.priority and not self._takes_priorities:
+            raise RequestError(
+                f"priority={params.priority} was asked",
+                "this engine serves requests in the order in which they come (scheduling_policy=fcfs)",
+                "leave priority out, or start the engine with scheduling_policy=priority",
             )
         if (params.stop or params.bad_words) and self._tokenizer is None:
             name, other = ("stop strings", "stop_token_ids") if params.stop else ("bad_words", "logit_bias")

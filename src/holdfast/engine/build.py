@@ -49,7 +49,15 @@ def build_engine(
     finally:
         model.source.close()
     generation = model.generation
-    return Engine(core, tokenizer, chat_template, config.seed, generation=generation, vocabulary=vocabulary)
+    return Engine(
+        core,
+        tokenizer,
+        chat_template,
+        config.seed,
+        generation=generation,
+        vocabulary=vocabulary,
+        takes_priorities=config.takes_priorities,
+    )
 
 
 def build_core(

@@ -103,7 +103,14 @@ def connect_engine(
     finally:
         model.source.close()
     core = CoreProcess(config, on_progress, on_prepare)
-    return Engine(core, tokenizer, chat_template, config.seed, generation=model.generation)
+    return Engine(
+        core,
+        tokenizer,
+        chat_template,
+        config.seed,
+        generation=model.generation,
+        takes_priorities=config.takes_priorities,
+    )
 
 
 class CoreProcess:

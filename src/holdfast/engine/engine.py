@@ -133,9 +133,10 @@ class Engine:
         *,
         generation: GenerationDefaults | None = None,
         vocabulary: Vocabulary | None = None,
+        takes_priorities: bool = True,
     ) -> None:
         self.core = core
-        self.front = Front(core.facts, tokenizer, chat_template, seed, clock, vocabulary)
+        self.front = Front(core.facts, tokenizer, chat_template, seed, clock, vocabulary, takes_priorities)
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.has_chat_template = chat_template is not None

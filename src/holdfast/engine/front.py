@@ -51,12 +51,15 @@ class Front:
         seed: int,
         clock: Callable[[], float],
         vocabulary: Vocabulary | None = None,
+        takes_priorities: bool = True,
     ) -> None:
         """`vocabulary`: the tokenizer's for forms of answers, where somebody shares one."""
         if vocabulary is None and tokenizer is not None:
             vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._forms = forms = None if vocabulary is None else FormCheck(vocabulary)
-        self._admission = Admission(facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms)
+        self._admission = Admission(
+            facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms, takes_priorities
+        )
         self._tokenizer = tokenizer
         self._seed = seed
         self._clock = clock

@@ -65,6 +65,7 @@ from holdfast.planning.ranks import (
     check_ranks,
     plan_ranks,
     rank_meshes,
+    refuse_unshared,
     report_rank,
 )
 from holdfast.planning.target import choose_device, device_target
@@ -108,7 +109,9 @@ def build_ranks(
     if launched is not None:
         refuse_second(launched)
     check_devices(config, launched)
-    check_ranks(config, declare_opened(model, model.name))  # before a process is started
+    declared = declare_opened(model, model.name)
+    refuse_unshared(config, declared)  # before a process is started
+    check_ranks(config, declared)
     own = report(config, model, 0, launched)
     if launched is None:
         check_nodes(config, (own,) * config.num_ranks)

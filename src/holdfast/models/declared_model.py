@@ -109,7 +109,8 @@ class DeclaredModel:
             return
         if self.is_divisible(mesh.all_layers):
             asked, has = f"pipeline_parallel_size={mesh.num_stages} was asked", self.declaration.indivisible(mesh)
-            raise ConfigError(asked, has or "", "leave it out, or take tensor_parallel_size")
+            other = "" if self.is_compressed else ", or take tensor_parallel_size"
+            raise ConfigError(asked, has or "", f"leave it out{other}")
         works = [str(size) for size in range(1, 17) if self.is_divisible(_resized(mesh, size))]
         asked = f"tensor_parallel_size={mesh.tensor_size}" + " with experts by rank" * (mesh.expert_size > 1)
         do = f"try {', '.join(works)}" if works else "leave pipeline_parallel_size out"

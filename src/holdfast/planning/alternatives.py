@@ -48,8 +48,10 @@ KINDS = (LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED)
 """What a change costs, the least first: speed at most; long requests; answers that differ a little, by pages and by
 weights; money; more GPUs."""
 
+LEFT_OUT = ""
+"""The value of an option that a change leaves out."""
 Settings = tuple[tuple[str, str], ...]
-"""Options and their values, as a person types them; no value where an option is left out."""
+"""Options and their values, as a person types them, or LEFT_OUT."""
 
 
 class Alternative(NamedTuple):
@@ -65,8 +67,6 @@ class Alternative(NamedTuple):
     max_model_len: int
     """The longest context then; 0 where it does not fit."""
     fits: bool
-    not_in_this_version: str | None
-    """Why an engine of this version does not take it, in words."""
     is_smallest: bool = False
 
     @property
@@ -98,13 +98,12 @@ class _Change(NamedTuple):
     settings: Settings
     kind: str
     request: PlanRequest
-    missing: str | None = None
 
 
 def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
     """Changes in the order in which a person would rather accept them.
 
-    Where the plan does not fit, the first that does, and that this version can do, is the smallest change:
+    Where the plan does not fit, the first that does is the smallest change:
 
     1. those that lose nothing but speed: more of the memory, shorter steps, fewer sequences at once, no graphs
     2. a shorter context, since requests that stay below it are answered as before
@@ -123,12 +122,12 @@ def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
     listed += weights
     if fit is None and not any(item.fits for item in weights):
         listed += _joint_changes(request)
-    if fit is not None or request.target.kind == "cuda" or not any(_can_be_had(item) for item in listed):
+    if fit is not None or request.target.kind == "cuda" or not any(item.fits for item in listed):
         listed += _gpu_alternatives(request, fit)
     listed += _possible(_rank_changes(request))
     if fit is not None:
         return tuple(listed)
-    smallest = next((item for item in listed if _can_be_had(item)), None)
+    smallest = next((item for item in listed if item.fits), None)
     return tuple(item._replace(is_smallest=item is smallest) for item in listed)
 
 
@@ -136,7 +135,7 @@ def smallest_changes(listed: Iterable[Alternative], num_changes: int = NUM_CHANG
     """The changes that cost least, one for each set of options; weights in fewer bits are among them where they fit."""
     by_options: dict[tuple[str, ...], Alternative] = {}
     for item in listed:
-        if _can_be_had(item):
+        if item.fits:
             by_options.setdefault(tuple(name for name, _ in item.settings), item)
     distinct = list(by_options.values())
     first, rest = distinct[:num_changes], distinct[num_changes:]
@@ -153,9 +152,6 @@ def advice(listed: Sequence[Alternative]) -> str:
         return f"{changes[0]}, which fits"
     if changes:
         return f"{', or '.join(changes)}: each of them fits"
-    later = next((item for item in listed if item.fits), None)
-    if later is not None:
-        return f"take a smaller model; to {later.change} would fit, but {later.not_in_this_version}"
     return "take a smaller model: nothing that can be changed makes this one fit"
 
 
@@ -171,7 +167,7 @@ def typed(settings: Settings) -> str:
     """As options of a command that starts an engine; empty where it has no such option."""
     words = []
     for name, value in settings:
-        if name == "gpu" or not value:
+        if name == "gpu" or value == LEFT_OUT:
             return ""
         words.append(f"--{name.replace('_', '-')}{'' if value == 'true' else f' {value}'}")
     return " ".join(words)
@@ -191,7 +187,7 @@ def context_note(request: PlanRequest, plan: RunnerPlan, listed: Sequence[Altern
         if listed is None:
             fit = try_fit(request)
             listed = [*list_levers(request, fit), *_possible(_format_changes(request))]
-        longer = [item for item in listed if _can_be_had(item) and item.max_model_len > limits.max_model_len]
+        longer = [item for item in listed if item.fits and item.max_model_len > limits.max_model_len]
         best = longer[0] if longer and longer[0].kind == LEVER else max(longer, key=_length, default=None)
         lift = "" if best is None else f"; to lift it: {best.advice}, for {best.max_model_len:,}"
         notes.append(f"context of {limits.max_model_len:,} tokens, {reason}{lift}")
@@ -227,10 +223,6 @@ def _length(item: Alternative) -> int:
     return item.max_model_len
 
 
-def _can_be_had(item: Alternative) -> bool:
-    return item.fits and item.not_in_this_version is None
-
-
 def _possible(changes: Iterable[_Change]) -> Iterator[Alternative]:
     """What each change gives; one that contradicts another option, or that no attention reads, is none."""
     for change in changes:
@@ -249,7 +241,6 @@ def _tried(change: _Change) -> Alternative:
         kv_tokens=0 if fit is None else fit.kv_tokens,
         max_model_len=0 if fit is None else fit.resolved.limits.max_model_len,
         fits=fit is not None,
-        not_in_this_version=change.missing,
     )
 
 
@@ -261,7 +252,7 @@ def _shortest_useful(request: PlanRequest) -> int:
 def _set(request: PlanRequest, words: str, kind: str, option: str, value: object) -> _Change:
     """A change of one option of the config."""
     changed = request.with_config(replace(request.config, **{option: value}))
-    return _Change(words, ((option, "" if value is None else str(value).lower()),), kind, changed)
+    return _Change(words, ((option, LEFT_OUT if value is None else str(value).lower()),), kind, changed)
 
 
 def list_levers(request: PlanRequest, fit: Fit | None) -> list[Alternative]:

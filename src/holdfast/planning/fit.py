@@ -24,9 +24,7 @@ from holdfast.planning.resolve import KV_IS_ASKED, Resolved, numbers, resolve
 from holdfast.planning.target import Target, too_old_words
 from holdfast.planning.terms import Layout, Needs, list_needs
 
-NO_RANKS = (
-    "ranks do not share compressed attention in this version: one GPU that holds all weights runs it, or fewer layers"
-)
+NO_RANKS = "ranks do not share compressed attention in this version; it runs on one GPU, or on a CPU"
 SHORTENED = "shortened from the model's own"
 AGREED_CONTEXT = "what fits on every rank"
 AGREED_PAGES = "as many as the rank with the fewest has"

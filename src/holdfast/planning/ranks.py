@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import ExchangeKind, find_exchange, planned_nodes
 from holdfast.distributed.mesh import Mesh, meshes
-from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, shown
+from holdfast.errors import ConfigError, HoldfastError, MemoryPlanError, UnsupportedModelError, shown
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.fit import Agreed, PlanRequest, RunnerPlan, fit_runner, try_fit
+from holdfast.planning.fit import NO_RANKS, Agreed, PlanRequest, RunnerPlan, fit_runner, try_fit
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.resolve import resolve
 from holdfast.planning.stages import Cuts, StageCosts, best_cuts
@@ -221,6 +221,16 @@ def worst_request(
         return unfitting, None
     plans = plan_ranks(config, declared, reports)
     return requests[plans.worst], plans
+
+
+def refuse_unshared(config: EngineConfig, declared: DeclaredModel) -> None:
+    """Refuse to start a model on ranks that is only planned for them."""
+    if config.num_ranks > 1 and declared.is_compressed:
+        raise UnsupportedModelError(
+            f"{declared.name} on {config.num_ranks} ranks was asked",
+            NO_RANKS,
+            "leave out tensor_parallel_size and pipeline_parallel_size; holdfast plan says which GPU holds it, if one does",
+        )
 
 
 def check_ranks(config: EngineConfig, declared: DeclaredModel) -> None:

@@ -121,8 +121,8 @@ def choose_device(config: EngineConfig) -> tuple[str, str]:
     if config.device == "auto":
         if not torch.cuda.is_available():
             return "cpu", "no GPU is there"
-        too_old = _too_old_here(0)
-        return ("cuda:0", "a GPU is there") if too_old is None else ("cpu", f"the GPU that is there {too_old}")
+        unfit = _unfit_here(0)
+        return ("cuda:0", "a GPU is there") if unfit is None else ("cpu", f"the GPU that is there {unfit}")
     if config.device == "cpu":
         return "cpu", "asked"
     index = int(config.device.partition(":")[2] or 0)
@@ -131,17 +131,20 @@ def choose_device(config: EngineConfig) -> tuple[str, str]:
         raise ConfigError(
             f"device={config.device!r} was asked", f"torch sees {num_devices} CUDA devices here", "try device='auto'"
         )
-    too_old = _too_old_here(index)
-    if too_old is not None:
-        raise ConfigError(f"device={config.device!r} was asked", f"it {too_old}", "try device='cpu', or a newer GPU")
+    unfit = _unfit_here(index)
+    if unfit is not None:
+        other = "an NVIDIA GPU" if torch.version.hip else "a newer GPU"
+        raise ConfigError(f"device={config.device!r} was asked", f"it {unfit}", f"try device='cpu', or {other}")
     return f"cuda:{index}", "asked"
 
 
-def _too_old_here(index: int) -> str | None:
+def _unfit_here(index: int) -> str | None:
     """None, or why kernels do not run on a GPU that is there, in words."""
     import torch
 
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    if torch.version.hip:  # torch for ROCm calls AMD GPUs cuda devices, and their capabilities are other numbers
+        return f"does not run: AMD GPUs are not supported, and {name} is one (torch is built for ROCm)"
     return too_old_words(Target("cuda", name, 0, 0, 0, "", capability=capability))
 
 

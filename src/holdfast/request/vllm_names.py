@@ -54,7 +54,7 @@ ENGINE_ALIASES: Mapping[str, str] = {
 SAME_ENGINE_NAMES = (
     *("model", "tokenizer", "dtype", "kv_cache_dtype", "quantization", "load_format", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager", "device", "seed"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes"),
+    *("scheduling_policy", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes"),
 )
 """Engine options that are called the same in both."""
 
@@ -117,9 +117,6 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only("use memory_limit, quantization or a KV format", 0, 0.0, names="cpu_offload_gb kv_offloading_size"),
     **_only("use kv_cache_memory, in bytes", names="num_gpu_blocks_override"),
     **_only("use max_model_len", False, names="disable_sliding_window"),
-    **_only(
-        "requests go by priority; equals are first come, first served", "fcfs", "priority", names="scheduling_policy"
-    ),
     **_only("write what you need with the streams of AsyncLLM", names="scheduler_cls logits_processors worker_cls"),
     **_only("write what you need with the streams of AsyncLLM", "", names="worker_extension_cls"),
     **_only(

@@ -22,7 +22,7 @@ from holdfast.config import EngineConfig, Limits
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import can_be_captured
 from holdfast.distributed.mesh import ALONE, Mesh
-from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
+from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.kernels.latent.latent_geometry import compressed_splits
 from holdfast.kernels.native_library import compile_native, native_library
 from holdfast.kernels.triton_compat import compiled_folder, counting_compiles
@@ -555,14 +555,8 @@ def _warm(runner: Runner, rows: Sequence[int], graphs: StepGraphs | None, on_pre
 
 
 def _refuse_ranks(plan: RunnerPlan) -> None:
-    """What ranks cannot do, or not to the bit."""
+    """What ranks cannot do to the bit."""
     mesh = plan.mesh
-    if not mesh.is_alone and plan.cache is not None and plan.cache.has_states:
-        raise UnsupportedModelError(
-            f"{plan.declared.name} was asked to run on {mesh.num_ranks} ranks",
-            "compressed attention and streams (DeepSeek-V4) are planned for ranks and run on one",
-            "take one rank",
-        )
     if mesh.is_exact and plan.target.kind == "cpu" and native_library() is None:
         raise ConfigError(
             "tensor_parallel_sums=exact was asked",

@@ -265,7 +265,7 @@ def _upper_kernel(p_upper, p_out, COLUMNS: constexpr):
     tl.store(p_out + o_c[:, None], upper_columns(p_upper, o_c))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
 def test_the_table_tells_columns_of_the_upper_half(device, head_dim, dtype):
     columns = max(16, 1 << (head_dim // 8 - 1).bit_length())

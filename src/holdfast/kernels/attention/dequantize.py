@@ -306,9 +306,10 @@ def upper_columns(p_upper, o_c):
     """-1 for columns in the upper half of a row of words, else 0: [C, 1].
 
     From memory (numbers below zero say yes), because a tile that is computed would keep the codes beside it from going
-    straight from shared memory into operands.
+    straight from shared memory into operands. Only the two bytes with the sign of a number are read, whatever its type.
     """
-    return tl.load(p_upper.to(tl.pointer_type(tl.int16)) + o_c[:, None]) >> 15
+    PIECES: constexpr = p_upper.dtype.element_ty.primitive_bitwidth // 16
+    return tl.load(p_upper.to(tl.pointer_type(tl.int16)) + (o_c[:, None] * PIECES + PIECES - 1)) >> 15
 
 
 @jit
