@@ -465,7 +465,7 @@ class EngineCore:
                 continue
             self._num_proposed_tokens += len(item.proposals)
             self._num_accepted_tokens += min(len(token_ids), max(len(result.token_ids) - 1, 0))
-            num_prompt = min(item.num_rows, item.sequence.num_prompt_tokens - item.start)
+            num_prompt = min(item.num_new_tokens, item.sequence.num_prompt_tokens - item.start)
             self._num_prompt_tokens += max(num_prompt, 0)
             if token_ids or ending is not None or result.prompt_logprobs:
                 outputs.append(_output(live, item, result, token_ids, ending))
