@@ -57,12 +57,12 @@ def forks_ignore_the_salt(patch):
     patch.setattr(holdfast.engine.sharing, "_key", lambda sequence: (b"", *real(sequence)[1:]))
 
 
-@mutant("which started before a reset", first_seed=7)
+@mutant("assert")
 def forks_ignore_a_reset(patch):
     patch.setattr(PrefixCache, "is_current", lambda self, chain: True)
 
 
-@mutant("forks from another prompt", first_seed=10)
+@mutant("forks from another prompt", first_seed=14)
 def forks_compare_only_the_last_tokens(patch):
     patch.setattr(holdfast.engine.sharing, "KEY_TOKENS", 1)
     patch.setattr(Leaders, "twin", lambda self, sequence: self._twins.get(holdfast.engine.sharing._key(sequence)))
@@ -70,11 +70,11 @@ def forks_compare_only_the_last_tokens(patch):
 
 @mutant("must compute its whole prompt|must not use cached pages")
 def sequences_that_must_not_share_fork(patch):
-    def admit(self, scheduled, budget):
+    def admit(self, scheduled, budget, ends_prompt):
         waiting = {one: one.use_prefix_cache for one in self.waiting}
         for one in waiting:
             one.use_prefix_cache = True
-        real(self, scheduled, budget)
+        real(self, scheduled, budget, ends_prompt)
         for one, uses in waiting.items():
             one.use_prefix_cache = uses
 
@@ -142,7 +142,7 @@ def window_pages_of_a_fork_after_its_hit_are_kept(patch):
     patch.setattr(holdfast.engine.scheduler, "fork_start", fork_start)
 
 
-@mutant(r"tokens in a step|runs -\d+ tokens")
+@mutant(r"tokens in a step|runs -\d+ tokens", first_seed=3)
 def forks_count_as_rows(patch):
     patch.setattr(ScheduledSequence, "num_rows", property(lambda self: self.num_new_tokens))
 

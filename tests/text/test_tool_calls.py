@@ -450,7 +450,7 @@ def test_the_format_is_chosen_by_name_or_by_what_the_template_teaches():
     assert choose_tool_parser(None) is None
     assert choose_tool_parser(qwen, "none") is None
     assert choose_tool_parser(None, "llama3_json") is LLAMA3_JSON
-    with pytest.raises(RequestError, match=r"hermes, llama3_json, .*deepseek_v4 are there"):
+    with pytest.raises(RequestError, match=r"there are hermes, llama3_json, .*deepseek_v4"):
         choose_tool_parser(qwen, "hermit")
     for source in CHAT_TEMPLATES.values():
         choose_tool_parser(source)

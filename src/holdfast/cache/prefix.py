@@ -14,8 +14,8 @@ A slot is a HOLE where the page was behind its window when the block was complet
 h tokens can be served with is what every group has: all its pages where a group keeps the whole context, those of the
 last W - 1 tokens where it has a window, and nothing where its state begins anew at h (nowhere else: no state is kept).
 
-A block enters when the step that computes its last token is given. Whoever computes the same block later keeps a private copy, but fills
-holes with what it has. An evicted page of a window leaves a hole. One of a whole context takes its entry and
+A block enters when the scheduler issues the step that completes it. A sequence that computes it again keeps a private
+copy and fills holes. An evicted page of a window leaves a hole. One of a whole context takes its entry and
 everything below, because without it nobody could use them. An entry without pages and without children goes; one with
 children stays as their link. Hence: every parent of an entry is an entry, each entry leads to a page, and as links
 are short beside pages their number is bounded by a small multiple of the pages.
@@ -198,7 +198,7 @@ class PrefixCache:
         self, own: tuple[PrefixChain, Sequence[int]], other: tuple[PrefixChain, Sequence[int]], index: int
     ) -> bool:
         """True if two sequences agree in salt and tokens up to the end of block `index`, which both have in full."""
-        if (index + 1) * self.block_tokens > min(len(own[1]), len(other[1])):
+        if not self._can_hit or (index + 1) * self.block_tokens > min(len(own[1]), len(other[1])):
             return False
         keys = [self._key(*one, index) for one in (own, other)]
         return own[0].salt == other[0].salt and keys[0] == keys[1]

@@ -68,10 +68,10 @@ smallest pages. In a step that preempted someone nobody is admitted.
 **Preemption frees memory at once**, because it happens only with nothing in flight. A sequence that is admitted on a hit
 of h tokens takes a new page in every group that keeps rows, because h ends a page in all of them and the token at h is
 never part of a hit, and its states are its own. What it computed can be shared only with sequences admitted later; of
-equals these are preempted first. A fork may hold no page of its own until its second step. So each preemption makes pages available, as long as some group still holds the newest
+equals these are preempted first. So each preemption makes pages available, as long as some group still holds the newest
 token, or a state, between steps: every one but a window of 1, which at the end of a page holds nothing. If all groups
-are such, if a fork at the end of a page gives way, or one whose pages a more important one shares, a preemption may free
-nothing, and the next one follows; nothing below needs more.
+are such, or one gives way whose pages a more important one shares, a preemption may free nothing, and the next one
+follows; nothing below needs more.
 
 **Liveness.** Whoever calls books the oldest step in flight whenever schedule() gives None or an empty step. Then the first
 that runs advances by at least one token in every step that is given with nothing in flight, and in between it goes on or
@@ -168,9 +168,9 @@ class Scheduler:
         self._num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
-        """Tokens of sequences that asked the prefix cache at their first admission."""
+        """Tokens of sequences that could share at their first admission."""
         self.num_prefix_hit_tokens = 0
-        """How many of those it held."""
+        """How many of those were on pages, cached or of the same step; all but the last of a fork."""
 
     @property
     def num_waiting(self) -> int:
@@ -244,7 +244,7 @@ class Scheduler:
         """
         items: list[ScheduledSequence] = []
         full: list[tuple[Sequence, int]] = []
-        block_tokens = self.prefix.block_tokens
+        block_tokens, ends_prompt = self.prefix.block_tokens, False
         budget = self.limits.max_num_batched_tokens
         num_preemptions = self.num_preemptions
         if self._short is not None and not self._serve_short(self._short):
@@ -281,11 +281,12 @@ class Scheduler:
             budget -= num_new_tokens + len(proposals)
             if end // block_tokens > start // block_tokens:
                 full.append((sequence, end))
+            ends_prompt |= end == sequence.num_prompt_tokens
         # From here on the step is certain, so those that are admitted may start on what it computes.
         for sequence, end in full:
             self._register(sequence, end, self._num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self._admit_waiting(items, budget)
+            self._admit_waiting(items, budget, ends_prompt)
         if items:
             return self._launched(items)
         is_stuck = self._in_flight and self._quarantine and self.num_waiting
@@ -526,11 +527,17 @@ class Scheduler:
         self.num_preemptions += 1
         return sequence
 
-    def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int) -> None:
+    def _admit_waiting(self, scheduled: list[ScheduledSequence], budget: int, ends_prompt: bool) -> None:
+        """Admit from the front of the queue; `ends_prompt`: the prompt of a running sequence ends in this step."""
+        if not ends_prompt and (budget == 0 or self._is_still_blocked(self._queues.first_waiting)):
+            return
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
         most = self.limits.max_num_seqs if self.num_stages == 1 else self._most_admitted()
+        # Forks choose without a row, and the last layer has no more rows than a step may have.
+        num_left = min(self.limits.sampled_rows, self.limits.max_num_batched_tokens)
+        num_left -= sum(item.samples + len(item.proposals) for item in scheduled)
         leaders: Leaders | None = None
-        while self.num_waiting and self._slots.num_free and len(scheduled) < most:
+        while self.num_waiting and self._slots.num_free and len(scheduled) < most and num_left > 0:
             sequence = self._queues.first_waiting
             if leaders is None:
                 leaders = Leaders(self.prefix, scheduled, self._queues.running, lambda one: self._tracks[one].chain)
@@ -568,6 +575,7 @@ class Scheduler:
             scheduled.append(item)
             leaders.add(item)
             budget -= item.num_rows
+            num_left -= item.samples
             claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
 
     def _most_admitted(self) -> int:

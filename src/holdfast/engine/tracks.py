@@ -57,7 +57,7 @@ class Quarantined:
     """What a finished sequence leaves to steps in flight."""
 
     last_step: int
-    """Once this one is booked nobody writes here any more."""
+    """After this step is booked, no step writes these pages."""
     slot: int
     tables: list[list[int]]
 
@@ -70,7 +70,7 @@ class Guesses:
     num_rows: int
     """Positions that may choose a token beside one of each sequence."""
     num_claimed: int | None = None
-    """Pages that are for those that run, once somebody has asked for more."""
+    """Pages reserved for running sequences; None until a proposal needs a page."""
 
 
 def admitted(sequence: Sequence, fork_of: int) -> Admitted:
@@ -89,7 +89,7 @@ def admitted(sequence: Sequence, fork_of: int) -> Admitted:
 
 
 def new_pages(sequence: Sequence, track: Track) -> tuple[tuple[int, ...], ...]:
-    """What no step has told of; by now one does."""
+    """Return pages that no step has sent yet, and mark them as sent."""
     tables, num_told = sequence.tables, track.num_told
     pages = tuple(tuple(table[told:]) for table, told in zip(tables, num_told, strict=True))
     track.num_told = [len(table) for table in tables]

@@ -274,7 +274,7 @@ def _amd(name: str) -> ConfigError:
     """The refusal of a GPU that no kernel here is made for."""
     least = ".".join(map(str, LEAST_CAPABILITY))
     return ConfigError(
-        f"gpu={shown(name)} was asked",
+        f"gpu={shown(name)} is an AMD GPU",
         f"AMD GPUs are not supported: kernels need an NVIDIA GPU of compute capability {least} or more",
         "name an NVIDIA GPU, which holdfast plan --list shows, or run on the CPU",
     )

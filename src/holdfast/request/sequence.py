@@ -86,8 +86,10 @@ class Sequence:
 
 
 class ScheduledSequence(NamedTuple):
-    """Positions [start, start + num_new_tokens) of a sequence run in this step, on the sequence's pages. One for every token
-    of a step: therefore a tuple."""
+    """Positions [start, start + num_new_tokens) of a sequence run in this step, on the sequence's pages.
+
+    A NamedTuple: every step makes one per sequence, and a dataclass costs more.
+    """
 
     sequence: Sequence
     start: int

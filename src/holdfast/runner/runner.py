@@ -269,6 +269,8 @@ class Runner:
                 batch = self._fill(self._eager_step(start, num_rows), [num_rows - 1])
                 self.model.hidden(batch, self.backend.plan(batch))
                 self.sampler.end_step()
+            if self._copy_cache is not None:
+                self._copy_cache([(0, self.num_pages - 1)], 0, self.limits.max_num_seqs - 1)
             for number, num_rows in enumerate(rows, 1):
                 if on_warm is not None:
                     on_warm(number, len(rows) + 1)
@@ -391,7 +393,8 @@ class Runner:
             first = 0
             if not group.is_state:
                 first = max(fork.num_stored // group.page_tokens, group.first_page(num_tokens - 1))
-            pairs += zip(table[first : group.pages_for(num_tokens)], pages[first:], strict=False)
+            end = group.pages_for(num_tokens)
+            pairs += zip(table[first:end], pages[first:end], strict=True)
         assert self._copy_cache is not None, "forks need a cache that can be copied"
         self._copy_cache(pairs, source.slot, fork.slot)
 
@@ -487,8 +490,12 @@ class Runner:
         return None if slots_T is None or not self.sampler.keeps_tokens else slots_T[:num_rows]
 
     def _fill(self, step: LiveStep, logit_rows: list[int], keep_slots: SequenceABC[int] = ()) -> Batch:
-        """As it is, or padded to a size of steps; those whose logits are wanted too, if there are any."""
-        num_rows, num_logits = self._padded(step.num_tokens), self._padded(len(logit_rows)) if logit_rows else 0
+        """As it is, or padded to a size of steps; those whose logits are wanted too, if there are any.
+
+        The last layer puts wanted rows in the place of rows. Forks may want more than there are: then the step is padded.
+        """
+        num_rows = self._padded(max(step.num_tokens, len(logit_rows)))
+        num_logits = self._padded(len(logit_rows)) if logit_rows else 0
         batch = self.buffers.fill(step, logit_rows, num_rows, num_logits, keep_slots)
         is_coming = any(item.num_tokens > item.sequence.num_tokens for item in step.scheduled)
         if is_coming or self.sampler.shares_tokens:

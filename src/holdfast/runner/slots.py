@@ -157,7 +157,8 @@ class Slots:
             num_tokens = admitted.num_prompt_tokens
             if source is None or item is None or own is None or admitted.fork_of in sources or place >= own_place:
                 _refuse_item(step, admitted, f"forks from slot {admitted.fork_of}, which does not run before it")
-            if item.start + item.num_new_tokens - len(item.proposals) != num_tokens or own.num_new_tokens != 1:
+            is_last = own.start == num_tokens - 1 and own.num_new_tokens == 1
+            if item.start + item.num_new_tokens - len(item.proposals) != num_tokens or not is_last:
                 _refuse_item(step, admitted, f"forks from slot {admitted.fork_of}, which does not end its prompt here")
             if source.sequence.token_ids[:num_tokens] != list(admitted.token_ids):
                 _refuse_item(step, admitted, f"forks from slot {admitted.fork_of}, which has another prompt")

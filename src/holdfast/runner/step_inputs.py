@@ -305,6 +305,7 @@ class BatchBuffers:
             self.inputs.host[2 : self._num_listed, num_real:num_rows] = PADDING_SLOT
         logits, num_wanted = None, num_rows
         counts = [num_rows] * self._num_listed
+        assert len(logit_rows) <= num_rows, f"{len(logit_rows)} wanted rows in the place of {num_rows}"
         if is_listed or step.has_forks or len(logit_rows) != num_real:
             logits = self._write_logit_rows(logit_rows, sequences, num_padded_logit_rows)
             num_wanted = logits.rows_R.shape[0]

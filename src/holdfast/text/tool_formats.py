@@ -174,8 +174,8 @@ def choose_tool_parser(template: str | None, name: str = AUTO) -> ToolFormat | N
         form = FORMATS.get(name) or _OTHER_NAMES.get(name)
         if form is None:
             raise RequestError(
-                f"the tool parser {shown(name)} was asked",
-                f"{', '.join(FORMATS)} are there",
+                f"{shown(name)} is no tool parser",
+                f"there are {', '.join(FORMATS)}",
                 f"use one, {AUTO} or {NONE}",
             )
         return form

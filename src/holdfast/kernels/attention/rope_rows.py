@@ -7,8 +7,8 @@ position of token t. A ratio of 1 serves tokens, others serve entries that stand
 
 An angle is the float32 product of position and frequency, rounded to float32, as transformers computes it. At a million tokens
 the exact product is 0.03 away from it. cos and sin of that number are taken in float64, reduced by multiples of pi / 2 in two
-parts; they are rounded to float32, multiplied by the factor and rounded to the type of the rows. A step has few such numbers,
-so float64 costs nothing, also on GPUs with few units for it. libdevice's sin and cos do: a lone row waits 10 us for them.
+parts; they are rounded to float32, multiplied by the factor and rounded to the type of the rows. float64 is cheap here: a
+step has few angles. libdevice's sin and cos are not: they slow a step of one row by several us.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ class RopeRows(NamedTuple):
 
 
 def fill_rope_rows(positions_T: torch.Tensor, rows: RopeRows) -> None:
-    """Rows [0, T) of every set from the step's positions; later rows stay. A position may be any integer."""
+    """Rows [0, T) of every set from the step's positions; later rows stay. Below position 0 rows are finite and unspecified."""
     fill = fill_rope_rows_triton if can_run(rows.cos_STP) else fill_rope_rows_reference
     fill(positions_T, rows)
 

@@ -2,8 +2,8 @@
 
 T rows, I index heads, D elements of a vector, R rotated ones, the last
 
-RMSNorm of all D elements, then rope on neighbours: for entries a row's cos and sin are those of the entry's first token. All of it is in float32 and
-rounded once, to the type that it is kept in. TurboQuant keeps the elements before the last R in the rotated space
+RMSNorm of all D elements, then rope on neighbours: for entries a row's cos and sin are those of the entry's first token.
+All of it is in float32 and rounded once, to the type that it is kept in. TurboQuant keeps the elements before the last R in the rotated space
 (quant/kv_quantize.py), by blocks of the largest power of two that divides them.
 """
 
