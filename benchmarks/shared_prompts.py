@@ -93,7 +93,8 @@ def measure(engines: dict[str, Counted], arguments: argparse.Namespace) -> list[
             prompts = [stem + prompt_of(num_own, 100 * number + place) for place in range(num_requests)]
             values[kind] = counted.run(prompts, n)
             print(f"{name}: {kind} {values[kind]}", flush=True)
-        rows.append({"measure": name, "values": values})
+        figures = {key: {kind: found[key] for kind, found in values.items()} for key in values["shared"]}
+        rows.append({"measure": name, "unit": "rows", "values": figures.pop("rows"), **figures})
     return rows
 
 
@@ -131,8 +132,8 @@ def main() -> None:
         [
             (
                 row["measure"],
-                *(row["values"]["shared"][key] for key in ("rows", "pages", "seconds")),
-                *(row["values"].get("alone", {}).get(key, "-") for key in ("rows", "seconds")),
+                *(row[key]["shared"] for key in ("values", "pages", "seconds")),
+                *(row[key].get("alone", "-") for key in ("values", "seconds")),
             )
             for row in rows
         ],

@@ -265,12 +265,12 @@ SECTIONS: Mapping[str, Columns] = {
     },
     "shared-prompts": {
         "": _value("measure"),
-        "rows": _value("values", "shared", "rows"),
-        "without sharing": _value("values", "alone", "rows"),
-        "pages": _value("values", "shared", "pages"),
-        "without": _value("values", "alone", "pages"),
-        "seconds": _value("values", "shared", "seconds"),
-        "without ": _value("values", "alone", "seconds"),
+        "rows": _value("values", "shared"),
+        "without sharing": _value("values", "alone"),
+        "pages": _value("pages", "shared"),
+        "without sharing ": _value("pages", "alone"),
+        "seconds": _value("seconds", "shared"),
+        "without sharing  ": _value("seconds", "alone"),
     },
     "channel": {
         "tokens/s": _value("measure"),

@@ -81,21 +81,19 @@ class Counted:
         """Answer prompts that arrive together: of each completion the tokens with their log-probabilities."""
         self.num_rows = self.max_pages = 0
         told: dict[tuple[str, int], list[Any]] = {}
-        options = {
-            "max_tokens": NUM_OUTPUT,
-            "ignore_eos": True,
-            "logprobs": 1,
-            "temperature": 0.0,
-            "detokenize": False,
-        } | params
         for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, SamplingParams(**options))
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params_of(**params))
         pool = engine.scheduler.pool
         while engine.has_unfinished():
             for delta in engine.step():
                 _take(told, delta)
             self.max_pages = max(self.max_pages, sum(pool.num_owned_by_group))
         return [told[key] for key in sorted(told)]
+
+
+def params_of(**params: Any) -> SamplingParams:
+    options = {"max_tokens": NUM_OUTPUT, "ignore_eos": True, "logprobs": 1, "temperature": 0.0, "detokenize": False}
+    return SamplingParams(**(options | params))
 
 
 def _take(told: dict[tuple[str, int], list[Any]], delta: CompletionDelta) -> None:
@@ -158,7 +156,7 @@ def test_prompts_that_begin_alike_compute_the_beginning_once(
     assert_alike(shared, alone, 0.0 if is_exact else 0.06)
 
 
-@pytest.mark.parametrize("num_tokens", [2, pytest.param(33, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_tokens", [2, pytest.param(34, marks=pytest.mark.slow)])
 @each_case({"windows-auto", "latent-auto"})
 def test_more_completions_than_prompt_tokens_answer_alike(
     family: str, kv_format: str, device: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +175,16 @@ def test_more_completions_than_prompt_tokens_answer_alike(
     assert_alike(shared, alone, 0.0 if is_exact else 0.06)
     # Over codes torch rounds a lone row of a found prefix otherwise than rows of a chunk.
     assert_alike(again, alone, 0.0 if is_exact and kv_format == "auto" else 0.06)
+
+
+def test_forks_beside_prompt_logprobs_stay_within_the_step(tmp_path: Path) -> None:
+    with opened(tmp_path, "qwen3", "auto", "cpu", max_num_batched_tokens=64) as engine:
+        ends: list[Any] = []
+        engine.add_request("a", {"prompt_token_ids": prompt_of(61)}, params_of(prompt_logprobs=0))
+        engine.add_request("b", {"prompt_token_ids": prompt_of(2, 3)}, params_of(n=6, temperature=1.0))
+        while engine.has_unfinished():
+            ends += [delta.error for delta in engine.step() if delta.finish_reason is not None]
+        assert ends == [None] * 7
 
 
 def test_more_sequences_than_rows_of_a_step_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ def faulty_tokenizer(method: str, k: int) -> Tokenizer:
                 fault()
             return super().encode(text, add_special_tokens)
 
-        def text_stream(self, skip_special_tokens):
-            return FaultyStream(super().text_stream(skip_special_tokens), method, fault)
+        def text_stream(self, skip_special_tokens, kept_token_ids=frozenset()):
+            return FaultyStream(super().text_stream(skip_special_tokens, kept_token_ids), method, fault)
 
         def token_text(self, token_id):
             if method == "token_text":

@@ -103,7 +103,7 @@ from holdfast.cache.prefix import PrefixCache, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
 from holdfast.engine.page_needs import PageNeeds
 from holdfast.engine.queues import Queues, SlotPool, named
-from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start
+from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start, num_wanted
 from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, new_pages
 from holdfast.errors import QueueFullError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
@@ -534,10 +534,9 @@ class Scheduler:
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
         most = self.limits.max_num_seqs if self.num_stages == 1 else self._most_admitted()
         # Forks choose without a row, and the last layer has no more rows than a step may have.
-        num_left = min(self.limits.sampled_rows, self.limits.max_num_batched_tokens)
-        num_left -= sum(item.samples + len(item.proposals) for item in scheduled)
+        num_left = self.limits.max_num_batched_tokens - sum(map(num_wanted, scheduled))
         leaders: Leaders | None = None
-        while self.num_waiting and self._slots.num_free and len(scheduled) < most and num_left > 0:
+        while self.num_waiting and self._slots.num_free and len(scheduled) < most:
             sequence = self._queues.first_waiting
             if leaders is None:
                 leaders = Leaders(self.prefix, scheduled, self._queues.running, lambda one: self._tracks[one].chain)
@@ -551,7 +550,8 @@ class Scheduler:
             if claims is None:
                 claims = sum(map(self._claim, self._queues.running))
             start = hit_start(self._hit(sequence), self._tokens_again)
-            if source is not None:
+            # With one row left there is nothing to copy, and a step of single rows stays one.
+            if source is not None and (budget == 0 or start.num_computed < len(sequence.token_ids) - 1):
                 fork = fork_start(start.hit, source, self.groups)
                 if claims + self._num_taken(sequence, fork) <= self.pool.num_available:
                     start = fork
@@ -571,11 +571,14 @@ class Scheduler:
                     self.prefix.num_filled,
                 )
                 return
+            most_wanted = 1 if sequence.params.prompt_logprobs is None else budget
+            if num_left < most_wanted:
+                return
             item = self._admit(sequence, start, budget)
             scheduled.append(item)
             leaders.add(item)
             budget -= item.num_rows
-            num_left -= item.samples
+            num_left -= num_wanted(item)
             claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
 
     def _most_admitted(self) -> int:

@@ -152,6 +152,15 @@ def build_runner(
     return BuiltRunner(runner, build.storage, build.plan, ledger, profile, load_seconds, report, build.release)
 
 
+def _copy_cache(
+    storage: PageStorage, states: StateStorage | None, pairs: Sequence[tuple[int, int]], source: int, target: int
+) -> None:
+    """Copy pages, and the states of a slot, for a sequence that forks."""
+    storage.copy_pages(pairs)
+    if states is not None:
+        states.copy_place(source, target)
+
+
 def _log_choices(plan: RunnerPlan) -> None:
     """What was settled before a weight is read, and why."""
     for choice in plan.resolved.choices:
@@ -339,17 +348,11 @@ class RunnerBuild:
             frozenset(self._model.generation.eos_token_ids),
             device,
             self.row_sizes,
-            self._copy_cache,
+            partial(_copy_cache, storage, self._states),
         )
         self._releases.append(runner.close)
         self._centre_keys(runner, biases, means)
         return runner
-
-    def _copy_cache(self, pairs: Sequence[tuple[int, int]], source: int, target: int) -> None:
-        """Copy pages, and the states of a slot, for a sequence that forks."""
-        self.storage.copy_pages(pairs)
-        if self._states is not None:
-            self._states.copy_place(source, target)
 
     def _sampler(self) -> Sampler | SharedSampler:
         """From whole logits, or on ranks from a share of them."""

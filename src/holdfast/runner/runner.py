@@ -340,7 +340,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.release()
             self.graphs = None
-        for name in ("model", "backend", "buffers", "sampler"):
+        for name in ("model", "backend", "buffers", "sampler", "_copy_cache"):
             vars(self).pop(name, None)
 
     def _keep_if_failed(self) -> bool:
