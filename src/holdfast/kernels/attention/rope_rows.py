@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -57,7 +57,10 @@ def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
 
 
 def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
-    """The same as one Triton kernel, a program a row."""
+    """The same as one Triton kernel, a program a row.
+
+    It is launched without PDL: every kernel of the step counts on its rows, also through kernels that wait for nothing.
+    """
     num_rows, num_pairs = len(positions_T), rows.cos_STP.shape[2]
     assert positions_T.is_contiguous(), f"{positions_T.stride()=}: positions must lie side by side"
     assert rows.frequency_SP.is_contiguous(), f"{rows.frequency_SP.stride()=}: frequencies must lie side by side"
@@ -67,7 +70,7 @@ def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
         assert num_rows <= table_STP.shape[1], f"{num_rows=} for {table_STP.shape=}"
     if num_rows == 0:
         return
-    block, pdl = next_power_of_two(num_pairs), supports_pdl(rows.cos_STP)
+    block = next_power_of_two(num_pairs)
     _rope_rows_kernel[(num_rows,)](
         positions_T,
         rows.frequency_SP,
@@ -79,9 +82,7 @@ def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
         NUM_SETS=len(rows.ratios),
         NUM_PAIRS=num_pairs,
         BLOCK=block,
-        PDL=pdl,
         num_warps=min(MOST_WARPS, max(1, block // THREADS_PER_WARP)),
-        **pdl_launch(pdl),
     )
 
 
@@ -127,17 +128,11 @@ def _rope_rows_kernel(
     NUM_SETS: constexpr,
     NUM_PAIRS: constexpr,
     BLOCK: constexpr,
-    PDL: constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     i_row = tl.program_id(0).to(tl.int64)
     i_position = tl.load(p_positions + i_row)
     o_p = tl.arange(0, BLOCK)
     m_p = o_p < NUM_PAIRS
-    if PDL:
-        # Kernels of the step before may still read the rows. Positions were copied before any kernel of this step.
-        tl.extra.cuda.gdc_wait()
     for i in tl.static_range(NUM_SETS):
         i_start = i_position // RATIOS[i] * RATIOS[i]
         b_frequency = tl.load(p_frequency + i * NUM_PAIRS + o_p, mask=m_p, other=0.0)
