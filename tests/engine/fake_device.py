@@ -125,6 +125,9 @@ class FakeDevice:
         """Compute what was late and is read by now: the device runs steps in order."""
         late = [part for flight in self.flights for part in flight.parts if part.is_late]
         read = {id(part.held) for part in late if self._is_read(part)}
+        # A fork reads a part of its source that follows the late one.
+        forks = (part for flight in self.flights for part in flight.parts if part.source is not None)
+        read |= {id(part.source.held) for part in forks if part.source is not None}
         for part in late:
             if id(part.held) in read:
                 self._compute([part])
