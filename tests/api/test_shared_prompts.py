@@ -41,6 +41,8 @@ def each_case(quick: Collection[str]) -> pytest.MarkDecorator:
 
 
 NUM_OUTPUT = 3
+NEAR = {"cpu": 1e-4, "cuda": 0.06}
+"""The same where also a CPU rounds by rows: over latents, and a lone row over codes."""
 TOLERANCE = {"cpu": 0.0, "cuda": 0.06}
 """Of log-probabilities: on a GPU products round by the number of rows of a step."""
 
@@ -156,7 +158,7 @@ def test_prompts_that_begin_alike_compute_the_beginning_once(
     assert num_rows == counted.num_rows - 3 * num_shared
     # Over latents a row rounds by the number of rows beside it, so a found prefix is near and not the same.
     is_exact = device == "cpu" and not family.startswith(("latent", "sparse", "compressed"))
-    assert_alike(shared, alone, 0.0 if is_exact else 0.06)
+    assert_alike(shared, alone, 0.0 if is_exact else NEAR[device])
 
 
 @pytest.mark.parametrize("num_tokens", [2, pytest.param(34, marks=pytest.mark.slow)])
@@ -175,9 +177,9 @@ def test_more_completions_than_prompt_tokens_answer_alike(
     with opened(tmp_path, family, kv_format, device, enable_prefix_caching=False, **options) as engine:
         alone = counted.run(engine, [prompt], **params)
     is_exact = device == "cpu" and not family.startswith(("latent", "sparse", "compressed"))
-    assert_alike(shared, alone, 0.0 if is_exact else 0.06)
+    assert_alike(shared, alone, 0.0 if is_exact else NEAR[device])
     # Over codes torch rounds a lone row of a found prefix otherwise than rows of a chunk.
-    assert_alike(again, alone, 0.0 if is_exact and kv_format == "auto" else 0.06)
+    assert_alike(again, alone, 0.0 if is_exact and kv_format == "auto" else NEAR[device])
 
 
 def test_forks_beside_prompt_logprobs_stay_within_the_step(tmp_path: Path) -> None:

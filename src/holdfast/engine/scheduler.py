@@ -103,7 +103,7 @@ from holdfast.cache.prefix import PrefixCache, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
 from holdfast.engine.page_needs import PageNeeds
 from holdfast.engine.queues import Queues, SlotPool, named
-from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start, num_wanted
+from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start
 from holdfast.engine.tracks import Blocked, Guesses, Propose, Quarantined, Track, admitted, new_pages
 from holdfast.errors import QueueFullError
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
@@ -534,7 +534,7 @@ class Scheduler:
         claims: int | None = None  # of all that run, summed up once somebody is worth a try
         most = self.limits.max_num_seqs if self.num_stages == 1 else self._most_admitted()
         # Forks choose without a row, and the last layer has no more rows than a step may have.
-        num_left = self.limits.max_num_batched_tokens - sum(map(num_wanted, scheduled))
+        num_left = self.limits.max_num_batched_tokens - sum(item.num_logits for item in scheduled)
         leaders: Leaders | None = None
         while self.num_waiting and self._slots.num_free and len(scheduled) < most:
             sequence = self._queues.first_waiting
@@ -578,7 +578,7 @@ class Scheduler:
             scheduled.append(item)
             leaders.add(item)
             budget -= item.num_rows
-            num_left -= num_wanted(item)
+            num_left -= item.num_logits
             claims = sum(map(self._claim, self._queues.running)) if self._windows else claims + self._claim(sequence)
 
     def _most_admitted(self) -> int:
@@ -592,9 +592,9 @@ class Scheduler:
         num_owners = self.pool.num_owners
         longest = self._tracks[sequence.sequence_id].longest
         claim = self._needs.claim(sequence, start.tables, start.num_kept, longest, lambda page: num_owners(page) > 0)
-        # Hits save pages, but those that nobody owns were counted as available.
+        # Hits save pages, but pages without an owner were counted as available.
         num_revived = sum(num_owners(page) == 0 for table in start.tables for page in table if page != HOLE)
-        # A page that had one owner will have two: behind that one's window it would no longer come back.
+        # A page that had one owner will have two: after that one's window it would no longer come back.
         joined = (page for index in self._windows for page in start.tables[index] if page != HOLE)
         return claim + num_revived + sum(num_owners(page) == 1 for page in joined)
 

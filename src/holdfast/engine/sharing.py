@@ -67,14 +67,6 @@ def fork_start(hit: PrefixHit, twin: Completion, groups: Sequence[CacheGroup]) -
     return Start(hit, tuple(tables), num_computed, hit.num_tokens, twin)
 
 
-def num_wanted(item: ScheduledSequence) -> int:
-    """Rows of logits that a sequence wants of a step: of its prompt if it has prompt logprobs, and one for each choice."""
-    num_prompt = 0
-    if item.sequence.params.prompt_logprobs is not None:
-        num_prompt = max(0, min(item.num_rows, item.sequence.num_prompt_tokens - 1 - item.start))
-    return num_prompt + item.samples + len(item.proposals)
-
-
 class Leaders:
     """Sequences of one step that others may share with: those whose prompt ends here, and those that go on after it."""
 

@@ -112,6 +112,18 @@ class ScheduledSequence(NamedTuple):
         return self.num_new_tokens if self.source is None else 0
 
     @property
+    def num_prompt_logits(self) -> int:
+        """Rows of its prompt whose logits it wants, for prompt logprobs."""
+        if self.sequence.params.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.num_rows, self.sequence.num_prompt_tokens - 1 - self.start))
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that it wants: those of its prompt, and one for each choice."""
+        return self.num_prompt_logits + self.samples + len(self.proposals)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the sequence before this step chooses, proposals left out; the position of the first chosen one."""
         return self.start + self.num_new_tokens - len(self.proposals)

@@ -83,10 +83,10 @@ class _WantedRows(NamedTuple):
                 wanted._add_choices(item, prompt_ends[item.source.slot])
                 continue
             sequence, end, num_prompt = item.sequence, row + item.num_new_tokens, 0
+            if sequence.params.prompt_logprobs is not None:
+                num_prompt = item.num_prompt_logits
             if has_forks:
                 prompt_ends[sequence.slot] = end - len(item.proposals)
-            if sequence.params.prompt_logprobs is not None:
-                num_prompt = max(0, min(item.num_new_tokens, sequence.num_prompt_tokens - 1 - item.start))
             wanted.prompt_rows.append((len(wanted.logit_rows), num_prompt) if num_prompt else (0, 0))
             wanted.logit_rows.extend(range(row, row + num_prompt))
             if item.samples:
