@@ -92,13 +92,10 @@ def estimate_speed(request: PlanRequest, fit: Fit) -> SpeedEstimate | None:
 
 
 def decode_rate(layout: Layout, resolved: Resolved, rates: Rates, num_sequences: int, context: float) -> float:
-    """Tokens/s of so many sequences together; stages work on parts of them at once."""
+    """Tokens/s of so many sequences together. Every stage works on a part of them, and a token passes all stages."""
     num_stages = layout.mesh.num_stages
-    rows = -(-num_sequences // num_stages)
-    seconds = step_seconds(layout, resolved, rates, StepLoad(rows, context))
-    return num_sequences / (
-        seconds * -(-num_sequences // rows) if num_sequences >= num_stages else seconds * num_stages
-    )
+    load = StepLoad(-(-num_sequences // num_stages), context)
+    return num_sequences / (num_stages * step_seconds(layout, resolved, rates, load))
 
 
 def first_token_seconds(layout: Layout, resolved: Resolved, rates: Rates, prompt: int) -> float:
