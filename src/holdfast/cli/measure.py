@@ -1,6 +1,7 @@
 """`holdfast doctor --measure`: this machine's devices timed in a process of its own, kept for plans, and told beside data sheets; no torch."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.cli.terminal import write_line
-from holdfast.memory.device_rates import SHEETS, Measured, write_measured
+from holdfast.memory.device_rates import SHEETS, Measured, num_cores, write_measured
 from holdfast.memory.devices import GPUS
 
 PROBE = """import runpy, sys
@@ -17,11 +18,15 @@ sys.path.insert(0, sys.argv[1])
 runpy.run_module("holdfast.cli.rate_probe", run_name="__main__")"""
 
 
+BUSY = "other processes keep this machine's cores busy: measure again when it is quiet"
+
+
 class Measurement(NamedTuple):
     """What a run found, or why it found nothing."""
 
     devices: tuple[Measured, ...]
     problems: tuple[str, ...] = ()
+    """Devices that were not measured, and what makes the rates doubtful."""
     path: str = ""
     """Where it is kept."""
 
@@ -38,10 +43,18 @@ def measure(arguments: Sequence[str] = ()) -> Measurement:
         found = found._replace(problems=(*found.problems, last[0][:300]))
     if not found.devices:
         return found
+    if _is_busy():
+        found = found._replace(problems=(*found.problems, BUSY))
     try:
         return found._replace(path=str(write_measured(found.devices)))
     except OSError as error:
         return found._replace(problems=(*found.problems, f"rates are not kept: {error}"))
+
+
+def _is_busy() -> bool:
+    """Whether more wanted to run in the last minute than there are cores, this measurement included."""
+    cores = num_cores()
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > 1.5 * cores + 1
 
 
 def read_facts(lines: Iterable[str]) -> Measurement:
@@ -64,7 +77,7 @@ def read_facts(lines: Iterable[str]) -> Measurement:
 def rate_rows(found: Measurement) -> list[tuple[str, str]]:
     """Lines of the report: what was measured beside what the data sheet says."""
     rows = [(one.device, _words(one)) for one in found.devices]
-    rows += [("not measured", problem) for problem in found.problems]
+    rows += [("note", problem) for problem in found.problems]
     return [*rows, ("kept in", f"{found.path}; holdfast plan uses it for these devices")] if found.path else rows
 
 
