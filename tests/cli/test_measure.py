@@ -12,8 +12,15 @@ from holdfast.memory.cache_folder import CACHE_VARIABLE
 from holdfast.memory.device_rates import Measured, cpu_identity, measured_cpu, read_measured
 from holdfast.memory.devices import GPUS
 
-CPU = {"device": "some cpu, 2 cores", "total_bytes": 0, "read_bytes_per_second": 2.4e10, "flops_per_second": 7e10}
-H200 = {"device": "NVIDIA H200", "total_bytes": 1, "read_bytes_per_second": 4.3e12, "flops_per_second": 7.8e14}
+CPU = Measured("some cpu, 2 cores", 0, 2.4e10, 7e10)
+H200 = Measured("NVIDIA H200", GPUS["h200"].total_bytes, 4.3e12, 7.8e14)
+
+
+def fact(measured: Measured) -> dict[str, object]:
+    """As the probe tells it."""
+    found = measured._asdict()
+    del found["date"]
+    return found
 
 
 @pytest.fixture
@@ -46,16 +53,17 @@ def test_measure_of_this_cpu_is_kept_for_plans(capsys: pytest.CaptureFixture[str
 
 
 def test_lines_of_the_probe_become_rates_and_problems() -> None:
-    lines = [json.dumps(fact) for fact in ({"next": "x"}, CPU, {"problem": "y: out of memory"}, H200, {"odd": 1}, 3)]
+    lines = [
+        json.dumps(one) for one in ({"next": "x"}, fact(CPU), {"problem": "y: no memory"}, fact(H200), {"odd": 1}, 3)
+    ]
     found = read_facts(["a library says hello", *lines, "{"])
     assert [one.device for one in found.devices] == ["some cpu, 2 cores", "NVIDIA H200"]
-    assert found.problems == ("y: out of memory",)
+    assert found.problems == ("y: no memory",)
     assert all(one.date for one in found.devices)
 
 
 def test_rates_are_told_beside_the_data_sheet() -> None:
-    gpu = GPUS["h200"]
-    devices = Measured(**CPU), Measured(**H200 | {"total_bytes": gpu.total_bytes}), Measured(**H200 | {"device": "new"})
+    devices = CPU, H200, H200._replace(device="new")
     rows = dict(rate_rows(Measurement(devices, ("busy",), "cache/file")))
     assert rows["some cpu, 2 cores"] == "reads 24.0 GB/s, multiplies 70.0 GFLOP/s in float32"
     assert rows["NVIDIA H200"] == (
@@ -74,7 +82,7 @@ def test_probe_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, folder: Pat
 
 def test_rates_in_a_folder_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     folder.write_text("a file")
-    monkeypatch.setattr(measure, "PROBE", f"print({json.dumps(CPU)!r})")
+    monkeypatch.setattr(measure, "PROBE", f"print({json.dumps(fact(CPU))!r})")
     found = measure.measure()
     assert found.devices[0].device == "some cpu, 2 cores"
     assert any(problem.startswith("rates are not kept") for problem in found.problems)
@@ -85,7 +93,7 @@ def test_doctor_with_measure_shows_rates(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "gather", doctor.Facts)
-    monkeypatch.setattr(doctor, "measure", lambda: Measurement((Measured(**CPU),), (), "cache/file"))
+    monkeypatch.setattr(doctor, "measure", lambda: Measurement((CPU,), (), "cache/file"))
     doctor.doctor(as_json, measures=True)
     told = capsys.readouterr().out
     if as_json:
@@ -113,11 +121,11 @@ def test_probe_passes_over_a_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-def test_measured_rates_of_a_gpu_are_near_its_data_sheet(capsys: pytest.CaptureFixture[str]) -> None:
-    found = rate_probe.measure_gpu(0, rate_probe.Sizes(seconds=0.5))
-    gpu = next((gpu for gpu in GPUS.values() if gpu.name == found["device"]), None)
+def test_measured_rates_of_a_gpu_are_near_its_data_sheet() -> None:
+    (found,) = read_facts([json.dumps(rate_probe.measure_gpu(0, rate_probe.Sizes(seconds=0.5)))]).devices
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name == found.device), None)
     if gpu is None:
-        pytest.skip(f"no data sheet of {found['device']}")
+        pytest.skip(f"no data sheet of {found.device}")
     sheet = measure.SHEETS[gpu.key]
-    assert 0.7 < found["read_bytes_per_second"] / (sheet.gigabytes * 1e9) < 1.02
-    assert 0.5 < found["flops_per_second"] / (sheet.bfloat16 * 1e12) < 1.05
+    assert 0.7 < found.read_bytes_per_second / (sheet.gigabytes * 1e9) < 1.02
+    assert 0.5 < found.flops_per_second / (sheet.bfloat16 * 1e12) < 1.05
