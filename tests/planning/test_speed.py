@@ -212,6 +212,14 @@ def test_ranks_are_within_20_percent_of_their_prediction(size: int, batch: int, 
     assert decode_rate(layout, resolved, RATES, batch, 553) == pytest.approx(expected, rel=0.2)
 
 
+def test_estimate_with_guessed_parts_is_wider_and_says_so() -> None:
+    alone, ranks = estimate("Qwen3-32B"), estimate("Qwen3-32B", tensor_parallel_size=2)
+    assert ranks.assumption.endswith("exchange of 2 ranks over NVLink as published for H200")
+    assert ranks.one_stream.high / ranks.one_stream.low > alone.one_stream.high / alone.one_stream.low
+    assert estimate("Qwen3-8B", RTX4090, tensor_parallel_size=2).assumption.endswith("over PCIe, assumed")
+    assert estimate(enforce_eager=True).assumption.endswith("launches without graphs, assumed")
+
+
 def test_stages_add_up_for_one_stream_and_share_a_batch() -> None:
     config, model = EngineConfig.from_options(pipeline_parallel_size=2), declared("Qwen3-32B")
     mesh = Mesh(num_stages=2, layers=(0, 32))
