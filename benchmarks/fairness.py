@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -68,7 +69,7 @@ class Round:
 
 def _gaps(arrivals: Sequence[float]) -> Iterator[tuple[float, float]]:
     """The end of each gap, and its seconds."""
-    return ((later, later - earlier) for earlier, later in zip(arrivals, arrivals[1:], strict=False))
+    return ((later, later - earlier) for earlier, later in pairwise(arrivals))
 
 
 class Bench:

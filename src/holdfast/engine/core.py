@@ -212,9 +212,8 @@ class EngineCore:
         self._clock = clock
         self.run_ahead = run_ahead
         """Steps that are launched before the result of the one before is known; may be changed between two steps."""
-        self.pacer = pacer
-        """Limits rows of prompts while sequences decode; None: no limit. May be changed between two steps."""
-        self.hang_ups = HangUps()
+        self.pacer, self.hang_ups = pacer, HangUps()
+        """Limits rows of prompts while sequences decode, None: no limit, may be changed between two steps; clients that are gone."""
         self._release = release
         self._watch = watch
         self.grammars = grammars
@@ -227,9 +226,8 @@ class EngineCore:
         """The oldest first."""
         self._begun: deque[tuple[float, int]] = deque()
         """Of each of these: when it was launched, and how many sequences decoded."""
-        self._collected_at = 0.0
-        self._may_read = True
-        """Whether a prompt may wait or be half read."""
+        self._collected_at, self._may_read = 0.0, True
+        """When the last step ended, and whether a prompt may wait or be half read."""
         self._kept: StepResult | None = None
         """Of the oldest, where its result was there when an interrupt came."""
         self._live: dict[int, _Live] = {}

@@ -252,8 +252,7 @@ class Scheduler:
         full: list[tuple[Sequence, int]] = []
         block_tokens, ends_prompt = self.prefix.block_tokens, False
         budget = self.limits.max_num_batched_tokens
-        room = budget if max_prompt_rows is None else max_prompt_rows
-        num_preemptions = self.num_preemptions
+        room, num_preemptions = budget if max_prompt_rows is None else max_prompt_rows, self.num_preemptions
         if self._short is not None and not self._serve_short(self._short):
             return None
         running = self._queues.running if self.num_stages == 1 else self._share()
@@ -271,8 +270,7 @@ class Scheduler:
             if self.is_invariant:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
             is_chunk = num_new_tokens > 1
-            if is_chunk:
-                num_new_tokens = min(num_new_tokens, room if items else max(room, 1))
+            num_new_tokens = min(num_new_tokens, room if items else max(room, 1)) if is_chunk else num_new_tokens
             if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
