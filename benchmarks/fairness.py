@@ -137,9 +137,9 @@ def measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, list[dict
     asyncio.run(bench.round(1, min(arguments.prompt_tokens, 64), NUM_WARM + NUM_BEFORE + 8))
     found: dict[str, list[dict[str, Any]]] = {CUT: [], UNCUT: []}
     for number in range(arguments.rounds):
+        if number and budget.left_seconds < budget.spent_seconds / number:
+            break
         for kind in (CUT, UNCUT):
-            if number and budget.left_seconds < 2 * budget.spent_seconds / (2 * number):
-                return found
             # A new one: what was learned in a round is not given to the next.
             own = StepPacer(pacer.stretch, pacer.sizes, pacer.max_seconds)
             core.pacer = own if kind == CUT else None
@@ -195,14 +195,14 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=None, help="else 64, on a CPU 4")
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=None, help="else 32768, on a CPU 4000")
-    parser.add_argument("--stream-tokens", type=int, default=None, help="else 640, on a CPU 320")
+    parser.add_argument("--stream-tokens", type=int, default=None, help="else 640, on a CPU 480")
     parser.add_argument("--stretch", type=float, default=None, help="max_step_stretch of the cut rounds")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--memory-limit", default=None)
     arguments = parser.parse_args()
     is_cpu = arguments.device == "cpu"
     arguments.model = arguments.model or ("SmolLM2-135M" if is_cpu else "Qwen3-32B")
-    shape = {"streams": (64, 4, 2), "prompt_tokens": (32768, 4000, 96), "stream_tokens": (640, 320, 80)}
+    shape = {"streams": (64, 4, 2), "prompt_tokens": (32768, 4000, 96), "stream_tokens": (640, 480, 80)}
     for name, sizes in shape.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, sizes[2 if arguments.tiny else is_cpu])

@@ -295,7 +295,7 @@ class Scheduler:
         for sequence, end in full:
             self._register(sequence, end, self._num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self._admit_waiting(items, min(budget, room), ends_prompt)
+            self._admit_waiting(items, min(budget, room if items else max(room, 1)), ends_prompt)
         if items:
             return self._launched(items)
         is_stuck = self._in_flight and self._quarantine and self.num_waiting
