@@ -563,7 +563,7 @@ class Simulation:
                 far = end if item.source is not None else far
                 num_pages = group.state_pages if group.is_state else -(-far // group.page_tokens)
                 # What a longer step was given, that was then not taken or was forgotten, is kept.
-                may_have_more = self.world.is_late or self.world.has_priorities
+                may_have_more = self.world.is_late or self.world.has_priorities or self.world.is_paced
                 is_enough = len(table) == num_pages or (may_have_more and len(table) > num_pages)
                 assert is_enough, f"{sequence} has not {num_pages} pages for {end} tokens"
                 first = max(item.start, sequence.num_stored)
