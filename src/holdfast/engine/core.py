@@ -51,7 +51,7 @@ from holdfast.engine.memory_map import MAX_WAITING_SHOWN, CoreMap, GroupPages, S
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, CoreStats, Ending, SequenceOutput
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.pacing import StepPacer
-from holdfast.engine.pulse import CorePulse
+from holdfast.engine.pulse import CoreCounts, CorePulse
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.memory.report import MemoryReport
@@ -369,6 +369,12 @@ class EngineCore:
             num_proposed_tokens=self._num_proposed_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
         )
+
+    @property
+    def counts(self) -> CoreCounts:
+        """The part of `stats` that changes when a step begins."""
+        scheduler = self.scheduler
+        return CoreCounts(scheduler.num_running, self._num_waiting, self._num_known, scheduler.kv_usage)
 
     def pulse(self) -> CorePulse | None:
         """Whoever drives it knows."""

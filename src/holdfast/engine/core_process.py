@@ -62,7 +62,7 @@ from holdfast.engine.messages import (
     encode_message,
 )
 from holdfast.engine.open_text import open_text
-from holdfast.engine.pulse import CoreCounts, CorePulse, Pulse
+from holdfast.engine.pulse import CorePulse, Pulse
 from holdfast.engine.vital_signs import SILENCE_SECONDS, is_stopped
 from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
 from holdfast.loading.model_files import open_model
@@ -478,8 +478,7 @@ class CoreServer:
                 self._release()
 
     def _write_counts(self, core: EngineCore) -> None:
-        stats = core.stats()
-        self.pulse.write_counts(CoreCounts(stats.num_running, stats.num_waiting, stats.num_submitted, stats.kv_usage))
+        self.pulse.write_counts(core.counts)
 
     def _release(self) -> None:
         with self._holding:
