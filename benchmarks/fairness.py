@@ -141,7 +141,7 @@ def measure(llm: AsyncLLM, arguments: argparse.Namespace) -> dict[str, list[dict
             break
         for kind in (CUT, UNCUT):
             # A new one: what was learned in a round is not given to the next.
-            own = StepPacer(pacer.stretch, pacer.sizes, pacer.max_seconds)
+            own = StepPacer(pacer.stretch, pacer.sizes, pacer.max_seconds, pacer.tile_rows)
             core.pacer = own if kind == CUT else None
             seen = asyncio.run(bench.round(arguments.prompts, arguments.prompt_tokens, arguments.stream_tokens))
             found[kind].append(seen.figures())

@@ -31,6 +31,8 @@ from holdfast.text.tokenizer import Tokenizer
 
 AUTO_STRETCHES = {"cpu": 3.0, "cuda": 1.8}
 """Of a step over a decode step: a stream should see 4 and 2 at the most, and single steps are longer than they were predicted."""
+TILE_ROWS = {"cuda": 16}
+"""Rows of a prompt in a tile of attention whose query heads come in groups of 8; whole tiles of larger groups too."""
 MAX_CPU_SECONDS = 1.0
 """Of a step on a CPU in which no sequence decodes: whatever comes meanwhile waits for its end."""
 
@@ -175,7 +177,7 @@ def make_pacer(config: EngineConfig, runner: Runner) -> StepPacer | None:
         AUTO_STRETCHES.get(runner.device.type, AUTO_STRETCHES["cpu"]) if stretch == AUTO_STRETCH else float(stretch)
     )
     max_seconds = MAX_CPU_SECONDS if runner.device.type == "cpu" else None
-    return StepPacer(stretch, runner.padded_sizes, max_seconds)
+    return StepPacer(stretch, runner.padded_sizes, max_seconds, TILE_ROWS.get(runner.device.type, 1))
 
 
 def _report(built: BuiltRunner) -> MemoryReport:
