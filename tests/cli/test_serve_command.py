@@ -28,6 +28,7 @@ WRONG = {
     "bad connections": (("--max-connections", "0"), "--max-connections"),
     "bad drain": (("--drain-seconds", "-1"), "--drain-seconds"),
     "nan drain": (("--drain-seconds", "nan"), "--drain-seconds"),
+    "bad response memory": (("--response-memory", "lots"), "--response-memory='lots' is not a size"),
     "bad format": (("--log-format", "xml"), "--log-format"),
     "bad tool parser": (("--tool-parser", "x"), "--tool-parser"),
     "bad reasoning parser": (("--reasoning-parser", "x"), "--reasoning-parser"),

@@ -455,6 +455,12 @@ COMMANDS = (
                 "drain_seconds", "For running requests to finish once the server was told to end.", "SECONDS", "30"
             ),
             _served(
+                "response_memory",
+                "For answers of /v1/responses that previous_response_id may name; the oldest go first, 0 keeps none.",
+                "BYTES",
+                "64MiB",
+            ),
+            _served(
                 "tool_parser",
                 "How calls of tools are written: auto (by the chat template), none, or a name, such as kimi_k2 or harmony.",
                 "NAME",

@@ -14,6 +14,7 @@ from holdfast.cli.terminal import write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.launched import find_launcher
 from holdfast.errors import ConfigError, RequestError, shown
+from holdfast.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from holdfast.server.keys import Keys
@@ -47,6 +48,7 @@ class ServeOptions:
     reasoning_parser: str
     config: str | None
     memory_report: str | None
+    response_memory: str = "64MiB"
 
 
 def serve(options: ServeOptions, engine_options: Given) -> None:
@@ -185,7 +187,8 @@ def read_limits(options: ServeOptions) -> "ServerLimits":
             f"a number from 0 to {MAX_DRAIN_SECONDS:.0f} works",
             "write --drain-seconds 30",
         )
-    return ServerLimits(max_connections=connections, drain_seconds=seconds)
+    kept_bytes = 0 if options.response_memory == "0" else parse_bytes(options.response_memory, "--response-memory")
+    return ServerLimits(max_connections=connections, drain_seconds=seconds, max_response_bytes=kept_bytes)
 
 
 def read_names(given: Iterable[str] | None) -> tuple[str, ...]:
