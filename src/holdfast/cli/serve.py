@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.opened_model import OpenedModel, model_name, open_visibly, refuse_bare_ids, report_file
 from holdfast.cli.options import Given, read_count, read_number
+from holdfast.cli.start_line import StartLine
 from holdfast.cli.terminal import write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.launched import find_launcher
@@ -51,7 +52,7 @@ class ServeOptions:
     response_memory: str = "64MiB"
 
 
-def serve(options: ServeOptions, engine_options: Given) -> None:
+def serve(options: ServeOptions, engine_options: Given, start: StartLine | None = None) -> None:
     """Serve a model until a signal ends it. Whatever can be wrong is told before a weight is read."""
     refuse_missing_libraries()
     from holdfast.server.app import make_app
@@ -83,7 +84,7 @@ def serve(options: ServeOptions, engine_options: Given) -> None:
         if options.api_key:
             write_line("note: other users of this machine see --api-key; HOLDFAST_API_KEY and --api-key-file hide it")
         with WaitingDoor(listener):
-            opened = open_visibly(config, report)
+            opened = open_visibly(config, report, start)
         service = _service(opened, options, names, limits)
         log = RequestLog("json" if log_format == "json" else "text", wants_text=options.log_requests)
         app = make_app(service, keys, allowed_hosts=hosts, allowed_origins=origins, log=log, traces=traces)
