@@ -73,7 +73,7 @@ def test_libraries_that_are_missing(here: Here, tiny: Path, monkeypatch: pytest.
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else object())
     ended = here("serve", str(tiny))
     assert ended.code == 2
-    assert "uvicorn is not installed; run pip install 'holdfast[server]'" in ended.err
+    assert "uvicorn is not installed; run pip install '.[server]' in the tree of Holdfast" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from holdfast.cli.start_line import StartLine
 from holdfast.cli.terminal import write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.launched import find_launcher
-from holdfast.errors import ConfigError, RequestError, shown
+from holdfast.errors import ConfigError, RequestError, install_words, shown
 from holdfast.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -120,9 +120,7 @@ def refuse_missing_libraries() -> None:
     """In words, where the engine was installed without its server."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            "holdfast serve was asked", f"{', '.join(missing)} is not installed", "run pip install 'holdfast[server]'"
-        )
+        raise ConfigError("holdfast serve was asked", f"{', '.join(missing)} is not installed", install_words("server"))
 
 
 def refuse_open_door(options: ServeOptions, keys: "Keys") -> None:
