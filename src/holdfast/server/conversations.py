@@ -81,8 +81,7 @@ async def prepare_chat(
     param: str = "messages",
 ) -> Chat:
     """Everything that can be wrong with a conversation, found before it is queued. `flags`: add_generation_prompt,
-    continue_final_message; `rule`: what the answer is held to. `one_call` keeps one call; `many_calls` lets a forced
-    answer make several in every format."""
+    continue_final_message; `rule`: what the answer is held to; `many_calls`: a forced answer may make several."""
     service = service_of(request)
     template = service.llm.chat_template
     if template is None:
@@ -120,8 +119,7 @@ async def prepare_chat(
         if behind is None:  # a grammar of the caller's own says all of the answer
             form, special = AnswerForm(None, form.calls, form.tools), {}
         prepared = await _held(service, prepared, rule, behind or made, make_params, salt)
-    record = record_of(request)
-    if record.wants_text:
+    if (record := record_of(request)).wants_text:
         record.prompt = prepared.prompt
     prepared = replace(prepared, kept_token_ids=frozenset(special.values()))
     return Chat(prepared, form, _hidden(fields, special), one_call, service.llm.tokenizer)
