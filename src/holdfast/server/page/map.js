@@ -183,12 +183,14 @@ export class MemoryMap {
     this.drawLegend();
   }
 
-  // Squares that each request should have, by group. Shared pages are counted by each who holds them, and drawn once.
+  // Squares that each request should have, by group. Shared pages are counted by each who holds them, and drawn once:
+  // as those of this chat, if it holds them.
   wanted(per, cells) {
     const { kv, requests = [] } = this.facts;
     const wanted = new Map();
     let left = Math.min(cells, Math.ceil(kv.in_use / per));
-    for (const request of requests) {
+    const own = requests.filter(({ id }) => id === this.mine);
+    for (const request of [...own, ...requests.filter(({ id }) => id !== this.mine)]) {
       const { colour } = this.colours.get(request.id);
       (request.pages ?? []).forEach((pages, group) => {
         const squares = Math.min(left, Math.ceil(pages / per));
