@@ -1,14 +1,10 @@
-"""generate() of transformers with a compressed KV cache. Pass a model folder or a .gguf file, or nothing for the default model."""
+"""generate() of transformers with a compressed KV cache. Pass a model folder or a Hub id, or nothing for SmolLM2-135M-Instruct."""
 
 import sys
 
-import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from holdfast.cli.bench_transformers import open_transformers
-from holdfast.config import EngineConfig
-from holdfast.engine.open_text import open_tokenizer
-from holdfast.integrations.transformers import TurboQuantCache
-from holdfast.loading.model_files import open_model
+from holdfast import TurboQuantCache
 
 PROMPT = (
     "A lighthouse keeper writes in his diary every evening. Today he writes about the storm, the ships and the light:"
@@ -16,18 +12,13 @@ PROMPT = (
 
 
 def main() -> None:
-    """Any other model of transformers takes the cache in the same way: one argument of generate."""
-    config = EngineConfig(model=sys.argv[1] if len(sys.argv) > 1 else None)
-    opened = open_model(config.model, "auto")
-    tokenizer = open_tokenizer(config, opened)
-    model = open_transformers(opened, "float32", "cpu")
-    opened.source.close()
-    ids_NT = torch.tensor([tokenizer.encode(PROMPT)])
+    """Every model of transformers takes the cache in this way: one argument of generate."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     cache = TurboQuantCache(model, format="turboquant_k8v4", tail=32)
-    out_NT = model.generate(
-        ids_NT, attention_mask=torch.ones_like(ids_NT), past_key_values=cache, max_new_tokens=64, do_sample=False
-    )
-    print(tokenizer.decode(out_NT[0].tolist()))
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    out_NT = model.generate(**inputs, past_key_values=cache, max_new_tokens=64, do_sample=False)
+    print(tokenizer.decode(out_NT[0]))
     memory = cache.memory_bytes()
     for plane, num_bytes in memory.planes.items():
         print(f"{plane:<8} {num_bytes / 1024:8.1f} KiB")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.config import EngineConfig
     from holdfast.engine.admission import TextPrompt, TokensPrompt
     from holdfast.errors import HoldfastError
+    from holdfast.integrations.transformers import TurboQuantCache
     from holdfast.request.outputs import CompletionOutput, RequestOutput
     from holdfast.request.sampling_params import SamplingParams
     from holdfast.request.structured import StructuredOutputs
@@ -30,6 +31,7 @@ __all__ = [
     "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
+    "TurboQuantCache",
     "__version__",
 ]
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "StructuredOutputs": "holdfast.request.structured",
     "TextPrompt": "holdfast.engine.admission",
     "TokensPrompt": "holdfast.engine.admission",
+    "TurboQuantCache": "holdfast.integrations.transformers",
 }
 
 

@@ -166,3 +166,8 @@ def shown(value: object, max_chars: int = 80) -> str:
     except Exception:  # an integer too long to print, nesting too deep, a caller's own __repr__
         text = f"a {type(value).__name__}"
     return text if len(text) < max_chars else f"{text[: max_chars - 3]}..."
+
+
+def install_words(extra: str) -> str:
+    """Say how to install an optional part. No package index has Holdfast, so it comes from its tree."""
+    return f"run pip install '.[{extra}]' in the tree of Holdfast"

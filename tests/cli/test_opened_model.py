@@ -64,9 +64,10 @@ def test_quietly(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plain_lines_where_nobody_watches(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     open_visibly(EngineConfig(model=str(tiny)))
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == f"Loading {tiny.name}"
-    assert second.startswith("Model loading took 394.75 KiB memory and ")
+    lines = capsys.readouterr().err.splitlines()
+    stages = ["Planning memory", "Reading 394.75 KiB of weights", "Taking KV pages and workspace"]
+    assert [line for line in lines[:-1] if not line.startswith("Compiling")] == [f"Loading {tiny.name}", *stages]
+    assert lines[-1].startswith("Model loading took 394.75 KiB memory and ")
 
 
 def test_a_bar_with_bytes_on_a_terminal(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +83,8 @@ def test_a_bar_with_bytes_on_a_terminal(tiny: Path, monkeypatch: pytest.MonkeyPa
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "Loading weights" in shown
     assert "394.8" in shown
+    assert [words for words in ("Reading headers", "Planning memory", "Taking KV pages") if words not in shown] == []
+    assert shown.endswith(" \r"), "the line of the start is erased"
     assert "Model loading took" not in shown
 
 

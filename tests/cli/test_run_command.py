@@ -303,7 +303,8 @@ def test_what_does_not_fit_is_refused_with_the_table(here: Here, tiny: Path) -> 
 def test_loading_is_told_where_nobody_watches(here: Here, tmp_path: Path) -> None:
     model = make_model(tmp_path / "A-Model")
     ended = here("run", model, "-p", "Hello", "--max-tokens", "1")
-    assert ended.err.startswith("Loading A-Model\nModel loading took ")
+    assert ended.err.startswith("Loading A-Model\n")
+    assert "\nTaking KV pages and workspace\nModel loading took " in ended.err
     assert "\x1b" not in ended.err + ended.out
     assert CHAT_TEMPLATE not in ended.out
 

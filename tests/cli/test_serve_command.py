@@ -28,6 +28,7 @@ WRONG = {
     "bad connections": (("--max-connections", "0"), "--max-connections"),
     "bad drain": (("--drain-seconds", "-1"), "--drain-seconds"),
     "nan drain": (("--drain-seconds", "nan"), "--drain-seconds"),
+    "bad response memory": (("--response-memory", "lots"), "--response-memory='lots' is not a size"),
     "bad format": (("--log-format", "xml"), "--log-format"),
     "bad tool parser": (("--tool-parser", "x"), "--tool-parser"),
     "bad reasoning parser": (("--reasoning-parser", "x"), "--reasoning-parser"),
@@ -72,7 +73,7 @@ def test_libraries_that_are_missing(here: Here, tiny: Path, monkeypatch: pytest.
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else object())
     ended = here("serve", str(tiny))
     assert ended.code == 2
-    assert "uvicorn is not installed; run pip install 'holdfast[server]'" in ended.err
+    assert "uvicorn is not installed; run pip install '.[server]' in the tree of Holdfast" in ended.err
 
 
 @pytest.mark.parametrize(

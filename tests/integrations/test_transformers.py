@@ -657,7 +657,7 @@ def test_without_transformers_there_is_one_sentence(monkeypatch: pytest.MonkeyPa
         importlib.import_module(TurboQuantCache.__module__)
     words = str(refused.value)
     assert words.startswith("TurboQuantCache was asked; transformers cannot be imported (")
-    assert words.endswith("; run pip install 'holdfast[transformers]'")
+    assert words.endswith("; run pip install '.[transformers]' in the tree of Holdfast")
     assert "\n" not in words
 
 

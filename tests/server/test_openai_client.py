@@ -267,11 +267,102 @@ def test_a_response_calls_functions(api):
     assert arguments == 2 * '{"city": "Rome"}'
 
 
-def test_what_is_not_stored_is_told(api):
-    for fields in ({"previous_response_id": "resp-1"}, {"store": True}, {"background": True}):
+def test_response_with_unsupported_storage_is_refused(api):
+    for fields in ({"conversation": "conv-1"}, {"background": True}):
         with pytest.raises(openai.BadRequestError) as caught:
             api.responses.create(model=MODEL, input="x", **fields)
         assert caught.value.param == next(iter(fields))
+
+
+def test_response_continues_the_previous_one(api):
+    first = api.responses.create(model=MODEL, input=said("<think>Hm.</think>One."), instructions="Count.")
+    assert (first.store, first.previous_response_id) == (True, None)
+    second = api.responses.create(model=MODEL, input=said("Two."), previous_response_id=first.id)
+    whole = [
+        {"role": "user", "content": said("<think>Hm.</think>One.")},
+        *first.output,
+        {"role": "user", "content": said("Two.")},
+    ]
+    alone = api.responses.create(model=MODEL, input=whole, store=False)
+    assert second.output_text == alone.output_text == "Two."
+    assert second.usage.input_tokens == alone.usage.input_tokens
+    assert second.previous_response_id == first.id
+    with api.responses.stream(model=MODEL, input=said("Three."), previous_response_id=second.id) as stream:
+        for event in stream:
+            if event.type == "response.completed":
+                assert api.responses.retrieve(event.response.id).output_text == "Three."
+        third = stream.get_final_response()
+    assert third.usage.input_tokens > second.usage.input_tokens
+
+
+def test_response_continues_after_function_calls(api):
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    first = api.responses.create(model=MODEL, input=said(CALL), tools=tools)
+    output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": said("It rains.")}
+    second = api.responses.create(model=MODEL, input=[output], tools=tools, previous_response_id=first.id)
+    assert second.output_text == "It rains."
+    items = api.responses.input_items.list(second.id, order="asc", limit=2)
+    assert items.has_more
+    assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+    newest = next(iter(api.responses.input_items.list(second.id)))
+    assert (newest.type, newest.call_id) == ("function_call_output", first.output[0].call_id)
+
+
+def test_stored_response_is_read_until_deleted(api, server):
+    made = api.responses.create(model=MODEL, input=said("Yes."), metadata={"a": "b"})
+    read = api.responses.retrieve(made.id)
+    assert read == made
+    kept = server.service.responses
+    kept.check()
+    memory = api.get("http://" + server.url.partition("://")[2] + "/memory", cast_to=object)["responses"]
+    assert memory == {"kept": len(kept), "bytes": kept.num_bytes, "limit_bytes": kept.limit_bytes}
+    api.responses.delete(made.id)
+    for gone in (
+        lambda: api.responses.retrieve(made.id),
+        lambda: api.responses.delete(made.id),
+        lambda: api.responses.create(model=MODEL, input="x", previous_response_id=made.id),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            gone()
+        assert "until newer ones need the room (64.00 MiB and 4096 responses)" in caught.value.message
+    assert caught.value.param == "previous_response_id"
+
+
+def test_response_with_store_false_is_not_kept(api, server):
+    num_before = len(server.service.responses)
+    made = api.responses.create(model=MODEL, input=said("Yes."), store=False)
+    assert (made.store, len(server.service.responses)) == (False, num_before)
+    with pytest.raises(openai.NotFoundError):
+        api.responses.retrieve(made.id)
+
+
+def test_token_ids_of_chat_equal_the_stream(api):
+    asked = {"model": MODEL, "messages": user(said(f"Hm. é {CALL}")), "tools": TOOLS, "temperature": 0}
+    whole = api.chat.completions.create(**asked, extra_body={"return_token_ids": True})
+    ids = whole.choices[0].model_extra["token_ids"]
+    assert bytes(ids[:-1]).decode() == f"Hm. é {CALL}"
+    assert len(ids) == whole.usage.completion_tokens
+    assert len(whole.model_extra["prompt_token_ids"]) == whole.usage.prompt_tokens
+    chunks = list(api.chat.completions.create(**asked, stream=True, extra_body={"return_token_ids": True}))
+    assert chunks[0].model_extra["prompt_token_ids"] == whole.model_extra["prompt_token_ids"]
+    assert not any("prompt_token_ids" in chunk.model_extra for chunk in chunks[1:])
+    assert [token for chunk in chunks for token in chunk.choices[0].model_extra["token_ids"]] == ids
+    plain = api.chat.completions.create(**asked)
+    assert "prompt_token_ids" not in plain.model_extra
+    assert "token_ids" not in plain.choices[0].model_extra
+
+
+def test_token_ids_of_completions_equal_the_stream(api):
+    asked = {"model": MODEL, "prompt": [said("ab"), said("é")], "n": 2, "extra_body": {"return_token_ids": True}}
+    whole = [choice.model_extra for choice in api.completions.create(**asked).choices]
+    assert [bytes(own["token_ids"][:-1]).decode() for own in whole] == ["ab", "ab", "é", "é"]
+    assert [bytes(own["prompt_token_ids"]).decode() for own in whole] == [said("ab")] * 2 + [said("é")] * 2
+    streamed = [{"prompt_token_ids": [], "token_ids": []} for _ in whole]
+    for chunk in api.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            for name in streamed[choice.index]:
+                streamed[choice.index][name] += choice.model_extra.get(name, [])
+    assert streamed == whole
 
 
 class City(BaseModel):

@@ -189,7 +189,7 @@ def test_the_map_moves_while_a_request_runs(opened: tuple[Page, World]) -> None:
     expect(page.locator("#pages i.r0")).not_to_have_count(0)
     first = page.locator("#pages i.r0").count()
     row = page.locator("#requests tr").first
-    expect(row).to_contain_text("chatcmpl-")
+    expect(row).to_contain_text("this chat")
     expect(row).to_contain_text("decode")
     # 320 tokens of prompt are 20 pages, 10 squares; 64 tokens of answer four pages more.
     page.wait_for_function("(first) => document.querySelectorAll('#pages i.r0').length > first", arg=first)
@@ -205,6 +205,26 @@ def test_the_map_moves_while_a_request_runs(opened: tuple[Page, World]) -> None:
         page.get_attribute("#pages", "aria-label")
         == f"KV pages: 0 in use, {world.cached} cached, {1456 - world.cached:,} free"
     )
+
+
+def test_map_marks_the_pages_of_this_chat_alone(opened: tuple[Page, World]) -> None:
+    page, world = opened
+    expect(page.locator(".note")).to_contain_text("a prompt that begins alike starts there")
+    other = world.begin(480)
+    expect(page.locator("#pages i.r0")).to_have_count(15)
+    expect(page.locator("#pages i.mine")).to_have_count(0)
+    world.seconds_per_token = 0.05
+    say(page, "x" * 320)
+    expect(page.locator("#pages i.r1.mine")).not_to_have_count(0)
+    expect(page.locator("#pages i.r0.mine")).to_have_count(0)
+    expect(page.locator("#legend")).to_contain_text("of this chat")
+    expect(page.locator("#requests tr.mine")).to_have_count(1)
+    expect(page.locator("#requests tr:not(.mine)")).to_contain_text("chatcmpl-")
+    assert page.locator("#pages i.r1:not(.mine)").count() == 0
+    page.keyboard.press("Escape")
+    finished(page)
+    expect(page.locator("#pages i.mine")).to_have_count(0)
+    world.end(other)
 
 
 def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:

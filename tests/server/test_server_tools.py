@@ -50,10 +50,10 @@ def test_a_model_that_must_call_calls(real, choice):
     done = asked(real, tools=TOOLS, tool_choice=choice, logit_bias={str(ord("h")): -100})
     assert done["finish_reason"] == "tool_calls"
     assert done["message"]["content"] is None
-    for call in done["message"]["tool_calls"]:
-        name, values = call["function"]["name"], json.loads(call["function"]["arguments"])
-        assert name == "look" or choice == "required"
-        assert values == {} if name == "now" else values["unit"] in ("c", "f")
+    (call,) = done["message"]["tool_calls"]
+    name, values = call["function"]["name"], json.loads(call["function"]["arguments"])
+    assert name == "look" or choice == "required"
+    assert values == {} if name == "now" else values["unit"] in ("c", "f")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,26 @@ def test_answers_are_held_to_behind_their_thoughts(fake, held, options, head, te
     assert calls[0]["function"]["name"] == "now" if text is CALL else done["message"]["content"] == ANSWER
     assert takes(held[0].structured_outputs.grammar, head + text)
     assert takes(held[0].structured_outputs.grammar, text) == (not options)
+
+
+@pytest.mark.parametrize(("parallel", "takes_two"), [(None, False), (True, True), (False, False)])
+def test_forced_call_ends_unless_several_are_asked(fake, held, parallel, takes_two):
+    done = asked(fake, messages=user(said(CALL)), **FORCED, parallel_tool_calls=parallel)
+    assert (done["finish_reason"], len(done["message"]["tool_calls"])) == ("tool_calls", 1)
+    grammar = held[0].structured_outputs.grammar
+    assert takes(grammar, CALL)
+    assert takes(grammar, f"{CALL}\n{CALL}") == takes_two
+
+
+def test_forced_list_of_calls_ends_at_its_marker(held):
+    call = "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    section = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+    with app_client(chat_template=ChatTemplate(KIMI_TEMPLATE, "fake", {}), max_model_len=2048) as client:
+        done = asked(client, messages=user(said(section.format(call))), **FORCED)
+    assert (done["finish_reason"], len(done["message"]["tool_calls"])) == ("tool_calls", 1)
+    grammar = held[0].structured_outputs.grammar
+    assert takes(grammar, section.format(2 * call))
+    assert not takes(grammar, 2 * section.format(call))
 
 
 def test_answers_without_thoughts_are_held_to_from_the_first_sign(fake, held):

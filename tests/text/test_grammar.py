@@ -389,7 +389,7 @@ def test_easy_forms_take_no_process(vocabulary):
 
 def test_without_the_library_a_form_is_refused_in_words(monkeypatch, vocabulary):
     monkeypatch.setattr(grammar.importlib.util, "find_spec", lambda name: None)
-    words = r"structured_outputs.json was asked; llguidance is not installed; pip install holdfast\[server\]"
+    words = r"structured_outputs.json was asked; llguidance is not installed; run pip install '\.\[server\]'"
     with pytest.raises(RequestError, match=words):
         FormCheck(vocabulary).check(StructuredOutputs(json={}))
     with pytest.raises(RequestError, match=words):

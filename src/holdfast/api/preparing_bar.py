@@ -25,7 +25,7 @@ class PreparingBar:
         self._stop()
 
     def __call__(self, preparing: Preparing) -> None:
-        if not is_watched():
+        if not is_watched() or preparing.num_total == 0:
             return
         if self._progress is None:
             self._progress = _start()

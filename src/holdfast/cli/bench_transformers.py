@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.cli.bench_cases import Case, Timing, TokenIds
-from holdfast.errors import ConfigError, UnsupportedModelError
+from holdfast.errors import ConfigError, UnsupportedModelError, install_words
 from holdfast.loading.gguf.config import gguf_config
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.sources.source import read_rows
@@ -20,9 +20,7 @@ PADDING = 0
 def check_installed() -> None:
     """Say so before anything is loaded."""
     if find_spec("transformers") is None:
-        raise ConfigError(
-            "--against transformers was asked", "it is not installed", "run pip install 'holdfast[transformers]'"
-        )
+        raise ConfigError("--against transformers was asked", "it is not installed", install_words("transformers"))
 
 
 class _Clock:

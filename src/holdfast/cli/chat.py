@@ -23,6 +23,7 @@ from holdfast.cli.opened_model import (
     stream,
 )
 from holdfast.cli.options import SAMPLING_SETTINGS, Given, read_count
+from holdfast.cli.start_line import StartLine
 from holdfast.cli.tables import memory_lines, show_beside
 from holdfast.cli.terminal import FAILED, dumps, quoted, write_answer, write_line
 from holdfast.config import EngineConfig
@@ -435,6 +436,7 @@ def chat(
     sampling: Given,
     memory_report: str | None = None,
     allow_special_tokens: bool = False,
+    start: StartLine | None = None,
 ) -> int:
     """Talk until the input ends; the exit code."""
     sampling_params(sampling, GenerationDefaults())
@@ -447,7 +449,7 @@ def chat(
     refuse_bare_ids(config)
     is_watched = sys.stdin is not None and sys.stdin.isatty()
     report = report_file(memory_report)
-    opened = open_visibly(config, report) if is_watched else open_quietly(config, report)
+    opened = open_visibly(config, report, start) if is_watched else open_quietly(config, report)
     if not opened.engine.has_chat_template:
         raise ConfigError(
             f"a chat with {opened.name} was asked",

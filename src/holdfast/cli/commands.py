@@ -7,10 +7,11 @@ import argparse
 import difflib
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from holdfast import __version__
 from holdfast.cli.options import (
@@ -36,6 +37,9 @@ from holdfast.cli.options import (
 from holdfast.cli.terminal import FAILED
 from holdfast.errors import ConfigError
 from holdfast.request.vllm_names import ENGINE_NAMES, NOT_HERE
+
+if TYPE_CHECKING:
+    from holdfast.cli.start_line import StartLine
 
 PROGRAM = "holdfast"
 ABOUT = "An LLM inference engine that plans its memory, takes it once, and holds it."
@@ -223,25 +227,39 @@ def _refuse_wrong_path(own: Given, *settings: Given) -> None:
         refuse_wrong_path(own["model"])
 
 
+def _start_line(words: str, is_wanted: bool = True) -> "StartLine":
+    """The line of a start, drawn before anything else is imported: that alone may take a second."""
+    from holdfast.cli.start_line import StartLine
+
+    start = StartLine()
+    if is_wanted:
+        start.show(words)
+    return start
+
+
 def _run_run(own: Given, engine: Given, sampling: Given) -> None:
     _refuse_wrong_path(own, engine, sampling)
-    from holdfast.cli.run import RunOptions, run
+    with _start_line("Starting", is_wanted=not (own["quiet"] or own["as_json"])) as start:
+        from holdfast.cli.run import RunOptions, run
 
-    run(RunOptions(**own), engine, sampling)
+        run(RunOptions(**own), engine, sampling, start)
 
 
 def _run_chat(own: Given, engine: Given, sampling: Given) -> int:
     _refuse_wrong_path(own, engine, sampling)
-    from holdfast.cli.chat import chat
+    with _start_line("Starting", is_wanted=sys.stdin is not None and sys.stdin.isatty()) as start:
+        from holdfast.cli.chat import chat
 
-    return chat(own["model"], own["system"], engine, sampling, own["memory_report"], own["allow_special_tokens"])
+        report, allows = own["memory_report"], own["allow_special_tokens"]
+        return chat(own["model"], own["system"], engine, sampling, report, allows, start)
 
 
 def _run_serve(own: Given, engine: Given, sampling: Given) -> None:
     _refuse_wrong_path(own, engine, sampling)
-    from holdfast.cli.serve import ServeOptions, serve
+    with _start_line("Importing the server") as start:
+        from holdfast.cli.serve import ServeOptions, serve
 
-    serve(ServeOptions(**own), engine)
+        serve(ServeOptions(**own), engine, start)
 
 
 def _run_plan(own: Given, engine: Given, sampling: Given) -> int:
@@ -453,6 +471,12 @@ COMMANDS = (
             _served("max_connections", "Most connections at once.", "N", "4096"),
             _served(
                 "drain_seconds", "For running requests to finish once the server was told to end.", "SECONDS", "30"
+            ),
+            _served(
+                "response_memory",
+                "For answers of /v1/responses that previous_response_id may name; the oldest go first, 0 keeps none.",
+                "BYTES",
+                "64MiB",
             ),
             _served(
                 "tool_parser",

@@ -28,7 +28,9 @@ from holdfast.memory.sizes import format_bytes
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich")
 """What a model cannot run without."""
-EXTRAS = ("huggingface_hub", "transformers", "gguf")
+SERVER = ("fastapi", "uvicorn", "httptools", "prometheus-client")
+FORMS = ("llguidance",)
+EXTRAS = ("huggingface_hub", *SERVER, *FORMS, "transformers", "gguf")
 PROBE = """import runpy, sys
 sys.path.insert(0, sys.argv[1])
 runpy.run_module("holdfast.cli.torch_probe", run_name="__main__")"""
@@ -88,6 +90,9 @@ class Facts:
     host_bytes: int | None = None
     holdfast: str = __version__
     place: str = ""
+    tree: str | None = None
+    """The source tree that it runs out of, if it does."""
+    pip: str = "pip"
     packages: Mapping[str, str | None] = field(default_factory=dict)
     """Versions by name; None for what is not installed."""
     torch: TorchFacts | None = None
@@ -108,6 +113,8 @@ class Ability(NamedTuple):
     what: str
     is_possible: bool
     words: str
+    extra: str | None = None
+    """Of this package, that would add what is missing."""
 
 
 def doctor(as_json: bool, measures: bool = False) -> int:
@@ -117,6 +124,7 @@ def doctor(as_json: bool, measures: bool = False) -> int:
     found = measure() if measures else None
     if as_json:
         record: dict[str, object] = {"facts": asdict(facts), "abilities": [ability._asdict() for ability in can]}
+        record["install"] = install_line(facts, can)
         if found is not None:
             record["measured"] = {**found._asdict(), "devices": [device._asdict() for device in found.devices]}
         write_answer(dumps(record) + "\n")
@@ -141,6 +149,8 @@ DEFAULT_MODEL, DOWNLOAD, KEEP, COMPARE = (
     "keep quantized weights",
     "compare with transformers",
 )
+SERVE, STRUCTURE = "serve over HTTP", "structured output"
+TESTED = "-c constraints.txt takes the versions of our tests"
 
 
 def abilities(facts: Facts) -> tuple[Ability, ...]:
@@ -151,9 +161,13 @@ def abilities(facts: Facts) -> tuple[Ability, ...]:
         _run_on_cpu(facts),
         _compile(facts),
         _default_model(facts),
-        _with_package(facts, DOWNLOAD, "huggingface_hub", "Hub ids are found in the local cache all the same"),
+        _with_extra(facts, SERVE, SERVER, "server", "plan, run, chat and LLM work without it"),
+        _with_extra(facts, STRUCTURE, FORMS, "server", "answers without a form, and tools by choice, work without it"),
+        _with_extra(facts, DOWNLOAD, ("huggingface_hub",), "hub", "Hub ids in the local cache work without it"),
         _keep_weights(facts),
-        _with_package(facts, COMPARE, "transformers", "for bench --against transformers and TurboQuantCache"),
+        _with_extra(
+            facts, COMPARE, ("transformers",), "transformers", "only bench --against and TurboQuantCache use it"
+        ),
     )
 
 
@@ -231,11 +245,22 @@ def _default_model(facts: Facts) -> Ability:
     return Ability(DEFAULT_MODEL, True, facts.default_model)
 
 
-def _with_package(facts: Facts, what: str, package: str, use: str) -> Ability:
-    found = facts.packages.get(package)
-    if found is None:
-        return Ability(what, False, f"{package} not installed; pip install {package} ({use})")
-    return Ability(what, True, f"{package} {found}")
+def _with_extra(facts: Facts, what: str, packages: tuple[str, ...], extra: str, without: str) -> Ability:
+    """What needs the packages of an extra, and what works without them."""
+    absent = [name for name in packages if facts.packages.get(name) is None]
+    if absent:
+        return Ability(what, False, f"{', '.join(absent)} not installed, part of [{extra}]; {without}", extra)
+    return Ability(what, True, ", ".join(f"{name} {facts.packages[name]}" for name in packages))
+
+
+def install_line(facts: Facts, can: tuple[Ability, ...]) -> str | None:
+    """The command that installs every extra that lacks a package; None if none does."""
+    extras = ",".join(dict.fromkeys(ability.extra for ability in can if ability.extra))
+    if not extras:
+        return None
+    if facts.tree is None:
+        return f"pip install '.[{extras}]', in a clone of Holdfast: no package index has it"
+    return f"cd {facts.tree} && {facts.pip} install -e '.[{extras}]'"
 
 
 def _keep_weights(facts: Facts) -> Ability:
@@ -281,6 +306,10 @@ def report_lines(facts: Facts, can: tuple[Ability, ...], columns: int) -> list[s
     mark = {True: "ok", False: "no"}
     able = [(ability.what, f"{mark[ability.is_possible]}: {ability.words}") for ability in can]
     lines = ["here", *_table(here, columns), "", "can", *_table(able, columns), ""]
+    install = install_line(facts, can)
+    if install is not None:
+        # On one line, however long: it is copied from here.
+        lines += [f"to install what is missing ({TESTED}):", f"  {install}", ""]
     first = "holdfast run -p 'Hello'" if facts.default_model else "holdfast run path/to/model -p 'Hello'"
     return [*lines, f"ready: {first}" if can_run(can) else "no model can run here yet: see the lines with no"]
 
@@ -341,12 +370,15 @@ def gather() -> Facts:
     driver, _ = _guarded(_driver)
     model, _ = _guarded(lambda: str(find_default_model()))
     host_bytes, _ = _guarded(available_host_bytes)
+    tree, _ = _guarded(_source_tree)
     return Facts(
         python=f"{platform.python_version()}, {sys.executable}",
         system=f"{platform.system()} {platform.machine()}",
         num_processors=os.cpu_count() or 1,
         host_bytes=host_bytes,
         place=str(Path(__file__).parents[1]),
+        tree=str(tree) if tree is not None else None,
+        pip=f"{sys.executable} -m pip",
         packages=packages,
         torch=torch,
         torch_problem=torch_problem if torch is None else None,
@@ -366,6 +398,13 @@ def _guarded(ask: Callable[[], T]) -> tuple[T | None, str | None]:
         return ask(), None
     except (OSError, ValueError, RuntimeError, ImportError, AttributeError, HoldfastError) as error:
         return None, " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _source_tree() -> Path | None:
+    """The tree that this file lies in, if it was not copied out of it."""
+    tree = Path(__file__).parents[3]
+    is_ours = 'name = "holdfast"' in (tree / "pyproject.toml").read_text(encoding="utf-8")
+    return tree if is_ours and (tree / "src" / "holdfast") == Path(__file__).parents[1] else None
 
 
 def _version(name: str) -> str | None:

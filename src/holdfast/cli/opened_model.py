@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from holdfast.api.llm import LLM, open_engine, open_headers
 from holdfast.api.options import ADVISED
-from holdfast.api.progress import DownloadBar, is_watched
+from holdfast.api.preparing_bar import PreparingBar
+from holdfast.api.progress import DownloadBar, LoadingBar, is_watched
 from holdfast.cli.options import Given
+from holdfast.cli.start_line import StartLine
 from holdfast.cli.terminal import MAX_PATH, log_plainly, raise_interrupts, raising_interrupts, write_line
 from holdfast.config import NO_TOKENIZER, EngineConfig
 from holdfast.engine.admission import ChatOptions, PreparedRequest
@@ -28,13 +31,12 @@ from holdfast.loading.model_files import find_default_model
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.memory.report import MemoryReport
 from holdfast.memory.sizes import format_bytes
-from holdfast.observability.preparing import OnPrepare, Preparing
+from holdfast.observability.preparing import Preparing
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.tokenizer import BY_IDS
 
 WEIGHTS_OWNER = "weights"
-STARTING = "Starting"
 MAX_STDIN_BYTES = 64 * 2**20
 PATIENCE_SECONDS = 3.0
 """How long piped input may stay silent before somebody is told that it is waited for."""
@@ -134,20 +136,23 @@ def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedMode
 
 
 @_collections_paused()
-def open_visibly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
-    """Load a model where somebody waits: a bar on a terminal, two lines elsewhere."""
+def open_visibly(config: EngineConfig, report: Path | None = None, start: StartLine | None = None) -> OpenedModel:
+    """Load a model where somebody waits: a line and bars on a terminal, a line for each stage elsewhere."""
     log_plainly()
     refuse_small_limits()
     started = time.monotonic()
-    model = open_headers(config, shown_download)
-    if is_watched():
-        _import_torch_visibly(config)
-        opened = _opened(config, open_engine(config, None, model), started)
-    else:
-        write_line(f"Loading {model_name(config)}")
+    with start or StartLine() as line:
+        line.show("Reading headers")
+        model = open_headers(config, partial(_download_after, line))
+        if not is_watched():
+            write_line(f"Loading {model_name(config)}")
+        if "torch" not in sys.modules:
+            line.tell("Importing torch")
         import_torch(config)
-        engine = open_engine(config, lambda num_done, num_total: None, model, on_prepare=_once_a_line())
-        opened = _opened(config, engine, started)
+        with _Stages(line) as stages:
+            engine = open_engine(config, stages.count, model, on_prepare=stages.prepare)
+    opened = _opened(config, engine, started)
+    if not is_watched():
         weights = sum(row.held_bytes or 0 for row in opened.memory.rows if row.owner == WEIGHTS_OWNER)
         disk = opened.memory.disk
         was = "" if disk is None else f", from {format_bytes(disk.on_disk.num_bytes)} on disk"
@@ -169,22 +174,57 @@ def shown_download(download: Download) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
+def _download_after(line: StartLine, download: Download) -> Iterator[Callable[[int], None]]:
+    """A download in place of the line."""
+    line.clear()
+    with shown_download(download) as tell:
+        yield tell
+
+
+@contextmanager
 def quiet_download(download: Download) -> Iterator[Callable[[int], None]]:
     """The same without a word."""
     with raising_interrupts():
         yield lambda num_bytes: None
 
 
-def _once_a_line() -> OnPrepare:
-    """What is compiled or captured, a line for each kind of it when it begins: for a log that nobody watches."""
-    told: set[str] = set()
+class _Stages:
+    """What an engine tells of its start: stages on the line, what is counted as bars in its place. Where no terminal shows
+    them, each kind is a line when it begins."""
 
-    def tell(preparing: Preparing) -> None:
-        if preparing.what not in told:
-            told.add(preparing.what)
-            write_line(f"{preparing.what}, {preparing.note}" if preparing.note else preparing.what)
+    def __init__(self, line: StartLine) -> None:
+        self._line = line
+        self._told: set[str] = set()
+        self._bars = ExitStack()
 
-    return tell
+    def __enter__(self) -> "_Stages":
+        self._loading = self._bars.enter_context(LoadingBar())
+        self._preparing = self._bars.enter_context(PreparingBar())
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self._bars.close()
+
+    def count(self, num_done: int, num_total: int) -> None:
+        """Bytes of weights that were read."""
+        self._tell_once(f"Reading {format_bytes(num_total)} of weights", is_bar=True)
+        self._loading(num_done, num_total)
+
+    def prepare(self, preparing: Preparing) -> None:
+        """What is planned, compiled or captured."""
+        is_bar = preparing.num_total > 0
+        note = f", {preparing.note}" if preparing.note else ""
+        self._tell_once(preparing.what if is_watched() else preparing.what + note, is_bar=is_bar)
+        self._preparing(preparing)
+
+    def _tell_once(self, words: str, *, is_bar: bool) -> None:
+        if words in self._told:
+            return
+        self._told.add(words)
+        if is_bar and is_watched():
+            self._line.clear()
+        else:
+            self._line.tell(words)
 
 
 def model_name(config: EngineConfig) -> str:
@@ -202,14 +242,6 @@ def _write_report(opened: OpenedModel, file: Path | None) -> bool:
 
     write_page(file, memory_page(opened.name, opened.memory, opened.memory.entries))
     return True
-
-
-def _import_torch_visibly(config: EngineConfig) -> None:
-    """It takes its seconds before there is anything to count. No spinner, which would hide the cursor for ever."""
-    sys.stderr.write(STARTING)
-    sys.stderr.flush()
-    import_torch(config)
-    sys.stderr.write(f"\r{' ' * len(STARTING)}\r")
 
 
 def _opened(config: EngineConfig, engine: Engine, started: float) -> OpenedModel:

@@ -19,6 +19,7 @@ from holdfast.cli.opened_model import (
     stream,
 )
 from holdfast.cli.options import Given
+from holdfast.cli.start_line import StartLine
 from holdfast.cli.tables import memory_lines, show_beside
 from holdfast.cli.terminal import dumps, write_answer, write_line
 from holdfast.config import EngineConfig
@@ -45,7 +46,7 @@ class RunOptions:
     allow_special_tokens: bool = False
 
 
-def run(options: RunOptions, engine: Given, sampling: Given) -> None:
+def run(options: RunOptions, engine: Given, sampling: Given, start: StartLine | None = None) -> None:
     """Answer once. Everything that was typed is checked before the model is touched."""
     checked = sampling_params(sampling, GenerationDefaults())
     _check_together(options, sampling)
@@ -54,7 +55,8 @@ def run(options: RunOptions, engine: Given, sampling: Given) -> None:
     refuse_bare_ids(config)
     report = report_file(options.memory_report)
     text = read_prompt(options.prompt)
-    opened = open_quietly(config, report) if options.quiet or options.as_json else open_visibly(config, report)
+    is_quiet = options.quiet or options.as_json
+    opened = open_quietly(config, report) if is_quiet else open_visibly(config, report, start)
     params = sampling_params(sampling, opened.engine.generation)
     reading = ChatOptions(allow_special_tokens=options.allow_special_tokens)
     prepared = prepare(opened.engine, _prompt(options, text, opened), params, DEFAULT_MAX_TOKENS, reading)

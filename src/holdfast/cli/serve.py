@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.opened_model import OpenedModel, model_name, open_visibly, refuse_bare_ids, report_file
 from holdfast.cli.options import Given, read_count, read_number
+from holdfast.cli.start_line import StartLine
 from holdfast.cli.terminal import write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.launched import find_launcher
-from holdfast.errors import ConfigError, RequestError, shown
+from holdfast.errors import ConfigError, RequestError, install_words, shown
+from holdfast.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from holdfast.server.keys import Keys
@@ -47,9 +49,10 @@ class ServeOptions:
     reasoning_parser: str
     config: str | None
     memory_report: str | None
+    response_memory: str = "64MiB"
 
 
-def serve(options: ServeOptions, engine_options: Given) -> None:
+def serve(options: ServeOptions, engine_options: Given, start: StartLine | None = None) -> None:
     """Serve a model until a signal ends it. Whatever can be wrong is told before a weight is read."""
     refuse_missing_libraries()
     from holdfast.server.app import make_app
@@ -81,7 +84,7 @@ def serve(options: ServeOptions, engine_options: Given) -> None:
         if options.api_key:
             write_line("note: other users of this machine see --api-key; HOLDFAST_API_KEY and --api-key-file hide it")
         with WaitingDoor(listener):
-            opened = open_visibly(config, report)
+            opened = open_visibly(config, report, start)
         service = _service(opened, options, names, limits)
         log = RequestLog("json" if log_format == "json" else "text", wants_text=options.log_requests)
         app = make_app(service, keys, allowed_hosts=hosts, allowed_origins=origins, log=log, traces=traces)
@@ -117,9 +120,7 @@ def refuse_missing_libraries() -> None:
     """In words, where the engine was installed without its server."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            "holdfast serve was asked", f"{', '.join(missing)} is not installed", "run pip install 'holdfast[server]'"
-        )
+        raise ConfigError("holdfast serve was asked", f"{', '.join(missing)} is not installed", install_words("server"))
 
 
 def refuse_open_door(options: ServeOptions, keys: "Keys") -> None:
@@ -185,7 +186,8 @@ def read_limits(options: ServeOptions) -> "ServerLimits":
             f"a number from 0 to {MAX_DRAIN_SECONDS:.0f} works",
             "write --drain-seconds 30",
         )
-    return ServerLimits(max_connections=connections, drain_seconds=seconds)
+    kept_bytes = 0 if options.response_memory == "0" else parse_bytes(options.response_memory, "--response-memory")
+    return ServerLimits(max_connections=connections, drain_seconds=seconds, max_response_bytes=kept_bytes)
 
 
 def read_names(given: Iterable[str] | None) -> tuple[str, ...]:

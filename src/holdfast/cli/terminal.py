@@ -46,7 +46,7 @@ def leave(signum: int, frame: FrameType | None) -> None:
     An exception would not do while libraries are imported: torch drops it around its import of numpy, and aborts the
     process where its C++ gets one.
     """
-    os.write(2, b"interrupted\n")
+    os.write(2, b"\r\x1b[Kinterrupted\n" if os.isatty(2) else b"interrupted\n")
     os._exit(INTERRUPTED)
 
 

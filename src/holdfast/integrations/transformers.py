@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError, install_words, shown
 from holdfast.observability.log import get_logger
 from holdfast.planning.resolve import by_key_bias, by_position, numbers
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS, QUANTIZED_HEAD_DIM, KVFormat, Plane, kv_format
@@ -40,7 +40,7 @@ except ImportError as error:
     raise ConfigError(
         "TurboQuantCache was asked",
         f"transformers cannot be imported ({str(error).partition(chr(10))[0]})",
-        "run pip install 'holdfast[transformers]'",
+        install_words("transformers"),
     ) from error
 
 log = get_logger(__name__)

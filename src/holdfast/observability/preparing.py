@@ -11,6 +11,7 @@ class Preparing(NamedTuple):
     """As Compiling CPU kernels."""
     num_done: int
     num_total: int
+    """0: a stage that nothing counts."""
     note: str = ""
     """What else somebody who waits wants to know: where the result is kept."""
 

@@ -70,6 +70,7 @@ HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
 CAPTURING = "Capturing CUDA graphs"
+PLANNING, ALLOCATING, WARMING = "Planning memory", "Taking KV pages and workspace", "Warming kernels"
 COMPARING = "Comparing products to the bit"
 Connect = Callable[[RunnerPlan, Ledger, tuple[int, ...]], tuple[Exchange, tuple[int, ...]]]
 """Gives a rank whose weights are loaded the way to the others, and sizes of steps that all of them have left of their own."""
@@ -121,6 +122,7 @@ def build_runner(
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
     target = target or device_target(device)
     profile = PhaseProfile(torch.device(device))
+    on_prepare(Preparing(PLANNING, 0, 0))
     load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh, agreed=agreed)
     if agree is not None:
         agree(plan)
@@ -139,6 +141,7 @@ def build_runner(
         profile.end("load")
         if connect is not None:
             build.connect(*connect(plan, ledger, build.row_sizes))
+        on_prepare(Preparing(ALLOCATING, 0, 0))
         runner = build.assemble()
         build.capture(runner, config.enforce_eager, on_prepare)
         profile.end("capture")
@@ -483,6 +486,7 @@ class RunnerBuild:
         """Run every kernel once, and capture graphs unless nobody wants them; a CPU has nothing to warm."""
         if self._device.type != "cuda":
             return
+        on_prepare(Preparing(WARMING, 0, 0))
         limits, start = runner.limits, time.monotonic()
         graphs, declaration, kind = None, self._plan.declaration, self._plan.exchange_kind
         is_exchange_captured = can_be_captured(kind, self._plan.mesh)

@@ -69,6 +69,7 @@ async def _opened(request: Request, asked: ChatCompletionRequest) -> _Opened:
         tools=asked.tools or (),
         tool_choice=asked.tool_choice,
         one_call=asked.parallel_tool_calls is False,
+        many_calls=asked.parallel_tool_calls is True,
         effort=asked.reasoning_effort,
         template_options=asked.chat_template_kwargs or {},
         flags=(asked.add_generation_prompt, asked.continue_final_message),
@@ -107,8 +108,9 @@ async def _answered(request: Request, asked: ChatCompletionRequest) -> Response:
         async for deltas in batches:
             for delta in deltas:
                 assembler.add(delta)
-    choices = [_choice(opened, output, asked.include_reasoning is not False) for output in assembler.output().outputs]
-    value = {
+    outputs = assembler.output().outputs
+    choices = [_choice(opened, output, asked.include_reasoning is not False) for output in outputs]
+    value: dict[str, Any] = {
         "id": opened.id,
         "object": "chat.completion",
         "created": opened.created,
@@ -117,6 +119,10 @@ async def _answered(request: Request, asked: ChatCompletionRequest) -> Response:
         "usage": opened.answer.counted.usage(),
         "system_fingerprint": None,
     }
+    if asked.return_token_ids:
+        value["prompt_token_ids"] = [*prepared.prompt_token_ids]
+        for choice, output in zip(choices, outputs, strict=True):
+            choice["token_ids"] = [*output.token_ids]
     opened.answer.log_text(choices[0]["message"]["content"])
     return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
 
@@ -154,10 +160,9 @@ async def _events(opened: _Opened, asked: ChatCompletionRequest) -> AsyncGenerat
     is_continuous = includes_usage and options is not None and bool(options.continuous_usage_stats)
     counted = opened.answer.counted
     head, tail = chunk_frame(opened, includes_usage)
-    streams = [
-        _ChoiceStream(index, opened, asked.include_reasoning is not False)
-        for index in range(opened.chat.prepared.params.n)
-    ]
+    prepared = opened.chat.prepared
+    streams = [_ChoiceStream(index, opened, asked) for index in range(prepared.params.n)]
+    ids_once = f'"prompt_token_ids":{[*prepared.prompt_token_ids]},' if asked.return_token_ids else ""
     async with aclosing(opened.answer.deltas()) as batches:
         async for deltas in batches:
             choices: list[str] = []
@@ -167,7 +172,11 @@ async def _events(opened: _Opened, asked: ChatCompletionRequest) -> AsyncGenerat
                 tail = f'],"usage":{json.dumps(counted.usage())}}}\n\n'
             # Empty only at the beginning, when the engine has taken the request.
             if choices or not deltas:
-                yield "".join([f"{head}{choice}{tail}" for choice in choices]).encode("ascii")
+                chunks = [f"{head}{choice}{tail}" for choice in choices]
+                if chunks and ids_once:  # the first chunk alone has them
+                    chunks[0] = f"data: {{{ids_once}{chunks[0].removeprefix('data: {')}"
+                    ids_once = ""
+                yield "".join(chunks).encode("ascii")
     if includes_usage:
         if counted.num_reasoning_tokens is not None:
             counted.num_reasoning_tokens = sum(opened.chat.num_tokens(stream.reasoning) for stream in streams)
@@ -193,14 +202,16 @@ def chunk_frame(opened: _Opened, includes_usage: bool) -> tuple[str, str]:
 class _ChoiceStream:
     """One completion as choices of chunks, in JSON. ASCII alone: some readers end a line at other characters too."""
 
-    def __init__(self, index: int, opened: _Opened, with_reasoning: bool) -> None:
+    def __init__(self, index: int, opened: _Opened, asked: ChatCompletionRequest) -> None:
         self._index = index
         self._parser: AnswerText | None = opened.chat.parser() if opened.chat.splits else None
-        self._with_reasoning = with_reasoning
+        self._with_reasoning = asked.include_reasoning is not False
         self._logprobs = opened.logprobs
         self._reasoning: list[str] = []
         self._waiting: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text is held back."""
+        self._token_ids: list[int] | None = [] if asked.return_token_ids else None
+        """Of tokens that no chunk had yet; None if the request does not want them."""
         self._has_begun = False
 
     @property
@@ -216,6 +227,8 @@ class _ChoiceStream:
             written.append(self._choice('{"role":"assistant","content":""}'))
         if self._logprobs is not None and delta.logprobs:
             self._waiting += self._logprobs.entries(delta.token_ids, delta.logprobs)
+        if self._token_ids is not None:
+            self._token_ids += delta.token_ids
         if self._parser is None:
             if delta.text:
                 written.append(self._choice(f'{{"content":{quoted(delta.text)}}}'))
@@ -249,6 +262,9 @@ class _ChoiceStream:
         if self._waiting:
             logprobs = json.dumps({"content": self._waiting, "refusal": None}, separators=(",", ":"))
             self._waiting = []
+        if self._token_ids is not None:
+            ending += f',"token_ids":{self._token_ids}'
+            self._token_ids = []
         return f'{{"index":{self._index},"delta":{delta},"logprobs":{logprobs},{ending}}}'
 
     def _last(self, delta: CompletionDelta) -> str:

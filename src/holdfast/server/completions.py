@@ -72,6 +72,7 @@ class _Opened:
     """max_tokens = 0: the prompt is scored; the one token that a request must have is not told."""
     num_top: int | None
     tokenizer: Tokenizer | None
+    returns_ids: bool
 
     def prompt_text(self, prepared: PreparedRequest) -> str:
         """What echo repeats."""
@@ -124,7 +125,9 @@ async def _opened(request: Request, asked: CompletionRequest) -> _Opened:
     ]
     created, model = int(time.time()), asked.model or service.name
     return _Opened(
-        answer_id, created, model, answers, counted, bool(asked.echo), drops, asked.logprobs, service.llm.tokenizer
+        *(answer_id, created, model, answers, counted, bool(asked.echo), drops, asked.logprobs),
+        service.llm.tokenizer,
+        bool(asked.return_token_ids),
     )
 
 
@@ -206,7 +209,7 @@ def _choices(opened: _Opened, place: int, output: RequestOutput) -> list[dict[st
             token_ids = [*prepared.prompt_token_ids, *token_ids]
             positions = [*(output.prompt_logprobs or ()), *positions]
         writer = opened.logprob_writer()
-        choice = {
+        choice: dict[str, Any] = {
             "index": place * prepared.params.n + completion.index,
             "text": text,
             "logprobs": None if writer is None else writer.entries(token_ids, positions),
@@ -214,6 +217,9 @@ def _choices(opened: _Opened, place: int, output: RequestOutput) -> list[dict[st
         }
         if completion.stop_reason is not None and not opened.drops_answer:
             choice["stop_reason"] = completion.stop_reason
+        if opened.returns_ids:
+            choice["prompt_token_ids"] = [*prepared.prompt_token_ids]
+            choice["token_ids"] = [] if opened.drops_answer else [*completion.token_ids]
         choices.append(choice)
     return choices
 
@@ -259,6 +265,10 @@ class _ChoiceStream:
         self._echo = opened.prompt_text(prepared) if opened.echo else None
         self._drops = opened.drops_answer
         self._prompt_ids = prepared.prompt_token_ids
+        self._ids_once = f',"prompt_token_ids":{[*prepared.prompt_token_ids]}' if opened.returns_ids else ""
+        """For the first chunk."""
+        self._token_ids: list[int] | None = [] if opened.returns_ids else None
+        """Of tokens that no chunk had yet; None if the request does not want them."""
 
     def choices(self, delta: CompletionDelta) -> list[str]:
         """What one delta adds."""
@@ -269,6 +279,8 @@ class _ChoiceStream:
                 self._keep(self._prompt_ids, delta.prompt_logprobs)
         if delta.logprobs and not self._drops:
             self._keep(delta.token_ids, delta.logprobs)
+        if self._token_ids is not None and not self._drops:
+            self._token_ids += delta.token_ids
         if delta.finish_reason is not None:
             reason = "length" if self._drops else delta.finish_reason
             stop = "" if delta.stop_reason is None or self._drops else f',"stop_reason":{json.dumps(delta.stop_reason)}'
@@ -285,4 +297,8 @@ class _ChoiceStream:
             entries = self._logprobs.entries(*self._waiting)
             logprobs = json.dumps(entries, separators=(",", ":"))
             self._waiting = ([], [])
-        return f'{{"index":{self._index},"text":{quoted(text)},"logprobs":{logprobs},"finish_reason":{reason}}}'
+        ids = ""
+        if self._token_ids is not None:
+            ids, self._ids_once = f'{self._ids_once},"token_ids":{self._token_ids}', ""
+            self._token_ids = []
+        return f'{{"index":{self._index},"text":{quoted(text)},"logprobs":{logprobs},"finish_reason":{reason}{ids}}}'

@@ -71,6 +71,7 @@ async def prepare_chat(
     tools: Sequence[ToolBody],
     tool_choice: ToolChoiceBody,
     one_call: bool,
+    many_calls: bool = False,
     effort: str | None,
     template_options: Mapping[str, object],
     flags: tuple[bool | None, bool | None],
@@ -80,7 +81,7 @@ async def prepare_chat(
     param: str = "messages",
 ) -> Chat:
     """Everything that can be wrong with a conversation, found before it is queued. `flags`: add_generation_prompt,
-    continue_final_message; `rule`: what the answer is held to."""
+    continue_final_message; `rule`: what the answer is held to; `many_calls`: a forced answer may make several."""
     service = service_of(request)
     template = service.llm.chat_template
     if template is None:
@@ -109,7 +110,7 @@ async def prepare_chat(
         raise prompt_error(error, param) from error
     # Only the prompt says whether the answer begins with thoughts, which are free.
     thoughts, special = form.thoughts(prepared.prompt), form.special_tokens(service.llm.tokenizer)
-    forced = await beside(setting.forced_rule, thoughts, special, one_call, rule)
+    forced = await beside(setting.forced_rule, thoughts, special, (one_call, many_calls), rule)
     if forced is not None:
         prepared = await _held(service, prepared, forced, forced.made(), make_params, salt)
     elif rule is not None:
@@ -118,8 +119,7 @@ async def prepare_chat(
         if behind is None:  # a grammar of the caller's own says all of the answer
             form, special = AnswerForm(None, form.calls, form.tools), {}
         prepared = await _held(service, prepared, rule, behind or made, make_params, salt)
-    record = record_of(request)
-    if record.wants_text:
+    if (record := record_of(request)).wants_text:
         record.prompt = prepared.prompt
     prepared = replace(prepared, kept_token_ids=frozenset(special.values()))
     return Chat(prepared, form, _hidden(fields, special), one_call, service.llm.tokenizer)
@@ -241,9 +241,9 @@ class ToolSetting:
         return AnswerForm(reasoning, self._form, self._tools)
 
     def forced_rule(
-        self, thoughts: Thoughts, special: Mapping[str, int], one_call: bool, asked: Rule | None
+        self, thoughts: Thoughts, special: Mapping[str, int], calls: tuple[bool, bool], asked: Rule | None
     ) -> Rule | None:
-        """What an answer is held to so that it calls a tool; None where it may do as it likes."""
+        """What an answer is held to so that it calls a tool; None if nothing forces it. `calls`: one_call, many_calls."""
         if self._form is None or self._choice.mode != "required":
             return None
         if asked is not None:
@@ -253,7 +253,8 @@ class ToolSetting:
                 param=asked.param,
             )
         try:
-            grammar = tool_call_grammar(self._form, self._tools, self._choice, not one_call, thoughts, special)
+            is_parallel = not calls[0] and (calls[1] or self._form.lists_calls)
+            grammar = tool_call_grammar(self._form, self._tools, self._choice, is_parallel, thoughts, special)
         except RequestError as error:
             raise prompt_error(error, "tools") from error
         return Rule("tool_choice", {"grammar": grammar})

@@ -34,6 +34,7 @@ from holdfast.engine.engine import EngineStats
 from holdfast.engine.memory_map import MemoryMap
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, FinishReason
+from holdfast.server.response_memory import ResponseMemory
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REASONS: Final[tuple[FinishReason, ...]] = get_args(FinishReason)
@@ -144,8 +145,9 @@ class RequestMetrics:
 class Metrics(Collector):
     """All of a server's; made once, used from its event loop."""
 
-    def __init__(self, model_name: str, llm: AsyncLLM) -> None:
+    def __init__(self, model_name: str, llm: AsyncLLM, kept: ResponseMemory) -> None:
         self._llm = llm
+        self._kept = kept
         self._labels = {"model_name": model_name}
         self.num_open = 0
         """Requests that endpoints have begun and not ended."""
@@ -258,6 +260,10 @@ class Metrics(Collector):
             "Memory of our processes, as the system says.",
             [(self._labels | {"process": name}, float(count)) for name, count in resident_bytes(self._llm).items()],
         )
+        kept = self._kept
+        yield self._gauge("holdfast:responses_kept", "Responses that a request may continue.", len(kept))
+        yield self._gauge("holdfast:response_bytes", "Memory of kept responses.", kept.num_bytes)
+        yield self._gauge("holdfast:response_limit_bytes", "Most memory of kept responses.", kept.limit_bytes)
         yield _gauge("holdfast:build_info", "Which release this is.", [({"version": __version__}, 1.0)])
 
     def _memory_families(self, report: MemoryReport) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ ERRORS: Mapping[int, str] = {
     400: "The request is wrong; param names the field.",
     401: "The API key is missing or wrong.",
     403: "Pages of this origin may not ask.",
-    404: "There is no such model or endpoint.",
+    404: "There is no such model, response or endpoint.",
     408: "The body came too slowly.",
     413: "The body is too large.",
     415: "The body is not application/json.",

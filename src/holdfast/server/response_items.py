@@ -1,4 +1,7 @@
-"""Input items of /v1/responses as messages: what an answer was made of becomes one message of the assistant again."""
+"""Input items of /v1/responses: as messages, where the parts of an answer are one again, and as they are kept."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from holdfast.server.responses_schemas import (
     FunctionCallItem,
@@ -14,21 +17,47 @@ from holdfast.server.schemas import (
     InstructionMessage,
     Message,
     MessageToolCall,
+    TextPart,
     ToolMessage,
     UserMessage,
 )
+from holdfast.server.streams import new_id
 
 
-def messages_of(asked: ResponseRequest) -> list[Message]:
-    """The conversation that a request has."""
+def messages_of(asked: ResponseRequest, earlier: Sequence[Item] = ()) -> list[Message]:
+    """The conversation that a request has, after the items of the response that it continues."""
     messages: list[Message] = []
     if asked.instructions:
         messages.append(InstructionMessage(role="system", content=asked.instructions))
-    if isinstance(asked.input, str):
-        return [*messages, UserMessage(role="user", content=asked.input)]
-    for item in asked.input:
+    for item in (*earlier, *input_of(asked)):
         _append(messages, item)
     return messages
+
+
+def input_of(asked: ResponseRequest) -> list[Item]:
+    """The items of a request itself."""
+    return [MessageItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+
+
+def kept_item(item: Item) -> dict[str, Any]:
+    """Write an input item in the shape that OpenAI's clients read."""
+    if isinstance(item, MessageItem):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        more: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
+        texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
+        own = {"role": item.role, "content": [{"type": kind, "text": text, **more} for text in texts]}
+    elif isinstance(item, FunctionCallItem):
+        own = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    elif isinstance(item, FunctionOutputItem):
+        own = {"call_id": item.call_id, "output": _kept_output(item.output)}
+    else:
+        own = {"summary": [], "content": [part.model_dump() for part in item.content or ()]}
+    prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}[item.type]
+    return {"type": item.type, "id": item.id or new_id(prefix), "status": item.status or "completed", **own}
+
+
+def _kept_output(output: str | list[TextPart]) -> str | list[dict[str, str]]:
+    return output if isinstance(output, str) else [{"type": "input_text", "text": part.text} for part in output]
 
 
 def _append(messages: list[Message], item: Item) -> None:

@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,8 +17,10 @@ from holdfast.server.chat_text import AnswerText
 from holdfast.server.conversations import Chat, prepare_chat
 from holdfast.server.errors import from_exception
 from holdfast.server.logprobs import ChatLogprobWriter
+from holdfast.server.logs import record_of
 from holdfast.server.openapi import body_of, responses
-from holdfast.server.response_items import messages_of
+from holdfast.server.response_items import input_of, kept_item, messages_of
+from holdfast.server.response_memory import KeptResponse
 from holdfast.server.response_output import ResponseOutput
 from holdfast.server.responses_schemas import FunctionChoice, Response, ResponseRequest, SchemaFormat
 from holdfast.server.sampling import check_model
@@ -31,6 +34,7 @@ from holdfast.server.schemas import (
     Tool,
 )
 from holdfast.server.service import service_of
+from holdfast.server.stored_responses import continued, wants_keeping
 from holdfast.server.streams import Answer, Counted, EventStream, first_of, new_id, while_connected
 from holdfast.server.structured import asked_rule
 
@@ -60,6 +64,8 @@ class _Opened:
     output: ResponseOutput
     parser: AnswerText
     logprobs: ChatLogprobWriter | None
+    keep: Callable[[], None] | None
+    """Keeps the response for a later request; None if it is not stored."""
 
 
 async def _opened(request: Request, asked: ResponseRequest) -> _Opened:
@@ -67,13 +73,16 @@ async def _opened(request: Request, asked: ResponseRequest) -> _Opened:
     check_model(service, asked.model)
     wants_logprobs = asked.top_logprobs is not None or "message.output_text.logprobs" in (asked.include or ())
     num_top = (asked.top_logprobs or 0) if wants_logprobs else None
+    is_kept = wants_keeping(service, asked)
+    previous, earlier = await continued(request, asked)
     chat = await prepare_chat(
         request,
         asked,
-        messages_of(asked),
+        messages_of(asked, earlier),
         tools=[_tool(tool.model_dump(exclude={"type"})) for tool in asked.tools or ()],
         tool_choice=_choice(asked.tool_choice),
         one_call=asked.parallel_tool_calls is False,
+        many_calls=asked.parallel_tool_calls is True,
         effort=None if asked.reasoning is None else asked.reasoning.effort,
         template_options=asked.chat_template_kwargs or {},
         flags=(None, None),
@@ -86,9 +95,16 @@ async def _opened(request: Request, asked: ResponseRequest) -> _Opened:
     assert tokenizer is not None, "a chat was rendered without a tokenizer"
     answer_id = new_id("resp")
     answer = Answer(request, chat.prepared, answer_id, Counted(num_reasoning_tokens=0))
-    frame = _frame(asked, chat, answer_id, asked.model or service.name)
+    frame = _frame(asked, chat, answer_id, asked.model or service.name) | {"store": is_kept}
     writer = None if num_top is None else ChatLogprobWriter(tokenizer, num_top)
-    return _Opened(chat, answer, ResponseOutput(frame, chat.form.thoughts_end), chat.parser(), writer)
+    keep = partial(_keep, request, asked, previous, frame) if is_kept else None
+    return _Opened(chat, answer, ResponseOutput(frame, chat.form.thoughts_end), chat.parser(), writer, keep)
+
+
+def _keep(request: Request, asked: ResponseRequest, previous: KeptResponse | None, response: dict[str, Any]) -> None:
+    """Keep a response that has ended, with its own input, for the key that made it."""
+    inputs = [kept_item(item) for item in input_of(asked)]
+    service_of(request).responses.keep(response, inputs, record_of(request).key_index, previous)
 
 
 def _tool(function: dict[str, Any]) -> Tool:
@@ -129,12 +145,11 @@ def _frame(asked: ResponseRequest, chat: Chat, answer_id: str, model: str) -> di
         "model": model,
         "output": [],
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": asked.previous_response_id,
         "prompt_cache_key": asked.prompt_cache_key,
         "reasoning": {"effort": effort, "summary": None},
         "safety_identifier": asked.safety_identifier,
         "service_tier": "default",
-        "store": False,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto",
@@ -159,6 +174,8 @@ def _advance(opened: _Opened, delta: CompletionDelta) -> str:
         output.add(parser.finish())
         counted.num_reasoning_tokens = opened.chat.num_tokens(output.reasoning)
         output.end(delta.finish_reason, _usage(counted))
+        if opened.keep is not None:
+            opened.keep()  # before its last event is read: the reader may continue it at once
     return output.take_events()
 
 

@@ -38,7 +38,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 def _known_item(kind: object) -> object:
     if kind == "item_reference":
-        raise refuse("nothing is stored here that could be referred to: send the item itself")
+        raise refuse("items are not referred to here: send the item itself, or previous_response_id")
     if isinstance(kind, str) and kind not in _ITEMS:
         raise refuse(f"items of this type are not read here: {', '.join(_ITEMS)} are")
     return kind
@@ -173,9 +173,9 @@ class ResponseRequest(SamplingFields):
     chat_template_kwargs: TemplateOptions | None = None
     metadata: Metadata | None = None
     n: Annotated[int, Field(ge=1, le=1, description="An input has one answer here."), WHOLE] | None = None
-    store: Annotated[object, TakenOnly("nothing is stored here: leave it out", False)] = None
-    previous_response_id: Annotated[object, TakenOnly("nothing is stored here: send the earlier items as input")] = None
-    conversation: Annotated[object, TakenOnly("nothing is stored here: send the earlier items as input")] = None
+    store: Annotated[bool | None, Field(description="Keep the answer in memory for a later request; true.")] = None
+    previous_response_id: Name | None = None
+    conversation: Annotated[object, TakenOnly("conversations are not kept here: use previous_response_id")] = None
     background: Annotated[object, TakenOnly("answers are given while you wait: use stream", False)] = None
     truncation: Annotated[object, TakenOnly("input is never cut here: send less", "disabled")] = None
     prompt: Annotated[object, TakenOnly("no prompts are stored here: use instructions")] = None
@@ -271,12 +271,12 @@ class Response(Reply):
     model: str
     output: list[Annotated[OutputMessage | OutputCall | OutputReasoning, Field(discriminator="type")]]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None
     service_tier: str
-    store: Literal[False] = False
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -287,3 +287,21 @@ class Response(Reply):
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
+
+
+class DeletedResponse(Reply):
+    """A response that is kept no more."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(Reply):
+    """Input of a response, a page at a time."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -178,6 +178,7 @@ class JsonSchemaFormat(Body):
 
 
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+ReturnTokenIds = Annotated[bool | None, Field(description="Adds prompt_token_ids and token_ids to the answer.")]
 TemplateOptions = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16, json_schema_extra=CLOSED)]
 
 
@@ -198,6 +199,7 @@ class ChatCompletionRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
+    return_token_ids: ReturnTokenIds = None
     # vllm-router writes these two as well.
     separate_reasoning: Annotated[
         object, TakenOnly("thoughts come apart from answers: use include_reasoning", True)
@@ -253,6 +255,7 @@ class CompletionRequest(SamplingFields):
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     echo: bool | None = None
+    return_token_ids: ReturnTokenIds = None
     response_format: ResponseFormat | None = None
     suffix: Annotated[object, TakenOnly("text is continued, not filled in: leave suffix out", "")] = None
     best_of: Annotated[object, TakenOnly("every completion is given: use n", 1)] = None
@@ -383,6 +386,7 @@ class ChatChoice(Reply):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(Reply):
@@ -396,6 +400,7 @@ class ChatCompletion(Reply):
     usage: Usage
     system_fingerprint: str | None = None
     service_tier: str | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionLogprobs(Reply):
@@ -415,6 +420,8 @@ class CompletionChoice(Reply):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(Reply):

@@ -12,6 +12,7 @@ from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.options import ADVISED
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.metrics import Metrics
+from holdfast.server.response_memory import ResponseMemory
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -51,6 +52,9 @@ class ServerLimits:
     """That one step may take; one on a CPU with a long prompt takes many."""
     max_listeners: int = 64
     """Of /memory/stream."""
+    max_response_bytes: int = 64 * 2**20
+    """Of answers of /v1/responses that are kept for a later request; 0 keeps none."""
+    max_responses: int = 4096
     max_messages: int = 4096
     max_tools: int = 128
     max_schema_bytes: int = 2**16
@@ -74,13 +78,15 @@ class Service:
     reasoning_parser: str = "auto"
     """The same for reasoning."""
     metrics: Metrics = field(init=False)
+    responses: ResponseMemory = field(init=False)
     num_listeners: int = 0
     advice: Mapping[str, object] = field(default_factory=dict)
     """For sampling, where the files of the model have none."""
     _advised: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.name, self.llm)
+        self.responses = ResponseMemory(self.limits.max_response_bytes, self.limits.max_responses)
+        self.metrics = Metrics(self.name, self.llm, self.responses)
 
     @property
     def name(self) -> str:

@@ -165,6 +165,11 @@ def _map_facts(service: Service, seen: MemoryMap | None) -> dict[str, object]:
             "steps": stats.num_steps,
         },
         "processes": resident_bytes(service.llm),
+        "responses": {
+            "kept": len(service.responses),
+            "bytes": service.responses.num_bytes,
+            "limit_bytes": service.responses.limit_bytes,
+        },
     }
     if seen is None:
         return facts | {"kv": None, "requests": [], "requests_left_out": 0}

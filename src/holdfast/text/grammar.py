@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.errors import RequestError
+from holdfast.errors import RequestError, install_words
 from holdfast.request.sequence import Sequence
 from holdfast.request.structured import StructuredOutputs
 from holdfast.text.grammar_guard import GrammarGuard, llguidance_text, parser_limits, plain_error
@@ -129,7 +129,7 @@ def refuse_missing(form: StructuredOutputs) -> None:
     """Where the library is not installed."""
     if importlib.util.find_spec("llguidance") is None:
         raise RequestError(
-            f"structured_outputs.{form.kind} was asked", "llguidance is not installed", "pip install holdfast[server]"
+            f"structured_outputs.{form.kind} was asked", "llguidance is not installed", install_words("server")
         )
 
 

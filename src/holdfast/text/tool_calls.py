@@ -77,6 +77,11 @@ class ToolFormat:
     stops: tuple[str, ...] = ()
     """Those of them that end an answer."""
 
+    @property
+    def lists_calls(self) -> bool:
+        """Whether a marker ends the list of calls. Without one only the model's end token does."""
+        return bool(self.section[1])
+
     def parser(self, tools: Sequence[Tool] | None = None) -> AnswerReader:
         """For one answer; names of calls are held against these tools where they are given."""
         return ToolParser(self, tools)

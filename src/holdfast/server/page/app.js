@@ -155,6 +155,7 @@ const chat = new Chat({
   onKeyNeeded: () => key.open("The server does not know this key."),
   toast,
   requestOf: (id) => map.request(id),
+  onRequest: (id) => map.mark(id),
 });
 by("prompt").focus();
 follow(chat, map, key);

@@ -9,8 +9,9 @@ const RANGES = { temperature: 0.7, top_p: 0.95 };
 const OWN = "model’s own";
 
 export class Chat {
-  constructor({ onKeyNeeded, toast, requestOf }) {
+  constructor({ onKeyNeeded, toast, requestOf, onRequest }) {
     this.requestOf = requestOf;
+    this.onRequest = onRequest;
     this.onKeyNeeded = onKeyNeeded;
     this.toast = toast;
     this.model = "";
@@ -190,6 +191,7 @@ export class Chat {
   take(event, message, clock) {
     if (event.error) throw new ServerError(0, event.error.message ?? "The server could not go on.");
     if (event.usage) clock.usage = event.usage;
+    if (event.id) this.onRequest(event.id);
     // The map knows the length of the prompt long before the usage at the end does.
     const seen = clock.prompt ? null : this.requestOf(event.id);
     if (seen) [clock.prompt, clock.cached] = [seen.prompt_tokens, seen.cached_tokens ?? 0];

@@ -20,6 +20,7 @@ export class MemoryMap {
     this.cells = [];
     this.frame = 0;
     this.isLost = false;
+    this.mine = null;
     const room = new ResizeObserver(() => this.draw(true));
     room.observe(by("blocks"));
     room.observe(by("pages"));
@@ -48,6 +49,13 @@ export class MemoryMap {
   // A request that runs, as the server last told of it.
   request(id) {
     return this.facts.requests?.find((request) => request.id === id) ?? null;
+  }
+
+  // The request of this tab's own chat, whose pages are marked; the mark stays with its row when it has ended.
+  mark(id) {
+    if (this.mine === id) return;
+    this.mine = id;
+    this.draw();
   }
 
   lost() {
@@ -175,12 +183,14 @@ export class MemoryMap {
     this.drawLegend();
   }
 
-  // Squares that each request should have, by group. Shared pages are counted by each who holds them, and drawn once.
+  // Squares that each request should have, by group. Shared pages are counted by each who holds them, and drawn once:
+  // as those of this chat, if it holds them.
   wanted(per, cells) {
     const { kv, requests = [] } = this.facts;
     const wanted = new Map();
     let left = Math.min(cells, Math.ceil(kv.in_use / per));
-    for (const request of requests) {
+    const own = requests.filter(({ id }) => id === this.mine);
+    for (const request of [...own, ...requests.filter(({ id }) => id !== this.mine)]) {
       const { colour } = this.colours.get(request.id);
       (request.pages ?? []).forEach((pages, group) => {
         const squares = Math.min(left, Math.ceil(pages / per));
@@ -215,9 +225,16 @@ export class MemoryMap {
     }
     this.placeCached(cached, left.reverse());
     const squares = by("pages").children;
+    const mark = this.markedColour();
     cells.forEach((owner, at) => {
-      if (owner !== before[at]) squares[at].className = cellClass(owner);
+      if (owner !== before[at] || mark !== this.marked) squares[at].className = cellClass(owner, mark);
     });
+    this.marked = mark;
+  }
+
+  // The colour of this tab's own request, while the server tells of it.
+  markedColour() {
+    return this.request(this.mine) ? this.colours.get(this.mine)?.colour : undefined;
   }
 
   // What a request has just left is what the cache keeps; else the first free ones stand for it.
@@ -232,11 +249,12 @@ export class MemoryMap {
   cellWords(square) {
     const owner = this.cells[[...square.parentNode.children].indexOf(square)];
     if (!owner) return "free";
-    if (owner === "cached") return "cached: the beginning of a prompt that was seen";
+    if (owner === "cached") return "cached: of a request that has ended; a prompt that begins alike starts here";
     const [colour, group] = owner.split(":");
     const id = [...this.colours].find(([, known]) => String(known.colour) === colour)?.[0] ?? "in use";
     const { groups = [] } = this.facts.kv;
-    return groups.length > 1 ? `${id}, ${groups[Number(group)]?.name}` : id;
+    const words = id === this.mine ? `this chat (${id})` : id;
+    return groups.length > 1 ? `${words}, ${groups[Number(group)]?.name}` : words;
   }
 
   point(target) {
@@ -249,7 +267,9 @@ export class MemoryMap {
 
   drawLegend() {
     const { kv } = this.facts;
-    const key = JSON.stringify([kv.in_use, kv.cached, kv.free, kv.groups]);
+    const own = this.request(this.mine);
+    const ownPages = own ? pagesOf(own) : 0;
+    const key = JSON.stringify([kv.in_use, kv.cached, kv.free, kv.groups, ownPages, this.marked]);
     if (this.legend === key) return;
     this.legend = key;
     const chip = (kind, words) => {
@@ -258,6 +278,7 @@ export class MemoryMap {
       return node;
     };
     const chips = [
+      ...(ownPages ? [chip(`used mine r${this.marked % COLOURS}`, `${number(ownPages)} of this chat`)] : []),
       chip("used", `${number(kv.in_use)} in use`),
       chip("cached", `${number(kv.cached)} cached`),
       chip("", `${number(kv.free)} free`),
@@ -279,7 +300,7 @@ export class MemoryMap {
     const old = new Map([...body.children].map((row) => [row.dataset.id, row]));
     const rows = shown.map(([request, isOver]) => {
       const row = old.get(request.id) ?? requestRow(request.id, this.colours.get(request.id)?.colour ?? 0);
-      fillRow(row, request, isOver);
+      fillRow(row, request, isOver, request.id === this.mine);
       return row;
     });
     if (!rows.length) rows.push(old.get("none") ?? emptyRow());
@@ -304,10 +325,12 @@ export class MemoryMap {
       ["prefix hits", asked ? percent((totals.prefix_hit_tokens ?? 0) / asked) : "–"],
       ["preemptions", number(totals.preemptions ?? 0)],
     ];
+    const { kept = 0, bytes: size = 0, limit_bytes: most = 0 } = this.facts.responses ?? {};
+    if (kept) facts.push(["kept responses", `${number(kept)}, ${bytes(size)}`, `of /v1/responses; at most ${bytes(most)}`]);
     const key = facts.join();
     if (this.totals === key) return;
     this.totals = key;
-    by("totals").replaceChildren(...facts.map(([name, value]) => factNode(name, value)));
+    by("totals").replaceChildren(...facts.map(([name, value, title]) => factNode(name, value, title)));
   }
 }
 
@@ -464,11 +487,11 @@ function ownerRow(row, most, kind) {
 
 // ---- pages and requests
 
-function cellClass(owner) {
+function cellClass(owner, mark) {
   if (!owner || owner === "cached") return owner;
   if (owner === "other") return "used";
   const [colour, group] = owner.split(":").map(Number);
-  return `used r${colour % COLOURS} g${group % 4}`;
+  return `used r${colour % COLOURS} g${group % 4}${colour === mark ? " mine" : ""}`;
 }
 
 // The second completion of a request has a row of its own.
@@ -488,9 +511,17 @@ function requestRow(id, colour) {
   return row;
 }
 
-function fillRow(row, request, isOver) {
+function pagesOf(request) {
+  return (request.pages ?? []).reduce((sum, value) => sum + value, 0);
+}
+
+function fillRow(row, request, isOver, isMine) {
   row.classList.toggle("over", isOver);
-  const pages = (request.pages ?? []).reduce((sum, value) => sum + value, 0);
+  row.classList.toggle("mine", isMine);
+  const name = row.firstChild.lastChild;
+  const called = isMine ? "this chat" : shortId(request.id);
+  if (name.textContent !== called) name.textContent = called;
+  const pages = pagesOf(request);
   const words = [
     isOver ? "finished" : request.state,
     `${number(request.prompt_tokens ?? 0)} + ${number(request.output_tokens ?? 0)}`,

@@ -1,0 +1,149 @@
+"""ResponseMemory: answers of /v1/responses that a later request may continue, in memory alone, bounded in bytes; no torch.
+
+A kept response holds its own items as JSON bytes and refers to the one that it continues. So a long conversation is held
+once, and bytes are counted exactly. The oldest response is dropped first. What it said stays as long as a later response
+continues it, and counts until then.
+"""
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.memory.sizes import format_bytes
+
+OVERHEAD_BYTES = 1024
+"""Of one response, beside its JSON: objects, the id and its place in the index."""
+
+
+@dataclass(eq=False, slots=True)
+class KeptResponse:
+    """One response and the items that it was made of."""
+
+    key_index: int | None
+    """The API key that made it, and that alone finds it."""
+    previous: "KeptResponse | None"
+    frame: bytes
+    """The response without its output."""
+    items: bytes
+    """Its own input, then its output."""
+    num_inputs: int
+    chain_bytes: int
+    """With all that it continues."""
+    num_holders: int = 1
+    """The index, and responses that continue this one."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this one alone."""
+        return len(self.frame) + len(self.items) + OVERHEAD_BYTES
+
+    def response(self) -> dict[str, Any]:
+        """The answer as it was given."""
+        return {**json.loads(self.frame), "output": json.loads(self.items)[self.num_inputs :]}
+
+    def input_items(self) -> list[dict[str, Any]]:
+        """All that the model read, in order: the conversation before it, then its own input."""
+        earlier = [] if self.previous is None else self.previous.conversation()
+        return [*earlier, *json.loads(self.items)[: self.num_inputs]]
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The items that a next request continues."""
+        return [item for link in reversed(_chain(self)) for item in json.loads(link.items)]
+
+
+class ResponseMemory:
+    """Responses by their ids. The event loop alone uses it."""
+
+    def __init__(self, limit_bytes: int, max_responses: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.max_responses = max_responses
+        self.num_bytes = 0
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __bool__(self) -> bool:
+        """Whether anything is ever kept."""
+        return self.limit_bytes > 0
+
+    def terms(self) -> str:
+        """Say how long a response is kept."""
+        if not self:
+            return "this server keeps no responses (--response-memory 0)"
+        room = f"{format_bytes(self.limit_bytes)} and {self.max_responses} responses"
+        return f"responses stay in memory until newer ones need the room ({room}) or the server ends"
+
+    def keep(
+        self,
+        response: dict[str, Any],
+        inputs: list[dict[str, Any]],
+        key_index: int | None,
+        previous: KeptResponse | None,
+    ) -> None:
+        """Add a response that has ended. One that is larger than the room, with all it continues, is not kept."""
+        frame = {name: value for name, value in response.items() if name != "output"}
+        made = KeptResponse(key_index, previous, _json(frame), _json([*inputs, *response["output"]]), len(inputs), 0)
+        made.chain_bytes = made.num_bytes + (0 if previous is None else previous.chain_bytes)
+        if made.chain_bytes > self.limit_bytes:
+            return
+        if previous is not None:
+            # One that was dropped since its answer began counts again with this one.
+            self._hold(previous)
+        self._kept[response["id"]] = made
+        self.num_bytes += made.num_bytes
+        while self.num_bytes > self.limit_bytes or len(self._kept) > self.max_responses:
+            self._release(self._kept.popitem(last=False)[1])
+
+    def find(self, response_id: str, key_index: int | None) -> KeptResponse | None:
+        """The response of this id, if this key made it."""
+        kept = self._kept.get(response_id)
+        return kept if kept is not None and kept.key_index == key_index else None
+
+    def delete(self, response_id: str, key_index: int | None) -> bool:
+        """Forget a response; False if there is none to forget."""
+        if self.find(response_id, key_index) is None:
+            return False
+        self._release(self._kept.pop(response_id))
+        return True
+
+    def _hold(self, link: KeptResponse) -> None:
+        holder: KeptResponse | None = link
+        while holder is not None:
+            holder.num_holders += 1
+            if holder.num_holders > 1:
+                return
+            self.num_bytes += holder.num_bytes
+            holder = holder.previous
+
+    def _release(self, link: KeptResponse) -> None:
+        holder: KeptResponse | None = link
+        while holder is not None:
+            holder.num_holders -= 1
+            if holder.num_holders > 0:
+                return
+            self.num_bytes -= holder.num_bytes
+            holder = holder.previous
+
+    def check(self) -> None:
+        """Assert that what is counted is what is held."""
+        held = {id(link): link for kept in self._kept.values() for link in _chain(kept)}
+        counted = sum(link.num_bytes for link in held.values())
+        assert counted == self.num_bytes <= max(self.limit_bytes, 0), (
+            f"{counted=} {self.num_bytes=} {self.limit_bytes=}"
+        )
+        assert len(self._kept) <= self.max_responses, f"{len(self._kept)} responses"
+
+
+def _chain(kept: KeptResponse) -> list[KeptResponse]:
+    links: list[KeptResponse] = []
+    link: KeptResponse | None = kept
+    while link is not None:
+        links.append(link)
+        link = link.previous
+    return links
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
