@@ -171,9 +171,12 @@ def effort_options(effort: str | None) -> dict[str, object]:
     """How much a model is to think, in the names that templates have for it; others do not read them."""
     if effort is None:
         return {}
-    if effort == "none":
-        return {"enable_thinking": False}
-    return {"reasoning_effort": effort}
+    return thinking_options(False) if effort == "none" else {"reasoning_effort": effort}
+
+
+def thinking_options(is_on: bool) -> dict[str, object]:
+    """Whether a model is to think, in the two names that templates have for it."""
+    return {"enable_thinking": is_on, "thinking": is_on}
 
 
 def plain_message(message: Message, template: str) -> dict[str, object]:
