@@ -26,6 +26,14 @@ OPERATIONS = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/api/chat"),
+    ("POST", "/api/generate"),
+    ("POST", "/api/show"),
+    ("GET", "/api/tags"),
+    ("GET", "/api/ps"),
+    ("GET", "/api/version"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/health"),
@@ -34,6 +42,14 @@ OPERATIONS = (
     ("GET", "/metrics"),
     ("GET", "/memory"),
 )
+STREAMED = {
+    "/v1/chat/completions": {"messages": user("a")},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": user("a"), "max_tokens": 4},
+    "/api/chat": {"messages": user("a")},
+    "/api/generate": {"prompt": "a"},
+}
 statuses: Counter[str] = Counter()
 
 
@@ -97,9 +113,9 @@ def fuzz(running: Served, document: BaseSchema, method: str, path: str, num_exam
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", STREAMED)
 def test_streams_are_as_the_document_has_them(document: BaseSchema, path: str) -> None:
-    asked = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(path, {"messages": user("a")})
+    asked = STREAMED[path]
     operation = document[path]["POST"]
     case = operation.Case(body={**asked, "stream": True}, media_type="application/json")
     case.validate_response(case.call(timeout=60), excluded_checks=[positive_data_acceptance])
