@@ -18,7 +18,6 @@ BODIES = {
     "/v1/responses": {"model": MODEL, "input": "Hello", "max_output_tokens": 200},
     "/v1/messages": CHAT,
     "/api/chat": {"model": MODEL, "messages": user("Hello"), "options": {"num_predict": 200}},
-    "/api/generate": {"model": MODEL, "prompt": "Hello", "options": {"num_predict": 200}},
 }
 
 

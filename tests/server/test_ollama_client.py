@@ -3,15 +3,17 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
-import ollama
 import pytest
 
 from holdfast.server.ollama_schemas import Options
 from server.served import MODEL, Served, app_client, make_served_engine, said, user
 
 CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
+pytestmark = pytest.mark.slow
+"""test_ollama_answers.py has the quick ones."""
 THOUGHT = "<think>Hm.</think>Hello"
 
 
@@ -25,7 +27,9 @@ def look(city: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def api(server: Served) -> Iterator[ollama.Client]:
+def api(server: Served) -> Iterator[Any]:
+    import ollama
+
     client = ollama.Client(server.url, timeout=30)
     yield client
     client.close()
@@ -50,13 +54,6 @@ def test_chat_stream_pieces_make_the_whole_answer(api):
     assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert (pieces[-1].done_reason, pieces[-1].eval_count) == ("stop", len(THOUGHT) + 1)
     assert {piece.model for piece in pieces} == {f"{MODEL}:latest"}
-
-
-def test_stream_is_lines_of_json_by_default(server):
-    answer = httpx.post(f"{server.url}/api/chat", json={"model": MODEL, "messages": user(said("a\u2028b"))})
-    assert answer.headers["content-type"].startswith("application/x-ndjson")
-    lines = [json.loads(line) for line in answer.text.splitlines()]
-    assert "".join(line["message"]["content"] for line in lines) == "a\u2028b"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -111,6 +108,8 @@ def test_options_become_sampling_params(api, rendered):
 
 
 def test_options_of_the_client_are_all_taken(api):
+    import ollama
+
     every = {name: 1 for name in ollama.Options.model_fields if name not in ("stop", "numa")}
     assert api.chat(MODEL, user(said("a")), options=every).done
     assert "num_thread" not in Options.model_fields
@@ -165,6 +164,8 @@ def test_lists_tell_of_the_served_model(api, server):
 
 
 def test_async_client_streams_texts_side_by_side(server):
+    import ollama
+
     async def main() -> list[str]:
         client = ollama.AsyncClient(server.url)
 
@@ -199,6 +200,8 @@ def test_async_client_streams_texts_side_by_side(server):
     ],
 )
 def test_bad_request_raises_response_error(api, call, status, words):
+    import ollama
+
     with pytest.raises(ollama.ResponseError) as caught:
         call(api)
     assert caught.value.status_code == status

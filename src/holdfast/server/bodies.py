@@ -44,7 +44,7 @@ MEANT = {
 """What a field of one endpoint, or of another maker's API, is called elsewhere."""
 MAX_MISSPELT = 32
 """Unknown names of an object that are compared with those of its fields: each costs more than its bytes."""
-NEARLY = 0.85
+NEARLY = 0.8
 MAX_ALTERNATIVES = 3
 """Of what a field may be, told in one message."""
 

@@ -124,8 +124,8 @@ async def _opened(request: Request, asked: OllamaRequest) -> _Opened:
         think = asked.think
         chat = await prepare_chat(
             request,
-            _fields(asked.options),
-            _messages(asked),
+            read_options(asked.options),
+            read_messages(asked),
             tools=[_tool(tool) for tool in asked.tools or ()] if is_chat else (),
             tool_choice=None,
             one_call=False,
@@ -153,7 +153,7 @@ async def _raw(request: Request, asked: OllamaGenerateRequest, num_top: int | No
     """A prompt that is continued as it is."""
     if asked.system:
         raise ApiError(400, "system was given; a prompt without a template has no place for it; put it into the prompt")
-    service, fields, rule = service_of(request), _fields(asked.options), _rule(asked)
+    service, fields, rule = service_of(request), read_options(asked.options), _rule(asked)
     made = {} if rule is None else {"structured_outputs": rule.made()}
     params = sampling_params(service, fields, max_tokens=_max_tokens(asked.options), logprobs=num_top, **made)
     try:
@@ -170,7 +170,8 @@ async def _raw(request: Request, asked: OllamaGenerateRequest, num_top: int | No
     return prepared
 
 
-def _fields(options: Options | None) -> SamplingFields:
+def read_options(options: Options | None) -> SamplingFields:
+    """Options under the names of the other endpoints."""
     if options is None:
         return SamplingFields()
     return SamplingFields(
@@ -202,7 +203,8 @@ def _tool(tool: OllamaTool) -> Tool:
     return Tool(type="function", function=FunctionDefinition(**tool.function.model_dump()))
 
 
-def _messages(asked: OllamaRequest) -> list[Message]:
+def read_messages(asked: OllamaRequest) -> list[Message]:
+    """The conversation of a request, its calls with ids."""
     if isinstance(asked, OllamaGenerateRequest):
         system: list[Message] = [InstructionMessage(role="system", content=asked.system)] if asked.system else []
         return [*system, UserMessage(role="user", content=asked.prompt or "")]
