@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -191,6 +192,7 @@ def test_stream_that_fails_ends_with_an_error_event():
     steps = iter(range(100))
 
     def fail(step) -> None:
+        time.sleep(0.05)  # so that the answer has begun
         if next(steps) == 5:
             raise RuntimeError("secret")
 
@@ -207,7 +209,7 @@ def test_stream_that_fails_ends_with_an_error_event():
 
 def test_silent_model_is_bridged_by_pings(monkeypatch):
     engine = make_served_engine()
-    engine.runner.on_step = lambda step: streams.time.sleep(0.05)
+    engine.runner.on_step = lambda step: time.sleep(0.05)
     monkeypatch.setattr(streams, "PING_SECONDS", 0.01)
     body = {"max_tokens": 3, "messages": user("Hello"), "stream": True}
     with app_client(engine) as client:

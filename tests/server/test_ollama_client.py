@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,6 +214,7 @@ def test_stream_that_fails_ends_with_an_error_line():
     steps = iter(range(100))
 
     def fail(step) -> None:
+        time.sleep(0.05)  # so that the answer has begun
         if next(steps) == 5:
             raise RuntimeError("secret")
 

@@ -42,8 +42,8 @@ OPERATIONS = (
     ("GET", "/metrics"),
     ("GET", "/memory"),
 )
-ALIKE = ("/v1/messages/count_tokens", "/api/generate", "/api/ps", "/api/version")
-"""Left to the slow tests: another path of the sample has the same fields."""
+SLOW_ONLY = ("/v1/messages", "/v1/messages/count_tokens", "/api/generate", "/api/ps", "/api/version")
+"""Examples of the first two take seconds to make; the others have the fields of another path."""
 STREAMED = {
     "/v1/chat/completions": {"messages": user("a")},
     "/v1/completions": {"prompt": "a"},
@@ -73,7 +73,7 @@ def document(small: Served) -> BaseSchema:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("method", "path"), [one for one in OPERATIONS if one[1] not in ALIKE])
+@pytest.mark.parametrize(("method", "path"), [one for one in OPERATIONS if one[1] not in SLOW_ONLY])
 def test_a_sample(small: Served, document: BaseSchema, method: str, path: str) -> None:
     fuzz(small, document, method, path, NUM_QUICK if method == "POST" else 2)
 
