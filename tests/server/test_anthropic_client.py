@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.server import streams
-from server.served import MODEL, Served, app_client, make_served_engine, said, user
+from server.served import MODEL, NAMES, Served, app_client, make_served_engine, said, user
 
 CALL = '<tool_call>{"name": "look", "arguments": {"city": "Rome"}}</tool_call>'
 TOOLS = [
@@ -50,6 +50,12 @@ def test_message_with_all_settings_is_answered(api):
     assert (done.stop_reason, done.stop_sequence) == ("end_turn", None)
     assert done.usage.output_tokens == len("Grüß Gott".encode()) + 1
     assert done._request_id.startswith("req-")
+
+
+def test_models_are_listed_with_their_names(api):
+    models = list(api.models.list())
+    assert [(model.id, model.display_name, model.type) for model in models] == [(name, name, "model") for name in NAMES]
+    assert api.models.retrieve(MODEL).created_at.year >= 2026
 
 
 def test_message_again_counts_tokens_of_the_cache(api):

@@ -21,7 +21,10 @@ _ROOTS: Final[tuple[tuple[str, Dialect], ...]] = (("/v1/messages", "anthropic"),
 
 def dialect_of(path: str) -> Dialect:
     """The family of a path; OpenAI's unless another one owns it."""
-    return next((kind for root, kind in _ROOTS if path == root or path.startswith(f"{root}/")), "openai")
+    for root, dialect in _ROOTS:
+        if path == root or path.startswith(f"{root}/"):
+            return dialect
+    return "openai"
 
 
 def error_body(error: ApiError, path: str, request_id: str) -> bytes:

@@ -46,9 +46,10 @@ class Endpoints:
         for router in routers:
             for route in router.routes:
                 if isinstance(route, APIRoute):
-                    self._patterns.append((route.path_regex, set(route.methods)))
+                    methods = set(route.methods or ())
+                    self._patterns.append((route.path_regex, methods))
                     if route.include_in_schema:
-                        self._listed.setdefault(route.path, set()).update(route.methods)
+                        self._listed.setdefault(route.path, set()).update(methods)
 
     def missing(self, path: str) -> ApiError:
         """404 for a path without an endpoint: the one that was meant, or those that exist."""
