@@ -10,6 +10,7 @@ SPOKEN = {
     "/v1/chat/completions/": "POST /v1/chat/completions exists",
     "//v1//completions": "POST /v1/completions exists",
     "/V1/Models": "GET /v1/models exists",
+    "/models/My/Model": "GET /v1/models/My/Model exists",
     "/v1/tokenize": "POST /tokenize exists",
     "/openai/v1/responses": "POST /v1/responses exists",
     "/messages": "POST /v1/messages exists",

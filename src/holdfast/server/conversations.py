@@ -171,7 +171,9 @@ def effort_options(effort: str | None) -> dict[str, object]:
     """How much a model is to think, in the names that templates have for it; others do not read them."""
     if effort is None:
         return {}
-    return thinking_options(False) if effort == "none" else {"reasoning_effort": effort}
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"reasoning_effort": effort}
 
 
 def thinking_options(is_on: bool) -> dict[str, object]:

@@ -91,10 +91,10 @@ class Endpoints:
 
 def _other_spellings(path: str) -> Iterator[str]:
     """What a path may have been meant to be: a base URL with too much or too little, slashes, letters."""
-    plain = re.sub(r"/+", "/", path[:256].lower())
-    plain = plain.rstrip("/") or "/"
-    roots = [plain]
-    while roots[-1].startswith(("/v1/", "/api/", "/openai/", "/anthropic/")) and len(roots) < 4:
-        roots.append(roots[-1][roots[-1].index("/", 1) :])
-    for root in roots:
-        yield from (f"/v1{root}", root, f"/api{root}") if root != plain else (root, f"/v1{root}", f"/api{root}")
+    plain = re.sub(r"/+", "/", path[:256]).rstrip("/") or "/"
+    for whole in dict.fromkeys((plain, plain.lower())):
+        root = whole
+        yield from (root, f"/v1{root}", f"/api{root}")
+        while root.startswith(("/v1/", "/api/", "/openai/", "/anthropic/")):
+            root = root[root.index("/", 1) :]
+            yield from (f"/v1{root}", root, f"/api{root}")
