@@ -214,6 +214,15 @@ def _same_tokens(result: Result) -> object:
 
 
 SECTIONS: Mapping[str, Columns] = {
+    "fairness": {
+        "": _value("measure"),
+        "median before, ms": _value("values", "median_before_ms"),
+        "median, ms": _value("values", "median_ms"),
+        "largest, ms": _value("values", "largest_ms"),
+        "largest / median before": _value("values", "ratio"),
+        "first token, s": _value("values", "first_token_seconds"),
+        "all work, s": _value("values", "seconds"),
+    },
     "gpu-latent-attention": {
         "": _value("measure"),
         "found": _listed_values,

@@ -36,6 +36,8 @@ NGRAM = "ngram"
 DEFAULT_PROPOSALS = 4
 MAX_PROPOSALS = 16
 PAGE_TOKENS = tuple(2**power for power in range(9))
+AUTO_STRETCH = "auto"
+"""max_step_stretch by the device."""
 ALIASES = ENGINE_ALIASES
 """Names that vLLM's users type, and ours."""
 
@@ -111,6 +113,9 @@ class EngineConfig:
     """Most sequences in one step."""
     max_num_batched_tokens: int | None = None
     """Most tokens in one step; longer prompts run in chunks of it."""
+    max_step_stretch: float | str | None = None
+    """While sequences decode, prompts are cut so that a step takes at most so many times a decode step: a number above 1; 0: prompts
+    are not cut; auto: 3 on a CPU and 1.8 on a GPU. None: auto in AsyncLLM and serve, 0 in LLM. Pipelines never cut."""
     max_queue: int = 4096
     """Most sequences that may wait; one more is refused."""
     scheduling_policy: str = "priority"
@@ -182,6 +187,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
                 )
+        _stretch(self.max_step_stretch)
         _seconds("core_timeout", self.core_timeout)
         if not _is_device(self.device):
             raise ConfigError(f"device={shown(self.device)} was asked", "auto, cpu, cuda and cuda:N work", "try auto")
@@ -213,6 +219,10 @@ class EngineConfig:
     def is_quantized(self) -> bool:
         """Whether weights are to be quantized as they load."""
         return self.quantization not in (None, UNQUANTIZED)
+
+    def paced(self) -> "EngineConfig":
+        """The same for streams that are watched: max_step_stretch is auto unless it was given."""
+        return self if self.max_step_stretch is not None else dataclasses.replace(self, max_step_stretch=AUTO_STRETCH)
 
     def with_quantization(self, name: str | None) -> "EngineConfig":
         """The same with weights in another scheme; what only makes sense with one goes where there is none."""
@@ -420,6 +430,14 @@ def _seconds(name: str, value: object) -> None:
     sound = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_COUNT
     if not sound:
         raise ConfigError(f"{name}={shown(value)} was asked", "a number of seconds from 1 up works", "try 30")
+
+
+def _stretch(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value not in (None, AUTO_STRETCH, 0) and not (is_number and 1 < float(value) <= MAX_COUNT):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"max_step_stretch={shown(value)} was asked", "a number above 1, 0 (off) or auto works", "try auto"
+        )
 
 
 def _is_device(device: object) -> bool:

@@ -335,12 +335,12 @@ def proposals_take_what_others_claim(patch):
 
 @mutant("behind tokens that nobody knows", first_seed=36)
 def guesses_are_asked_for_behind_coming_tokens(patch):
-    def schedule(self, propose=None):
+    def schedule(self, propose=None, limit=None):
         if propose is not None:
             for sequence in self._queues.running:
                 if sequence.num_coming and sequence.may_speculate:
                     propose(sequence)
-        return real(self, propose)
+        return real(self, propose, limit)
 
     real = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)
@@ -393,8 +393,8 @@ def outputs_before_a_preemption_are_not_told(patch):
 
 @mutant(r"step \d+ came behind step \d+")
 def steps_that_run_nobody_are_numbered(patch):
-    def schedule(self, propose=None):
-        step = real(self, propose)
+    def schedule(self, propose=None, limit=None):
+        step = real(self, propose, limit)
         if step is not None and not step.scheduled and not self._in_flight:
             self._num_steps += 1
         return step

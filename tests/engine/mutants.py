@@ -208,9 +208,9 @@ def the_oldest_is_preempted(patch):
 
 @mutant("was preempted and is in the step", first_seed=12)
 def a_preempted_sequence_stays_in_the_step(patch):
-    def schedule(self, propose=None):
+    def schedule(self, propose=None, limit=None):
         running = self._queues.running
-        step = real(self, propose)
+        step = real(self, propose, limit)
         victims = [sequence for sequence in running if sequence.state is SequenceState.WAITING]
         if not victims:
             return step

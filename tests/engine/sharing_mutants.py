@@ -20,12 +20,12 @@ OTHERS = "reads what is not its own|has another state than its own"
 
 @mutant(r"is written and holds a registered prefix|num_registered=\d+ blocks|" + OTHERS, first_seed=4)
 def blocks_are_registered_before_their_step_is_certain(patch):
-    def schedule(self, propose=None):
+    def schedule(self, propose=None, limit=None):
         for one in self.running:
             track = self._tracks[one.sequence_id]
             end = min(one.num_scheduled + self.limits.max_num_batched_tokens, track.capacity, len(one.token_ids))
             self.prefix.register(track.chain, one.token_ids, one.tables, end, self._num_steps + 1)
-        return real(self, propose)
+        return real(self, propose, limit)
 
     real = Scheduler.schedule
     patch.setattr(Scheduler, "schedule", schedule)

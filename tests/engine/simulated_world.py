@@ -75,6 +75,8 @@ class World:
     """How a row is computed does not depend on others."""
     comes_together: bool = False
     """Bursts of sequences with equal prompts or equal beginnings arrive."""
+    is_paced: bool = False
+    """Steps have limits on the rows of prompts."""
 
     def __post_init__(self) -> None:
         if not self.shadows:
@@ -170,6 +172,12 @@ class World:
         )
         num_pages = int(world.num_pages * rng.choice((1, 1, 1.5, 3)))
         return replace(world, limits=limits, num_pages=num_pages, max_queue=12, comes_together=True)
+
+    @classmethod
+    def paced(cls, seed: int) -> "World":
+        """Any of these, with a random limit on the rows of prompts in most steps."""
+        makers = (cls.from_seed, cls.late, cls.compressed, cls.unequal, cls.piped, cls.invariant, cls.together)
+        return replace(makers[seed % 7](seed // 7), is_paced=True)
 
     @classmethod
     def _made_late(cls, world: "World", seed: int) -> "World":

@@ -69,6 +69,9 @@ class Simulation:
         self.flights: deque[LiveStep] = deque()
         self.late_rng = Random(f"late events {seed}")
         self.priority_rng = Random(f"priorities {seed}")
+        self.pace_rng = Random(f"pace {seed}")
+        self._limit: int | None = None
+        """On the rows of prompts in the last schedule()."""
         self.device = FakeDevice(self.world, self.shadow, self.clients.__getitem__, self._see_pages, self.late_rng)
         self.history: list[list[int]] = []
         longest = max(limits.max_model_len, 1)
@@ -191,7 +194,8 @@ class Simulation:
         rng, scheduler, late = self.rng, self.scheduler, self.late_rng
         self._stop_late()
         while len(self.flights) <= self.world.run_ahead:
-            step = scheduler.schedule(self.propose if self.world.guess_share else None)
+            self._limit = self.pace_rng.choice((None, 0, 0, 1, 2, 3, 5, 9)) if self.world.is_paced else None
+            step = scheduler.schedule(self.propose if self.world.guess_share else None, self._limit)
             self.see_schedule(step)
             if step is None or not step.scheduled:
                 break
@@ -543,6 +547,7 @@ class Simulation:
         if not self.world.has_priorities:
             is_right = order == [number for number in self.alive if number in order]
         assert is_right, f"{order} is not the order of arrival"
+        self._check_limit(step)
         if self._must_run(waits):
             oldest = self._leader().sequence.sequence_id
             assert order[:1] == [oldest], f"the oldest sequence {oldest} does not run: {order}"
@@ -558,13 +563,24 @@ class Simulation:
                 far = end if item.source is not None else far
                 num_pages = group.state_pages if group.is_state else -(-far // group.page_tokens)
                 # What a longer step was given, that was then not taken or was forgotten, is kept.
-                may_have_more = self.world.is_late or self.world.has_priorities
+                may_have_more = self.world.is_late or self.world.has_priorities or self.world.is_paced
                 is_enough = len(table) == num_pages or (may_have_more and len(table) > num_pages)
                 assert is_enough, f"{sequence} has not {num_pages} pages for {end} tokens"
                 first = max(item.start, sequence.num_stored)
                 for page in table if group.is_state else table[first // group.page_tokens :]:
                     assert page != HOLE, f"{sequence} writes into a hole of {group.name}"
                     self._check_writer(item, page)
+
+    def _check_limit(self, step: LiveStep) -> None:
+        """No more rows of prompts than are allowed, but one for the first of those that run."""
+        if self._limit is None:
+            return
+        num_rows = 0
+        for place, item in enumerate(step.scheduled):
+            own, is_new = item.num_rows - len(item.proposals), item.sequence.sequence_id in self._admitted
+            num_rows += own if own > 1 or (is_new and place) else 0
+        assert num_rows <= self._limit, f"{num_rows} rows of prompts in a step of at most {self._limit}"
+        self.seen["limited"] += num_rows == self._limit
 
     def _check_writer(self, item: ScheduledSequence, page: int) -> None:
         """A page that is written belongs to one sequence, and to those that start on it in this very step."""
@@ -596,7 +612,7 @@ class Simulation:
         num_more = num_new + min(self.scheduler.num_waiting, self.scheduler._slots.num_free)
         most = min(-(-(running - num_new + num_more) // num_stages), -(-(num_idle + num_more) // num_free))
         assert not num_new or len(step.scheduled) <= most, f"{num_old} and {num_new} new ones are more than a share"
-        took_all = step.num_tokens == limits.max_num_batched_tokens
+        took_all = step.num_tokens == limits.max_num_batched_tokens or self._limit is not None
         is_full = took_all or num_old >= share
         assert is_full, f"{num_idle} of {self._num_ran} have nothing in flight, and {num_old} are in the step"
         self.seen["shared"] += num_idle > num_old
@@ -719,6 +735,7 @@ def main(num_worlds: int, num_events: int, kind: str = "", first_seed: str = "0"
             "piped": World.piped,
             "invariant": World.invariant,
             "together": World.together,
+            "paced": World.paced,
         }
         simulation = Simulation(seed, kinds.get(kind, World.from_seed)(seed))
         try:

@@ -345,6 +345,31 @@ def test_a_step_that_takes_long_is_no_silence(make_remote):
     assert [delta.finish_reason for delta in engine.abort("a")] == ["abort"]
 
 
+def test_hang_up_stops_a_step_and_counts_are_fresh(make_remote):
+    engine = make_remote("layers")
+    engine.add_request("a", "a long prompt", SamplingParams(temperature=0.0, max_tokens=12))
+    seen = []
+
+    def hang_up() -> None:
+        while engine.stats().num_running == 0 and len(seen) < 400:
+            seen.append(engine.stats().num_waiting)
+            time.sleep(0.02)
+        seen.append(engine.stats().num_running)
+        engine.hang_up("a")
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    began = time.monotonic()
+    assert engine.step() == []
+    assert time.monotonic() - began < 8, "its layers take ten seconds together"
+    thread.join()
+    assert seen[-1] == 1, "while its step runs it counts as running"
+    assert set(seen[:-1]) <= {1}, "before it is seen it counts as waiting"
+    engine.abort("a")
+    engine.watch()
+    assert engine.stats().num_running == 0
+
+
 def test_ctrl_c_loses_nothing(make_remote):
     engine = make_remote("slow")
     engine.add_request("a", "a", SamplingParams(temperature=0.0, max_tokens=30))

@@ -56,7 +56,7 @@ class AsyncLLM:
     ) -> None:
         """Open a model; the options are those of `LLM`. This blocks while the model loads."""
         config = EngineConfig.from_options(model=model, **options)
-        self._start(open_engine(config, on_progress))
+        self._start(open_engine(config.paced(), on_progress))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> "AsyncLLM":
@@ -159,7 +159,7 @@ class AsyncLLM:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state of now."""
-        return self._live().engine.stats()
+        return self._live().stats()
 
     def step_sizes(self) -> tuple[list[int], int]:
         """Steps by their tokens, computed of prompts and chosen (place k: at most 2**k, and more than half), and all tokens of them."""

@@ -39,6 +39,7 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    max_step_stretch: float | str | None
     max_queue: int
     scheduling_policy: str
     page_tokens: int | None

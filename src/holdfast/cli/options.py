@@ -376,6 +376,14 @@ ENGINE_SETTINGS = (
     _engine(
         "max_num_batched_tokens", MEMORY, "Most tokens in one step; longer prompts run in chunks.", "N", read_count
     ),
+    _engine(
+        "max_step_stretch",
+        MEMORY,
+        "Cut prompts while others are answered, so that a step takes at most N times a decode step: above 1, 0 (never cut) or auto "
+        "(3 on a CPU, 1.8 on a GPU). Left out: auto in serve, else 0.",
+        "N",
+        read_number,
+    ),
     _engine("max_queue", MEMORY, "Most sequences that may wait.", "N", read_count),
     _engine(
         "scheduling_policy",

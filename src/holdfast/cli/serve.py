@@ -58,7 +58,7 @@ def serve(options: ServeOptions, engine_options: Given) -> None:
     from holdfast.server.run import WaitingDoor, address_of, bind_socket, raise_file_limit, run_server
     from holdfast.server.traces import open_traces
 
-    config = EngineConfig.from_options(model=options.model, **{"core_process": True, **engine_options})
+    config = EngineConfig.from_options(model=options.model, **{"core_process": True, **engine_options}).paced()
     refuse_bare_ids(config)
     launched = find_launcher(config)
     if launched is not None and launched.rank > 0:

@@ -1,17 +1,19 @@
 """Build an engine from a config: open the model, find its tokenizer and template, make its runner and its core."""
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from holdfast.config import EngineConfig
+from holdfast.config import AUTO_STRETCH, EngineConfig
 from holdfast.engine.core import EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.open_text import open_text, open_tokenizer
+from holdfast.engine.pacing import StepPacer
 from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
@@ -23,8 +25,14 @@ from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.planning.disk_account import disk_account
 from holdfast.planning.ranks import check_ranks
 from holdfast.runner.build import BuiltRunner, build_runner
+from holdfast.runner.runner import Runner
 from holdfast.text.grammar import Grammars, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
+
+AUTO_STRETCHES = {"cpu": 3.0, "cuda": 1.8}
+"""Of a step over a decode step: a stream should see 4 and 2 at the most, and single steps are longer than they were predicted."""
+MAX_CPU_SECONDS = 1.0
+"""Of a step on a CPU in which no sequence decodes: whatever comes meanwhile waits for its end."""
 
 
 def build_engine(
@@ -136,15 +144,38 @@ def _core(
     )
     # A step in each stage; on one device one runs while the next is prepared, where that gains anything.
     run_ahead = scheduler.num_stages - 1 or int(built.runner.can_run_ahead)
-    return EngineCore(
+    core = EngineCore(
         runner,
         scheduler,
         run_ahead=run_ahead,
         proposer=NgramProposer(plan.resolved.num_proposals) if plan.resolved.num_proposals else None,
         max_queue=config.max_queue,
         memory=memory,
+        pacer=make_pacer(config, built.runner),
         **others,
     )
+    if plan.target.kind == "cpu" and config.num_ranks == 1:
+        # Weak: what the core holds must not hold the core.
+        own = weakref.ref(core)
+        built.runner.model.before_layer = lambda: _check_needed(own())
+    return core
+
+
+def _check_needed(core: EngineCore | None) -> None:
+    if core is not None:
+        core.check_needed()
+
+
+def make_pacer(config: EngineConfig, runner: Runner) -> StepPacer | None:
+    """The pacer that a config asks for; None if steps are not cut. Steps of a pipeline hold different sequences each."""
+    stretch = config.max_step_stretch
+    if not stretch or config.pipeline_parallel_size > 1:
+        return None
+    stretch = (
+        AUTO_STRETCHES.get(runner.device.type, AUTO_STRETCHES["cpu"]) if stretch == AUTO_STRETCH else float(stretch)
+    )
+    max_seconds = MAX_CPU_SECONDS if runner.device.type == "cpu" else None
+    return StepPacer(stretch, runner.padded_sizes, max_seconds)
 
 
 def _report(built: BuiltRunner) -> MemoryReport:

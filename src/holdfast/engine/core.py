@@ -24,6 +24,12 @@ token before they choose the next, so that sequences with them never have propos
 **Ctrl-C.** An interrupted wait leaves the steps where they are: on a CPU they are cancelled and scheduled anew, on a
 GPU they stay in flight and are collected by the next call. A result that was there already is kept for it.
 
+**Pace.** While sequences decode, a pacer limits the rows of prompts in a step (engine/pacing.py). The core has the clock: a step
+begins when it is launched or when the one before it was collected, whichever is later, and ends when it is collected.
+
+**Hang-ups.** If every live sequence of a step is hung up while a CPU computes it, the step stops at the next layer. It is
+cancelled like an interrupted one, and its sequences end.
+
 **Forms.** A request whose answers have a form (structured outputs) is held until that is compiled, in a thread beside the step
 loop, and joins the queue then; meanwhile the others run on. What goes wrong with it ends that request alone.
 
@@ -40,10 +46,12 @@ from typing import Protocol
 
 from holdfast.cache.groups import longest_sequence, unrewindable
 from holdfast.config import Limits
+from holdfast.engine.hang_ups import HangUps
 from holdfast.engine.memory_map import MAX_WAITING_SHOWN, CoreMap, GroupPages, SequencePages
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, CoreStats, Ending, SequenceOutput
 from holdfast.engine.ngram import NgramProposer
-from holdfast.engine.pulse import CorePulse
+from holdfast.engine.pacing import StepPacer
+from holdfast.engine.pulse import CoreCounts, CorePulse
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.memory.report import MemoryReport
@@ -66,6 +74,10 @@ HELD_SECONDS = 0.02
 
 Waiting = Callable[[], AbstractContextManager[object]]
 """Entered around every wait: what is inside may be interrupted."""
+
+
+class StepStoppedError(Exception):
+    """Ends a step on a CPU between two layers: no live sequence is in it any more."""
 
 
 class StepRunner(Protocol):
@@ -110,6 +122,10 @@ class Core(Protocol):
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """End sequences; those that have ended already are passed over."""
+        ...
+
+    def hang_up(self, sequence_ids: Iterable[int]) -> None:
+        """Any thread: these are about to be aborted, so that a step with no others may stop."""
         ...
 
     def reset_prefix_cache(self) -> None:
@@ -175,6 +191,7 @@ class EngineCore:
         release: Callable[[], None] | None = None,
         grammars: Grammars | None = None,
         watch: Callable[[], None] | None = None,
+        pacer: StepPacer | None = None,
     ) -> None:
         """`max_queue` is what the front is told, where the scheduler takes more (a few may be on their way to it).
 
@@ -195,6 +212,8 @@ class EngineCore:
         self._clock = clock
         self.run_ahead = run_ahead
         """Steps that are launched before the result of the one before is known; may be changed between two steps."""
+        self.pacer, self.hang_ups = pacer, HangUps()
+        """Limits rows of prompts while sequences decode, None: no limit, may be changed between two steps; clients that are gone."""
         self._release = release
         self._watch = watch
         self.grammars = grammars
@@ -205,6 +224,10 @@ class EngineCore:
         """Those of them whose form is there."""
         self._in_flight: deque[LiveStep] = deque()
         """The oldest first."""
+        self._begun: deque[tuple[float, int]] = deque()
+        """Of each of these: when it was launched, and how many sequences decoded."""
+        self._collected_at, self._may_read = 0.0, True
+        """When the last step ended, and whether a prompt may wait or be half read."""
         self._kept: StepResult | None = None
         """Of the oldest, where its result was there when an interrupt came."""
         self._live: dict[int, _Live] = {}
@@ -306,7 +329,11 @@ class EngineCore:
             assert len(self._live) == len(self._held), f"nobody is scheduled of {len(self._live)} that want to run"
             return CoreOutputs((), self.stats())
         result = self._collect(waiting)
-        outputs = tuple(self._book(self._in_flight.popleft(), result.results))
+        if result is None:
+            return CoreOutputs((), self.stats())
+        step = self._in_flight.popleft()
+        self._time(step, *self._begun.popleft())
+        outputs = tuple(self._book(step, result.results))
         if self._live and self.scheduler.num_stages > 1:
             self._fill()
         return CoreOutputs(outputs, self.stats())
@@ -342,6 +369,12 @@ class EngineCore:
             num_proposed_tokens=self._num_proposed_tokens,
             num_accepted_tokens=self._num_accepted_tokens,
         )
+
+    @property
+    def counts(self) -> CoreCounts:
+        """The part of `stats` that changes when a step begins."""
+        scheduler = self.scheduler
+        return CoreCounts(scheduler.num_running, self._num_waiting, self._num_known, scheduler.kv_usage)
 
     def pulse(self) -> CorePulse | None:
         """Whoever drives it knows."""
@@ -420,7 +453,8 @@ class EngineCore:
         runner = self.runner
         assert runner is not None, "the core is closed"
         while len(self._in_flight) <= self.run_ahead and not (self._in_flight and self._is_guessing()):
-            step = self.scheduler.schedule(None if self.proposer is None else self._propose)
+            num_decoding, most_rows = self._pace()
+            step = self.scheduler.schedule(None if self.proposer is None else self._propose, most_rows)
             # None: not before a step in flight has ended.
             if step is None or not step.scheduled:
                 return
@@ -431,8 +465,41 @@ class EngineCore:
                     live.scheduled_at = now
             runner.launch(step.step)
             self._in_flight.append(step)
+            self._begun.append((now, num_decoding))
 
-    def _collect(self, waiting: Waiting) -> StepResult:
+    def _pace(self) -> tuple[int, int | None]:
+        """Sequences that decode, 0 if that was not counted, and the most rows of prompts for the next step."""
+        scheduler = self.scheduler
+        if self.pacer is None or not (self._may_read or scheduler.num_waiting):
+            return 0, None
+        num_decoding = scheduler.num_decoding
+        self._may_read = scheduler.num_waiting > 0 or num_decoding < scheduler.num_running
+        return num_decoding, self.pacer.prompt_rows(num_decoding)
+
+    def _time(self, step: LiveStep, launched_at: float, num_decoding: int) -> None:
+        """Tell the pacer how long a collected step took."""
+        now, collected_at = self._clock(), self._collected_at
+        self._collected_at = now
+        if self.pacer is not None:
+            num_rows = sum(item.num_rows for item in step.scheduled if item.num_new_tokens - len(item.proposals) > 1)
+            self.pacer.see(
+                step.num_tokens, num_rows, num_decoding or len(step.scheduled), now - max(launched_at, collected_at)
+            )
+
+    def hang_up(self, sequence_ids: Iterable[int]) -> None:
+        """Any thread: these are about to be aborted."""
+        self.hang_ups.add(sequence_ids)
+
+    def check_needed(self) -> None:
+        """Called between layers on a CPU; raises if no live sequence is in the step."""
+        step = self._in_flight[0] if self._in_flight else None
+        if step is not None and self.hang_ups.has_all(
+            item.sequence.sequence_id for item in step.scheduled if item.sequence.sequence_id in self._live
+        ):
+            raise StepStoppedError
+
+    def _collect(self, waiting: Waiting) -> StepResult | None:
+        """The result of the oldest step; None if it was stopped, and then its sequences have ended."""
         runner = self.runner
         assert runner is not None, "the core is closed"
         result, self._kept = self._kept, None
@@ -441,16 +508,31 @@ class EngineCore:
         try:
             with waiting():
                 result = runner.collect()
+        except StepStoppedError:
+            stopped = [item.sequence.sequence_id for item in self._in_flight[0].scheduled]
+            is_cancelled = self._cancel(runner)
+            assert is_cancelled, "a step was stopped that cannot be cancelled"
+            self.abort(stopped)
+            return None
         except Exception:
             raise
         except BaseException:
             if result is not None:
                 self._kept = result
-            elif runner.cancel():
-                self._in_flight.clear()
-                self.scheduler.forget_steps()
+            else:
+                self._cancel(runner)
             raise
         return result
+
+    def _cancel(self, runner: StepRunner) -> bool:
+        """Forget all steps in flight, if the runner can."""
+        if not runner.cancel():
+            return False
+        self._in_flight.clear()
+        self._begun.clear()
+        self._may_read = True
+        self.scheduler.forget_steps()
+        return True
 
     def _book(self, step: LiveStep, results: tuple[SequenceResult, ...]) -> list[SequenceOutput]:
         """Give every sequence its tokens; what the step has brought to those that still live."""

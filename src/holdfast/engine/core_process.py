@@ -183,6 +183,10 @@ class CoreProcess:
         self._live.difference_update(ids)
         self._send(Abort(ids))
 
+    def hang_up(self, sequence_ids: Iterable[int]) -> None:
+        """Any thread: these are about to be aborted, so that a step with no others may stop."""
+        self._child.pulse.hang_ups.add(sequence_ids)
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         self._send(ResetPrefixCache())
@@ -209,8 +213,13 @@ class CoreProcess:
                 self._hear(message)
 
     def stats(self) -> CoreStats:
-        """As the core last said."""
-        return self._stats
+        """Any thread: as the core last said, but what changes when a step begins as it is now."""
+        told, counts = self._stats, self._child.pulse.counts()
+        num_new = counts.num_submitted - told.num_submitted
+        if num_new < 0:
+            return replace(told, num_waiting=self.num_queued)
+        num_waiting = counts.num_waiting + max(len(self._unseen) - num_new, 0)
+        return replace(told, num_running=counts.num_running, num_waiting=num_waiting, kv_usage=counts.kv_usage)
 
     def ask_map(self) -> None:
         """Have the child look at its pages between two steps."""
@@ -448,15 +457,18 @@ class CoreServer:
 
         @contextlib.contextmanager
         def awaiting() -> Iterator[None]:
+            self._write_counts(core)
             if self._held and not core.awaits_decode:
                 self._release()
             yield
 
+        core.hang_ups = self.pulse.hang_ups
         while self._carry_out_commands(core):
             began = time.monotonic()
             self.pulse.begin_step()
             outputs = core.step(awaiting)
             self.pulse.end_step()
+            self._write_counts(core)
             self._num_steps += 1
             now = time.monotonic()
             with self._holding:
@@ -464,6 +476,9 @@ class CoreServer:
             is_short = now - began < HELD_SECONDS and now - self._flushed_at < HELD_SECONDS
             if not is_short or any(output.ending is not None for output in outputs.outputs):
                 self._release()
+
+    def _write_counts(self, core: EngineCore) -> None:
+        self.pulse.write_counts(core.counts)
 
     def _release(self) -> None:
         with self._holding:
@@ -499,6 +514,7 @@ class CoreServer:
             elif core.has_unfinished:
                 return True
             else:
+                self._write_counts(core)
                 self._release()
                 if not is_told:
                     self.send(core.stats())

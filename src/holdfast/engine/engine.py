@@ -214,6 +214,10 @@ class Engine:
                 self.core.abort(sequence_ids)
             return deltas
 
+    def hang_up(self, request_id: str) -> None:
+        """Any thread: `abort` follows as soon as the step in progress ends, which may be at its next layer if it has no others."""
+        self.core.hang_up(self.front.sequence_ids(request_id))
+
     def abort_all(self) -> list[CompletionDelta]:
         """End every live request."""
         self.raise_if_dead()

@@ -9,11 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.engine.admission import PreparedRequest
 from holdfast.engine.core import refuse_full
-from holdfast.engine.engine import Engine
+from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.outputs import DeltaBuffer
 from holdfast.engine.pulse import CorePulse
@@ -174,6 +174,7 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """End the request of this name before the next step; its reader gets the last deltas."""
         self.home.check()
+        self.engine.hang_up(request_id)
         with self._changed:
             self._post(lambda: self._publish(self.engine.abort(request_id)))
 
@@ -181,6 +182,9 @@ class EngineThread:
         """End the request of a reader that has gone, before the next step."""
         if self.home.is_elsewhere:
             return
+        name = mailbox.request_id
+        if name is not None and not mailbox.is_complete:
+            self.engine.hang_up(name)
         with self._changed:
             self._post(lambda: self._withdraw(mailbox))
 
@@ -199,6 +203,11 @@ class EngineThread:
             is_alive = self._thread.is_alive() and not self.engine.is_dead
             pulse = self.engine.core.pulse() or CorePulse(0.0, seconds)
             return Health(is_alive, len(self._mailboxes), seconds, len(self._commands), *pulse)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state of now; requests that wait for the step in progress to end wait too."""
+        stats = self.engine.stats()
+        return replace(stats, num_waiting=stats.num_waiting + self._num_posted)
 
     def memory_map(self) -> MemoryMap | None:
         """The last look at the pages; None before the first."""
@@ -235,6 +244,8 @@ class EngineThread:
 
     def stop(self) -> None:
         """Abort everything, then end; `join` waits for that."""
+        for name in self.engine.front.names():
+            self.engine.hang_up(name)
         with self._changed:
             self._takes_requests = False
             self._post(lambda: self._publish(self.engine.abort_all()))

@@ -199,6 +199,10 @@ class Front:
         if self._forms is not None:
             self._forms.close()
 
+    def sequence_ids(self, request_id: str) -> tuple[int, ...]:
+        """Any thread: those of a live request."""
+        return tuple(self._requests.get(request_id, ()))
+
     def names(self) -> list[str]:
         """Those of all live requests."""
         return list(self._requests)

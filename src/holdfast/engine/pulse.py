@@ -1,7 +1,9 @@
-"""Pulse: when a core process last gave a sign of life, and since when its step runs, in memory that its front sees too; no torch.
+"""Pulse: a core's last sign of life, its step and its counts, and its front's hang-ups, in memory of both processes; no torch.
 
 The child writes two times of the clock that all processes of a machine share; the front reads them whenever it is asked,
-without a message and without waiting for anybody: a front whose thread is held up still knows how its core is.
+without a message and without waiting for anybody: a front whose thread is held up still knows how its core is. The child also
+writes what changes when a step begins, which its next message would tell only when the step ends. The front writes the
+sequences of clients that have hung up, which the child looks for in the middle of a step.
 """
 
 import mmap
@@ -10,8 +12,11 @@ import tempfile
 import time
 from typing import NamedTuple
 
-_NUM_BYTES = 16
-_BEAT, _STEP = 0, 1
+from holdfast.engine.hang_ups import NUM_BYTES, HangUps
+
+_NUMBER_BYTES = 64
+_NUM_BYTES = _NUMBER_BYTES + NUM_BYTES
+_BEAT, _STEP, _COUNTS = 0, 1, 2
 _NO_STEP = 0.0
 
 
@@ -24,12 +29,24 @@ class CorePulse(NamedTuple):
     """That its step has run; 0 where there is none."""
 
 
+class CoreCounts(NamedTuple):
+    """What a core counts, as of the step in progress."""
+
+    num_running: int
+    num_waiting: int
+    num_submitted: int
+    """Sequences that it has seen; fewer than its last message says: it wrote nothing."""
+    kv_usage: float
+
+
 class Pulse:
-    """Two times, each written by one process in one piece. Both sides may be asked from any thread."""
+    """Numbers that are each written by one process in one piece. Both sides may be asked from any thread."""
 
     def __init__(self, number: int) -> None:
         """Over an open file of this number, which may be closed afterwards."""
-        self._times = memoryview(mmap.mmap(number, _NUM_BYTES)).cast("d")
+        memory = memoryview(mmap.mmap(number, _NUM_BYTES))
+        self._times = memory[:_NUMBER_BYTES].cast("d")
+        self.hang_ups = HangUps(memory[_NUMBER_BYTES:])
 
     def beat(self) -> None:
         """The process lives."""
@@ -47,6 +64,16 @@ class Pulse:
     def end_step(self) -> None:
         """No step runs."""
         self._times[_STEP] = _NO_STEP
+
+    def write_counts(self, counts: CoreCounts) -> None:
+        """A step begins or ends with these."""
+        for place, number in enumerate(counts, _COUNTS):
+            self._times[place] = number
+
+    def counts(self) -> CoreCounts:
+        """The last ones."""
+        num_running, num_waiting, num_submitted, kv_usage = self._times[_COUNTS : _COUNTS + len(CoreCounts._fields)]
+        return CoreCounts(int(num_running), int(num_waiting), int(num_submitted), kv_usage)
 
     def look(self) -> CorePulse:
         """How it is now."""

@@ -79,7 +79,7 @@ waits for what is in flight: N equal sequences finish within N * max_model_len s
 1. If nothing runs, then once the steps in flight are booked nothing is in quarantine and every page and slot is
    available. What the first that waits starts on and what it claims then are together no more than the sum of its
    groups' bounds, with or without a hit, and add() has checked that this fits: admitted.
-2. If it runs and has positions left that are not in flight, it is served first, with the whole token budget. If a page
+2. If it runs and has positions left that are not in flight, it is served first, with one row or more. If a page
    is missing, schedule() gives None until nothing is in flight; then those behind it are preempted; at the latest when
    it is alone every page that it does not hold is available. What it holds once it has grown is in each group within
    the bound that add() has summed up, so these suffice.
@@ -181,6 +181,11 @@ class Scheduler:
         return self._queues.num_running
 
     @property
+    def num_decoding(self) -> int:
+        """Running sequences whose whole prompt was given to steps."""
+        return sum(one.num_scheduled >= one.num_prompt_tokens for one in self._queues.running)
+
+    @property
     def num_in_flight(self) -> int:
         """Steps that were given and not booked."""
         return len(self._in_flight)
@@ -235,18 +240,19 @@ class Scheduler:
         chain = self.prefix.chain(sequence.cache_salt)
         self._tracks[sequence.sequence_id] = Track(self._needs.longest(sequence), max_pages, chain)
 
-    def schedule(self, propose: Propose | None = None) -> LiveStep | None:
+    def schedule(self, propose: Propose | None = None, max_prompt_rows: int | None = None) -> LiveStep | None:
         """The next step: running sequences in order, then waiting ones as far as limits and pages allow.
 
         Steps may be in flight. None where only booking one of them can show how to go on: pages are missing, or are in
         quarantine. Without items where there is nothing to run now; such a step has no number and is not in flight.
         With `propose`, sequences that may speculate are given proposals, and wait for their tokens to be booked.
+        `max_prompt_rows` limits the rows of sequences that have several left; the first in the step gets one in any case.
         """
         items: list[ScheduledSequence] = []
         full: list[tuple[Sequence, int]] = []
         block_tokens, ends_prompt = self.prefix.block_tokens, False
         budget = self.limits.max_num_batched_tokens
-        num_preemptions = self.num_preemptions
+        room, num_preemptions = budget if max_prompt_rows is None else max_prompt_rows, self.num_preemptions
         if self._short is not None and not self._serve_short(self._short):
             return None
         running = self._queues.running if self.num_stages == 1 else self._share()
@@ -263,6 +269,8 @@ class Scheduler:
                 num_new_tokens = min(num_new_tokens, self._most_ahead(sequence))
             if self.is_invariant:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
+            is_chunk = num_new_tokens > 1
+            num_new_tokens = min(num_new_tokens, room if items else max(room, 1)) if is_chunk else num_new_tokens
             if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
@@ -279,6 +287,7 @@ class Scheduler:
                 ScheduledSequence(sequence, start, num_new_tokens + len(proposals), end == num_tokens, proposals)
             )
             budget -= num_new_tokens + len(proposals)
+            room = max(room - num_new_tokens, 0) if is_chunk else room
             if end // block_tokens > start // block_tokens:
                 full.append((sequence, end))
             ends_prompt |= end == sequence.num_prompt_tokens
@@ -286,7 +295,7 @@ class Scheduler:
         for sequence, end in full:
             self._register(sequence, end, self._num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self._admit_waiting(items, budget, ends_prompt)
+            self._admit_waiting(items, min(budget, room if items else max(room, 1)), ends_prompt)
         if items:
             return self._launched(items)
         is_stuck = self._in_flight and self._quarantine and self.num_waiting

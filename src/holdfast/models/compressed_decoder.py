@@ -184,6 +184,8 @@ class CompressedDecoder(StepWorkspace):
         (x_TSH, normed_TH, delta_TH, _), token_ids_T = stream, batch.token_ids_T
         self._layers[layers.start].attention_streams.begin(x_TSH, streams)
         for index in layers:
+            if self.before_layer is not None:
+                self.before_layer()
             layer, is_last = self._layers[index], index == self.num_layers - 1
             logits = batch.logits if is_last else None
             layer.attention_streams.enter(x_TSH, streams, normed_TH)

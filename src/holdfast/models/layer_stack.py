@@ -176,6 +176,8 @@ class LayerStack(StepWorkspace, ABC, Generic[AttentionT]):
         """Some layers in a row. Behind the attention of the last of all only rows whose logits are wanted go on."""
         last = self.num_layers - 1 if self._spec.is_last_stage and batch.logits is not None else None
         for index in layers:
+            if self.before_layer is not None:
+                self.before_layer()
             layer, wanted_only = self._layers[index], index == last
             x_TH, normed_TH, delta_TH, has_delta = stream
             inputs_TH, codes, buffers = x_TH, None, self._attention_buffers(batch.num_rows)

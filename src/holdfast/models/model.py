@@ -6,6 +6,7 @@ What a model takes (parameters, caches, scratch) is declared beside it without t
 run; this is what is left to do once all of it stands.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,9 @@ class Stream(NamedTuple):
 
 class Model(Protocol):
     """One computation over final weights, pages and a workspace; `plan` is what its attention family made of the batch."""
+
+    before_layer: Callable[[], None] | None
+    """Called before every layer, if there is one; it may raise, and then the step is left as it is."""
 
     @property
     def num_layers(self) -> int: ...

@@ -3,6 +3,8 @@
 R rows whose logits are wanted, H hidden, V vocabulary
 """
 
+from collections.abc import Callable
+
 import torch
 
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
@@ -25,6 +27,8 @@ class StepWorkspace:
         self._dtype = dtype
         self._recipe = recipe
         self._tile_scratch = self._make_tile_scratch()
+        self.before_layer: Callable[[], None] | None = None
+        """Called before every layer on a CPU; it may raise, and then the step is left as it is."""
 
     def _make_tile_scratch(self) -> TileScratch | None:
         """What products of middle batches share, where the plan has it; counters begin at zero."""

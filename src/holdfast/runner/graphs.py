@@ -59,6 +59,11 @@ class StepGraphs:
         """Graphs that were captured."""
         return len(self._steps)
 
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Rows of the captured steps with prompts."""
+        return self._sizes[False]
+
     def size_for(self, num_rows: int, num_logit_rows: int, is_decode: bool) -> int | None:
         """The smallest captured size that takes so many rows, or None. Forks can make more logits than rows."""
         sizes = self._sizes[is_decode]

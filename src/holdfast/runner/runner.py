@@ -165,6 +165,11 @@ class Runner:
         """Whether launching a step before the last one is collected gains anything: on a GPU."""
         return self.sampler.keeps_tokens
 
+    @property
+    def padded_sizes(self) -> tuple[int, ...]:
+        """Rows that steps with prompts are padded to; larger ones, or all if there are none, are not."""
+        return self._row_sizes or (() if self.graphs is None else self.graphs.mixed_sizes)
+
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Take a step; on a GPU begin it, at most one beyond the oldest that is not collected. One that is not sound is refused."""
