@@ -39,7 +39,7 @@ router = APIRouter(tags=["ollama"])
 
 
 def check_tagged_model(service: Service, model: str | None) -> None:
-    """404 for a name that nothing is served under; `:latest` behind a served name is understood."""
+    """404 for a name that nothing is served under; `:latest` after a served name is understood."""
     is_tagged = model is not None and model not in service.names and model.endswith(LATEST)
     check_model(service, model.removesuffix(LATEST) if model is not None and is_tagged else model)
 
