@@ -16,6 +16,8 @@ BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/responses": {"model": MODEL, "input": "Hello", "max_output_tokens": 200},
+    "/v1/messages": CHAT,
+    "/api/chat": {"model": MODEL, "messages": user("Hello"), "options": {"num_predict": 200}},
 }
 
 
@@ -73,12 +75,13 @@ def test_waiting_clients_that_go_leave_the_others_alone(held):
     gate.allowed = type(gate.allowed)(0)
     kept = connect(running, "/v1/chat/completions", {**CHAT, "temperature": 0, "max_tokens": 40})
     others = [connect(running, path, {**body, "stream": True}) for path, body in BODIES.items() for _ in range(2)]
+    num_all = len(others) + 3  # one is kept, and each of two holds two prompts
     for _ in range(30):  # a request is taken between two steps
-        if num_live(running) == 9:
+        if num_live(running) == num_all:
             break
         gate.allowed.release()
         time.sleep(0.02)
-    assert num_live(running) == 9
+    assert num_live(running) == num_all
     for connection in others:
         connection.close()
     gate.open()

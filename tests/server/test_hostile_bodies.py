@@ -1,8 +1,10 @@
 """What costs a client one body costs the server little: others are answered meanwhile, and faults are not collected."""
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from starlette.requests import Request
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from holdfast.server import conversations
+from holdfast.server.anthropic_input import conversation_of
+from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import MAX_NAMES, SMALL_BODY_BYTES, Body, parse, parse_json, read_model
 from holdfast.server.errors import ApiError
+from holdfast.server.ollama_schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from holdfast.server.responses_schemas import ResponseRequest
 from holdfast.server.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
 from holdfast.server.service import ServerLimits
@@ -43,8 +48,15 @@ def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
         (ChatCompletionRequest, {"messages": [{**MESSAGE, "content": [{"type": "text"}] * 50}] * 4000}, None),
         (ChatCompletionRequest, {"messages": [MESSAGE], **{f"unknown{at}": 1 for at in range(MANY)}}, "unknown0"),
         (ResponseRequest, {"input": [{"role": "user"}] * 4000}, "input[0].content"),
+        (MessageRequest, {"messages": [{"role": "user", "content": [{"type": "image"}] * 50}] * 4000}, None),
+        (MessageRequest, {"messages": [MESSAGE], **{f"max_token{at}": 1 for at in range(MANY)}}, "max_token0"),
+        (OllamaChatRequest, {"messages": [{"role": "alien"}] * 4000}, "messages[0].role"),
+        (OllamaChatRequest, {"messages": [], "options": {f"top_kk{at}": 1 for at in range(MANY)}, "think": 1}, None),
     ],
-    ids=["ids", "lists", "negative", "allowed", "detokenize", "parts", "unknown", "items"],
+    ids=[
+        *("ids", "lists", "negative", "allowed", "detokenize", "parts", "unknown", "items"),
+        *("blocks", "misspelt", "turns", "options"),
+    ],
 )
 def test_a_body_full_of_faults_costs_no_more_than_one(model, value, param) -> None:
     started = time.process_time()
@@ -160,6 +172,115 @@ def test_the_field_is_named_and_the_one_that_was_meant(client, path, body, param
     error = answer.json()["error"]
     assert error["param"] == param
     assert words in error["message"]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+CALLED = {"id": "a", "function": {"name": "look", "arguments": {"a": 1}}}
+RICH = {
+    "/v1/messages": {
+        "model": "fake",
+        "max_tokens": 2,
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            MESSAGE,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "x", "signature": "x"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "tool_use", "id": "a", "name": "look", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x", "is_error": True}],
+            },
+        ],
+        "tools": [{"name": "look", "description": "x", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 1},
+        "output_config": {"effort": "low"},
+        "stop_sequences": ["x"],
+        "temperature": 1,
+        "top_k": 1,
+        "top_p": 1,
+        "metadata": {"user_id": "x"},
+    },
+    "/api/chat": {
+        "model": "fake",
+        "stream": False,
+        "messages": [MESSAGE, {"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "tool_name": "look"}],
+        "tools": [{"type": "function", "function": {"name": "look", "description": "x", "parameters": SCHEMA}}],
+        "options": {"temperature": 1, "seed": 1, "num_predict": 2, "num_ctx": 9, "stop": ["x"], "repeat_penalty": 1},
+        "think": True,
+        "keep_alive": "5m",
+    },
+    "/api/generate": {"prompt": "x", "system": "x", "raw": False, "stream": False, "options": {"num_predict": 2}},
+    "/api/show": {"model": "fake", "verbose": True},
+}
+RICH["/v1/messages/count_tokens"] = RICH["/v1/messages"]
+MODELS = {
+    "/v1/messages": MessageRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/show": OllamaShowRequest,
+}
+HOSTILE = (True, None, -1, 1e300, 2**62, "\x00\u202e" * 3, [], {}, [[{"type": []}]], {"type": {"a": "b"}}, [None])
+
+
+def spoiled(value: Any, bad: object) -> Iterator[Any]:
+    """The value with each part of it, at every depth, in turn replaced."""
+    if isinstance(value, dict):
+        parts: Any = value.items()
+    else:
+        parts = enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        for other in (bad, *spoiled(part, bad)):
+            if isinstance(value, dict):
+                yield {**value, name: other}
+            else:
+                yield [*value[:name], other, *value[name + 1 :]]
+
+
+@pytest.mark.parametrize("path", [path for path in RICH if path in MODELS])
+def test_wrong_value_in_any_field_is_refused_in_words(path) -> None:
+    for bad in HOSTILE:
+        for body in spoiled(RICH[path], bad):
+            with contextlib.suppress(ApiError):
+                asked = parse(MODELS[path], body)
+                if isinstance(asked, MessageRequest):
+                    conversation_of(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RICH)
+@pytest.mark.parametrize("bad", HOSTILE, ids=map(str, range(len(HOSTILE))))
+def test_wrong_value_in_any_field_is_answered(client, path, bad) -> None:
+    assert client.post(path, json=RICH[path]).status_code == 200
+    for body in spoiled(RICH[path], bad):
+        answer = client.post(path, json=body)
+        assert answer.status_code in (200, 400, 404), (answer.status_code, body)
+        assert answer.status_code == 200 or "error" in answer.json()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat"])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"messages": ' + b"[" * 100 + b"]" * 100 + b"}", "nested deeper"),
+        (b'{"max_tokens": NaN}', "no JSON number"),
+        (b'{"max_tokens": 1e999}', "too large"),
+        (b'{"max_tokens": 99999999999999999999}', "64 bits"),
+        (b'{"system": "\\ud800"}', "half a character"),
+        (b"[]", "an object is needed"),
+        (b"", "empty"),
+    ],
+)
+def test_body_that_is_no_plain_json_is_refused(client, path, body, words) -> None:
+    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert words in (error if isinstance(error, str) else error["message"])
 
 
 def test_a_token_that_cannot_be_detokenized_names_its_field(client) -> None:

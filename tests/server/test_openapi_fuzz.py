@@ -29,6 +29,14 @@ OPERATIONS = (
     ("GET", "/v1/responses/{response_id}"),
     ("DELETE", "/v1/responses/{response_id}"),
     ("GET", "/v1/responses/{response_id}/input_items"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/api/chat"),
+    ("POST", "/api/generate"),
+    ("POST", "/api/show"),
+    ("GET", "/api/tags"),
+    ("GET", "/api/ps"),
+    ("GET", "/api/version"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/health"),
@@ -37,6 +45,16 @@ OPERATIONS = (
     ("GET", "/metrics"),
     ("GET", "/memory"),
 )
+SLOW_ONLY = ("/v1/messages", "/v1/messages/count_tokens", "/api/generate", "/api/ps", "/api/version")
+"""Examples of the first two take seconds to make; the others have the fields of another path."""
+STREAMED = {
+    "/v1/chat/completions": {"messages": user("a")},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": user("a"), "max_tokens": 4},
+    "/api/chat": {"messages": user("a")},
+    "/api/generate": {"prompt": "a"},
+}
 statuses: Counter[str] = Counter()
 
 
@@ -58,7 +76,7 @@ def document(small: Served) -> BaseSchema:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+@pytest.mark.parametrize(("method", "path"), [one for one in OPERATIONS if one[1] not in SLOW_ONLY])
 def test_a_sample(small: Served, document: BaseSchema, method: str, path: str) -> None:
     fuzz(small, document, method, path, NUM_QUICK if method == "POST" else 2)
 
@@ -100,9 +118,9 @@ def fuzz(running: Served, document: BaseSchema, method: str, path: str, num_exam
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", STREAMED)
 def test_streams_are_as_the_document_has_them(document: BaseSchema, path: str) -> None:
-    asked = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(path, {"messages": user("a")})
+    asked = STREAMED[path]
     operation = document[path]["POST"]
     case = operation.Case(body={**asked, "stream": True}, media_type="application/json")
     case.validate_response(case.call(timeout=60), excluded_checks=[positive_data_acceptance])

@@ -97,6 +97,34 @@ def test_every_key_opens(client: TestClient, key: str) -> None:
     assert answer.json() == {"a": 1}
 
 
+@pytest.mark.parametrize(
+    ("pairs", "status"),
+    [
+        ([("x-api-key", "key-2")], 200),
+        ([("x-api-key", " key-2 ")], 200),
+        ([("x-api-key", "key-2"), ("authorization", "Bearer wrong")], 200),
+        ([("x-api-key", "wrong"), ("authorization", "Bearer key-1")], 200),
+        ([("x-api-key", "wrong")], 401),
+        ([("x-api-key", "")], 401),
+        ([("x-api-key", "Bearer key-1")], 401),
+        ([("x-api-key", "key-1"), ("x-api-key", "key-1")], 401),
+    ],
+)
+def test_api_key_header_opens_as_bearer_does(client: TestClient, pairs: list[tuple[str, str]], status: int) -> None:
+    assert client.post("/echo", json={}, headers=pairs).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/messages", "authentication_error"), ("/api/chat", None), ("/echo", "authentication_error")]
+)
+def test_missing_key_is_told_in_the_shape_of_the_path(client: TestClient, path: str, kind: str | None) -> None:
+    answer = client.post(path, json={})
+    assert answer.status_code == 401
+    error = answer.json()["error"]
+    assert isinstance(error, str) if kind is None else error["type"] == kind
+    assert ("request-id" in answer.headers) == (path == "/v1/messages")
+
+
 def test_two_keys_at_once_are_none(client: TestClient) -> None:
     pairs = [("authorization", "Bearer key-1"), ("authorization", "Bearer key-1")]
     answer = client.post("/echo", json={}, headers=pairs)

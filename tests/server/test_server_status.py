@@ -370,6 +370,7 @@ def test_a_full_queue_is_told_with_a_time_to_come_again():
                 assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
                 found = samples((await client.get("/metrics")).text)
                 assert found["holdfast:http_responses_total status=4xx"] == 2
+                assert found["holdfast:http_requests_total endpoint=/v1/completions"] == 4
                 assert found["vllm:request_success_total finished_reason=length"] == 2
                 assert found["vllm:request_success_total finished_reason=error"] == 0
 

@@ -2,14 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from holdfast.api.async_llm import AsyncLLM
-from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.harmony import TOKENS
 from server.served import TEMPLATE, app_client, open_tiny_engine, said, user
@@ -90,20 +87,6 @@ def test_forced_calls_stream(real):
 
 
 OPENED = TEMPLATE + "{% if think %}<think>\n{% endif %}{% if quiet %}<think></think>{% endif %}"
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
-    """What answers were held to; the model that says what it is told to is not held to anything."""
-    seen: list[SamplingParams] = []
-    prepare = AsyncLLM.prepare
-
-    async def spied(llm: AsyncLLM, prompt: Any, params: SamplingParams, **more: Any) -> Any:
-        seen.append(params)
-        return await prepare(llm, prompt, replace(params, structured_outputs=None), **more)
-
-    monkeypatch.setattr(AsyncLLM, "prepare", spied)
-    return seen
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,22 @@ from starlette.requests import ClientDisconnect, Request
 from holdfast import __version__
 from holdfast.errors import HoldfastError, RequestError, shown
 from holdfast.observability.log import get_logger
-from holdfast.server import chat_completions, completions, models, page, responses, status, stored_responses, tokens
+from holdfast.server import (
+    anthropic_messages,
+    chat_completions,
+    completions,
+    models,
+    ollama_answers,
+    ollama_models,
+    page,
+    responses,
+    status,
+    stored_responses,
+    tokens,
+)
 from holdfast.server.bodies import BodyRoom
+from holdfast.server.dialects import error_body
+from holdfast.server.elsewhere import Endpoints
 from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
 from holdfast.server.keys import Keys
@@ -28,6 +42,8 @@ from holdfast.server.traces import Traces
 CLIENT_GONE = 499
 """Logged, and never seen by anybody."""
 CORS_MAX_AGE_SECONDS = 600
+ANTHROPIC_HEADERS = ("x-api-key", "anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
+"""That Anthropic's clients send."""
 _log = get_logger("holdfast.server")
 
 
@@ -64,8 +80,10 @@ def make_app(
     app.state.body_room = BodyRoom(service.limits)
     for kind in (ApiError, HoldfastError, ClientDisconnect, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    for router in endpoint_routers() if routers is None else routers:
+    included = endpoint_routers() if routers is None else tuple(routers)
+    for router in included:
         app.include_router(router)
+    app.state.endpoints = Endpoints(included)
     app.openapi = partial(document, app)
     return app
 
@@ -78,6 +96,9 @@ def endpoint_routers() -> tuple[APIRouter, ...]:
         completions.router,
         responses.router,
         stored_responses.router,
+        anthropic_messages.router,
+        ollama_answers.router,
+        ollama_models.router,
         tokens.router,
         status.router,
         page.router,
@@ -93,23 +114,25 @@ def _cors(origins: tuple[str, ...]) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=origins,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("authorization", "content-type", "x-request-id"),
-            expose_headers=("x-request-id",),
+            allow_headers=("authorization", "content-type", "x-request-id", *ANTHROPIC_HEADERS),
+            expose_headers=("x-request-id", "request-id"),
             max_age=CORS_MAX_AGE_SECONDS,
         )
     ]
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """Any error of an endpoint, in the one shape."""
-    told = _told(error)
+    """Any error of an endpoint, in the shape of its path's API family."""
+    told = _told(request, error)
     if is_our_fault(error) and told.status >= 500:
         _log.error("request %s failed: %s", record_of(request).request_id, type(error).__name__, exc_info=error)
-    record_of(request).error = told.code or told.kind
-    return Response(told.json_bytes(), told.status, told.headers, "application/json")
+    record = record_of(request)
+    record.error = told.code or told.kind
+    body = error_body(told, record.path, record.request_id)
+    return Response(body, told.status, told.headers, "application/json")
 
 
-def _told(error: Exception) -> ApiError:
+def _told(request: Request, error: Exception) -> ApiError:
     if isinstance(error, ClientDisconnect):
         return ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
     if isinstance(error, RequestValidationError):
@@ -118,13 +141,14 @@ def _told(error: Exception) -> ApiError:
         param = ".".join(names) or None
         return ApiError(400, f"{param} was given; {first.get('msg', 'it is wrong')}; change it", param=param)
     if isinstance(error, HTTPException):
-        words = {
-            404: "there is no such endpoint; see /openapi.json",
-            405: "the endpoint does not take this method; see /openapi.json",
-        }
-        message = words.get(error.status_code, shown(error.detail, 200)[1:-1])
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return ApiError(error.status_code, f"a request came; {message}", code=code, headers=error.headers)
+        endpoints: Endpoints = request.app.state.endpoints
+        path = request.scope["path"]
+        if error.status_code == 404:
+            return endpoints.missing(path)
+        if error.status_code == 405 and endpoints.methods(path):
+            return endpoints.wrong_method(path, request.method)
+        words = f"the request was refused; {shown(error.detail, 200)[1:-1]}; change it"
+        return ApiError(error.status_code, words, headers=error.headers)
     told = from_exception(error)
     if told.param is None and isinstance(error, RequestError):
         told.param = field_of(error)

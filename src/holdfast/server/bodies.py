@@ -10,7 +10,7 @@ import re
 import time
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NoReturn, TypeVar
@@ -42,6 +42,9 @@ MEANT = {
     "stop_sequences": ("stop",),
 }
 """What a field of one endpoint, or of another maker's API, is called elsewhere."""
+MAX_MISSPELT = 32
+"""Unknown names of an object that are compared with those of its fields: each costs more than its bytes."""
+NEARLY = 0.8
 MAX_ALTERNATIVES = 3
 """Of what a field may be, told in one message."""
 
@@ -50,6 +53,12 @@ class Body(BaseModel):
     """The base of every model of a request: unknown fields are told, and nothing is made out of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class OpenBody(Body):
+    """A body of an API whose clients send fields that mean nothing here: unknown fields are passed over, misspelt ones told."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
@@ -267,14 +276,27 @@ def _kind(value: object) -> str:
 def parse(model_class: type[BodyModel], value: object) -> BodyModel:
     """The model of a value; the first fault is told with the path of its field."""
     if isinstance(value, dict):
-        names = _names(model_class, False)
-        unknown = next((name for name in value if name not in names), None)
+        unknown = (
+            misspelt(model_class, value) if issubclass(model_class, OpenBody) else _first_unknown(model_class, value)
+        )
         if unknown is not None:
             raise _unknown(model_class, unknown, _written([unknown]))
     try:
         return model_class.model_validate(value)
     except ValidationError as error:
         raise _told(model_class, value, error) from None
+
+
+def _first_unknown(model_class: type[BaseModel], value: Mapping[str, object]) -> str | None:
+    names = _names(model_class, False)
+    return next((name for name in value if name not in names), None)
+
+
+def misspelt(model_class: type[BaseModel], value: Mapping[str, object]) -> str | None:
+    """The first unknown name that is nearly the name of a field."""
+    names = _names(model_class, False)
+    unknown = [name for name in value if name not in names][:MAX_MISSPELT]
+    return next((name for name in unknown if difflib.get_close_matches(name, names, n=1, cutoff=NEARLY)), None)
 
 
 def _told(model_class: type[BaseModel], value: object, error: ValidationError) -> ApiError:

@@ -1,6 +1,8 @@
 """AnswerText: the text of one completion as it streams, split into reasoning, content and calls of tools; whole answers."""
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.server.streams import new_id
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
@@ -68,3 +70,12 @@ def whole_answer(text: str, parser: AnswerText) -> WholeAnswer:
                 whole.calls.append(WholeCall(delta.name, delta.id or new_id("call")))
             whole.calls[-1].arguments += delta.arguments
     return whole
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """The object that the arguments of a call are; None if they are not whole."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

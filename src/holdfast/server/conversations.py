@@ -176,6 +176,11 @@ def effort_options(effort: str | None) -> dict[str, object]:
     return {"reasoning_effort": effort}
 
 
+def thinking_options(is_on: bool) -> dict[str, object]:
+    """Whether a model is to think, in the two names that templates have for it."""
+    return {"enable_thinking": is_on, "thinking": is_on}
+
+
 def plain_message(message: Message, template: str) -> dict[str, object]:
     """A message for the template, without what was not said."""
     role: str = message.role

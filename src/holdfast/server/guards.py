@@ -8,6 +8,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from holdfast.errors import shown
 from holdfast.observability.log import get_logger
 from holdfast.server import page
+from holdfast.server.dialects import dialect_of, error_body, error_piece
 from holdfast.server.errors import (
     DRAINING_MESSAGE,
     FORBIDDEN,
@@ -36,7 +38,7 @@ HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 BEARER = b"bearer "
 TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-EVENTS = b"text/event-stream"
+STREAMS = (b"text/event-stream", b"application/x-ndjson")
 CUT = ApiError(
     503, "an answer was being written; the server ended before it was complete; ask again", UNAVAILABLE, code="draining"
 )
@@ -65,15 +67,19 @@ class RecordGuard:
             wants_text=self._log is not None and self._log.wants_text,
         )
         scope[RECORD] = record
-        named = (b"x-request-id", record.request_id.encode())
+        named = [(b"x-request-id", record.request_id.encode())]
+        if dialect_of(record.path) == "anthropic":
+            named.append((b"request-id", record.request_id.encode()))
         is_over = is_stream = False
 
         async def tell(message: Message) -> None:
             nonlocal is_over, is_stream
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                is_stream = any(name == b"content-type" and EVENTS in value for name, value in message["headers"])
-                message["headers"] = [*message["headers"], named]
+                is_stream = any(
+                    name == b"content-type" and value.startswith(STREAMS) for name, value in message["headers"]
+                )
+                message["headers"] = [*message["headers"], *named]
             elif not message.get("more_body", False):
                 is_over = True
             await send(message)
@@ -84,7 +90,7 @@ class RecordGuard:
             # The server ends, and this answer did not come to its end in time. Whoever reads it is told so.
             if not is_over:
                 record.error = CUT.code
-                await (end_early(tell, CUT, is_stream) if record.status else answer(tell, CUT))
+                await (end_early(tell, CUT, record, is_stream) if record.status else answer(tell, CUT, scope))
         except ClientDisconnect:
             record.error = "client_gone"
         except Exception as error:
@@ -93,14 +99,14 @@ class RecordGuard:
                 _log.error("request %s failed: %s", record.request_id, type(error).__name__, exc_info=error)
             if not is_over:
                 record.error = told.code or told.kind
-                await (end_early(tell, told, is_stream) if record.status else answer(tell, told))
+                await (end_early(tell, told, record, is_stream) if record.status else answer(tell, told, scope))
         finally:
             record.is_cut = not is_over
-            self._metrics.response(record.status)
+            record.route = getattr(scope.get("route"), "path", record.route)
+            self._metrics.response(record.status, record.route)
             if self._log is not None:
                 self._log.write(record)
             if self._traces is not None:
-                record.route = getattr(scope.get("route"), "path", record.route)
                 record.trace_parent = _trace_parent(scope)
                 self._traces.write(record)
 
@@ -180,12 +186,9 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and len(self._keys) and scope["path"] not in PUBLIC_PATHS:
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
-            index = None
-            if len(given) == 1 and given[0][: len(BEARER)].lower() == BEARER:
-                index = self._keys.find(given[0][len(BEARER) :].strip())
+            index, has_any = self._find(scope)
             if index is None:
-                await answer(send, _unauthenticated(given), scope)
+                await answer(send, _unauthenticated(has_any), scope)
                 return
             record = scope.get(RECORD)
             if isinstance(record, RequestRecord):
@@ -193,12 +196,23 @@ class KeyGuard:
                 record.cache_salt = self._keys.cache_salt(index)
         await self._app(scope, receive, send)
 
+    def _find(self, scope: Scope) -> tuple[int | None, bool]:
+        """The key of `Authorization`, or of `x-api-key`; and whether either came. A header that comes twice is none."""
+        found: list[int | None] = []
+        tokens = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(tokens) == 1 and tokens[0][: len(BEARER)].lower() == BEARER:
+            found.append(self._keys.find(tokens[0][len(BEARER) :].strip()))
+        keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        if len(keys) == 1:
+            found.append(self._keys.find(keys[0].strip()))
+        return next((index for index in found if index is not None), None), bool(tokens or keys)
 
-def _unauthenticated(given: list[bytes]) -> ApiError:
-    has = "none came" if not given else "this one does not open it"
+
+def _unauthenticated(has_any: bool) -> ApiError:
+    has = "this one does not open it" if has_any else "none came"
     return ApiError(
         401,
-        f"an API key was expected; {has}; send Authorization: Bearer and the key",
+        f"an API key was expected; {has}; send Authorization: Bearer and the key, or x-api-key and the key",
         UNAUTHENTICATED,
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
@@ -222,18 +236,20 @@ class StateGuard:
         await self._app(scope, receive, send)
 
 
-async def end_early(send: Send, error: ApiError, is_stream: bool) -> None:
-    """End an answer that has begun: a stream of events with one more; another body stays cut."""
+async def end_early(send: Send, error: ApiError, record: RequestRecord, is_stream: bool) -> None:
+    """End an answer that has begun: a stream with one more piece; another body stays cut."""
     if is_stream:
-        await send({"type": "http.response.body", "body": error.event()})
+        await send({"type": "http.response.body", "body": error_piece(error, record.path, record.request_id)})
 
 
-async def answer(send: Send, error: ApiError, scope: Mapping[str, object] | None = None) -> None:
+async def answer(send: Send, error: ApiError, scope: Mapping[str, Any]) -> None:
     """Answer with an error."""
-    record = scope.get(RECORD) if scope is not None else None
+    record = scope.get(RECORD)
+    request_id = ""
     if isinstance(record, RequestRecord):
         record.error = error.code or error.kind
-    body = error.json_bytes()
+        request_id = record.request_id
+    body = error_body(error, scope["path"], request_id)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

@@ -154,6 +154,8 @@ class Metrics(Collector):
         self.num_prompt_tokens = 0
         self.finished: dict[FinishReason, int] = dict.fromkeys(REASONS, 0)
         self.responses = dict.fromkeys(HTTP_CLASSES, 0)
+        self.endpoints: dict[str, int] = {}
+        """Requests by the path of their route; a path without one counts as `unknown`."""
         self.first_token_seconds = Histogram(SECONDS)
         self.inter_token_seconds = Histogram(SECONDS)
         self.output_token_seconds = Histogram(SECONDS)
@@ -171,8 +173,9 @@ class Metrics(Collector):
         """A request has come, and will bring so many completions."""
         return RequestMetrics(self, num_completions)
 
-    def response(self, status: int) -> None:
+    def response(self, status: int, endpoint: str = "unknown") -> None:
         """An answer has gone out."""
+        self.endpoints[endpoint] = self.endpoints.get(endpoint, 0) + 1
         name = f"{status // 100}xx"
         if name in self.responses:
             self.responses[name] += 1
@@ -255,6 +258,12 @@ class Metrics(Collector):
         for name, count in self.responses.items():
             responses.add_metric([self._labels["model_name"], name], count)
         yield responses
+        endpoints = CounterMetricFamily(
+            "holdfast:http_requests", "Requests by endpoint.", labels=["model_name", "endpoint"]
+        )
+        for endpoint, count in self.endpoints.items():
+            endpoints.add_metric([self._labels["model_name"], endpoint], count)
+        yield endpoints
         yield _gauge(
             "holdfast:process_resident_bytes",
             "Memory of our processes, as the system says.",

@@ -1,5 +1,7 @@
 """/v1/models: the names that the served model goes by."""
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter, Request
 
 from holdfast.server.openapi import responses
@@ -28,5 +30,10 @@ async def get_model(request: Request, model: str) -> ModelCard:
 
 def _card(service: Service, name: str) -> ModelCard:
     return ModelCard(
-        id=name, created=int(service.started_at), root=service.name, max_model_len=service.llm.max_model_len
+        id=name,
+        display_name=name,
+        created=int(service.started_at),
+        created_at=datetime.fromtimestamp(int(service.started_at), UTC).isoformat(),
+        root=service.name,
+        max_model_len=service.llm.max_model_len,
     )

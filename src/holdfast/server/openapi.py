@@ -7,6 +7,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from holdfast.server.anthropic_schemas import AnthropicErrorReply
+from holdfast.server.dialects import Dialect, dialect_of
+from holdfast.server.ollama_schemas import OllamaErrorReply
 from holdfast.server.schemas import ErrorReply
 
 ERRORS: Mapping[int, str] = {
@@ -22,28 +25,43 @@ ERRORS: Mapping[int, str] = {
     500: "The server met a fault of its own.",
     503: "The engine has stopped, or the server is ending.",
 }
+LINES = "application/x-ndjson"
 EVENT: Mapping[str, Any] = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or [DONE]."}},
     "required": ["data"],
 }
 """One event of a stream."""
+ERROR_MODELS: Mapping[Dialect, type[BaseModel]] = {
+    "openai": ErrorReply,
+    "anthropic": AnthropicErrorReply,
+    "ollama": OllamaErrorReply,
+}
+"""The shape of an error by the API family of its path."""
 _OF_ANY = (400, 401, 403, 421, 500, 503)
 """Which of them every endpoint may answer with; those of a body, and of the queue, come on top."""
 _OF_BODIES = (404, 408, 413, 415)
 
 
 def responses(
-    answer: type[BaseModel], *more: int, has_body: bool = True, streams: bool = False
+    answer: type[BaseModel],
+    *more: int,
+    has_body: bool = True,
+    streams: bool | str = False,
+    error: type[BaseModel] = ErrorReply,
 ) -> dict[int | str, dict[str, Any]]:
-    """For `responses` of a route: its answer, its stream, and every error that there can be."""
+    """For `responses` of a route: its answer, its stream, and every error that there can be. `streams`: LINES for a stream
+    of lines, true for one of events."""
     statuses = sorted({*_OF_ANY, *more, *(_OF_BODIES if has_body else ())})
     told: dict[int | str, dict[str, Any]] = {200: {"model": answer, "description": "The answer."}}
-    if streams:
+    if streams == LINES:
+        told[200]["content"] = {LINES: {"schema": {"type": "string"}}}
+        told[200]["description"] = "The answer; unless stream is false, lines whose objects are pieces of it."
+    elif streams:
         told[200]["content"] = {"text/event-stream": {"schema": EVENT}}
         told[200]["description"] = "The answer; with stream, events whose data is a chunk of it, and [DONE]."
     for status in statuses:
-        told[status] = {"model": ErrorReply, "description": ERRORS[status]}
+        told[status] = {"model": error, "description": ERRORS[status]}
     told[429] = (
         {**told.get(429, {}), "headers": {"Retry-After": {"schema": {"type": "integer"}}}} if 429 in told else {}
     )
@@ -55,16 +73,16 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
-        for name, model in (("ErrorReply", ErrorReply),):
+        for model in ERROR_MODELS.values():
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas |= {**schema.pop("$defs", {}), name: schema}
+            schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        for operations in made["paths"].values():
+        for path, operations in made["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # such faults are told as 400
                 _name_models(operation, app.state.service.names)
                 for status in _OF_ANY:
-                    operation["responses"].setdefault(str(status), _error(status))
+                    operation["responses"].setdefault(str(status), _error(status, path))
         app.openapi_schema = made
     return app.openapi_schema
 
@@ -76,8 +94,8 @@ def _name_models(operation: dict[str, Any], names: Sequence[str]) -> None:
         body["properties"]["model"] = {"enum": [*names, None], "title": "Model", "description": "Left out: the first."}
 
 
-def _error(status: int) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/ErrorReply"}
+def _error(status: int, path: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{ERROR_MODELS[dialect_of(path)].__name__}"}
     return {"description": ERRORS[status], "content": {"application/json": {"schema": schema}}}
 
 

@@ -295,6 +295,9 @@ class ModelCard(Reply):
 
     id: str
     object: Literal["model"] = "model"
+    type: Annotated[Literal["model"], Field(description="This and the next two are for Anthropic's clients.")] = "model"
+    display_name: str
+    created_at: str
     created: int
     owned_by: str = "holdfast"
     root: str
@@ -307,6 +310,7 @@ class ModelList(Reply):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: Annotated[Literal[False], Field(description="For Anthropic's clients.")] = False
 
 
 class CachedTokens(Reply):

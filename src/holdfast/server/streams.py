@@ -21,13 +21,14 @@ from holdfast.errors import EngineDeadError
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.server.dialects import error_piece
 from holdfast.server.errors import UNAVAILABLE, ApiError, failed_answer, from_exception, is_our_fault
 from holdfast.server.logs import RequestRecord, record_of
 from holdfast.server.service import Service, service_of
 
 DONE = b"data: [DONE]\n\n"
+PING_SECONDS = 10.0
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies would keep events until a buffer is full
 ]
@@ -209,12 +210,17 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 class EventStream(Response):
     """An answer of server-sent events. Its pieces are closed when it is over, however it ends."""
 
+    media_type = "text/event-stream"
+    ping = b""
+    """What is written after each PING_SECONDS of silence, so that proxies and clients keep the connection."""
+
     def __init__(
         self, request: Request, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(None, 200, headers, "text/event-stream")
+        super().__init__(None, 200, headers, self.media_type)
         self._pieces = pieces
         self._record = record_of(request)
+        self._written_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the pieces or the client are gone."""
@@ -235,11 +241,10 @@ class EventStream(Response):
             await self._pieces.aclose()
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        media_type = (b"content-type", f"{self.media_type}; charset=utf-8".encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [media_type, *_HEADERS]})
         try:
-            async for piece in self._pieces:
-                if piece:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await self._write_pieces(send)
         except OSError:
             self._record.is_cut = True  # the connection is gone
         except Exception as error:
@@ -247,10 +252,30 @@ class EventStream(Response):
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _write_pieces(self, send: Send) -> None:
+        self._written_at = time.monotonic()
+        pings = [asyncio.ensure_future(self._write_pings(send))] if self.ping else []
+        try:
+            async for piece in self._pieces:
+                if piece:
+                    self._written_at = time.monotonic()
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        finally:
+            await _end(*pings)
+
+    async def _write_pings(self, send: Send) -> None:
+        while True:
+            now = time.monotonic()
+            if now >= self._written_at + PING_SECONDS:
+                self._written_at = now
+                await send({"type": "http.response.body", "body": self.ping, "more_body": True})
+            await asyncio.sleep(self._written_at + PING_SECONDS - now)
+
     async def _write_last(self, send: Send, error: ApiError) -> None:
         """An error that comes when the answer has begun is its last event."""
         self._record.error = error.code or error.kind
-        await send({"type": "http.response.body", "body": error.event(), "more_body": False})
+        body = error_piece(error, self._record.path, self._record.request_id)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _last_words(self, error: Exception) -> ApiError:
         told = from_exception(error)

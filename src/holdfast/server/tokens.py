@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from holdfast.errors import PromptError, RequestError
+from holdfast.errors import PromptError, RequestError, TemplateError
 from holdfast.server.bodies import read_model
 from holdfast.server.conversations import plain_message
 from holdfast.server.errors import ApiError
@@ -45,7 +46,7 @@ def _tokenized(service: Service, asked: TokenizeRequest) -> Response:
         adds = asked.add_special_tokens is not False
         tokens = tokenizer.encode(asked.prompt, add_special_tokens=adds)
     else:
-        tokens = _chat_tokens(service, asked)
+        tokens = _asked_chat(service, asked)
     strings = tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
     value: dict[str, Any] = {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens}
     if strings is not None:
@@ -53,27 +54,46 @@ def _tokenized(service: Service, asked: TokenizeRequest) -> Response:
     return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
 
 
-def _chat_tokens(service: Service, asked: TokenizeRequest) -> list[int]:
+def _asked_chat(service: Service, asked: TokenizeRequest) -> list[int]:
     template = service.llm.chat_template
-    if template is None:
-        raise ApiError(400, "messages were given; the model has no chat template; send prompt", param="messages")
-    continues = bool(asked.continue_final_message)
-    adds = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
+    source = "" if template is None else template.source
     try:
         parsed = parse_tools([tool.model_dump(exclude_none=True) for tool in asked.tools or ()])
     except RequestError as error:
         raise prompt_error(error, "tools") from error
-    tools = [tool.listed() for tool in parsed]
-    options: dict[str, Any] = dict(asked.chat_template_kwargs or {})
-    messages = [plain_message(message, template.source) for message in asked.messages or ()]
-    tokens = service.llm.get_tokenizer().apply_chat_template(
-        messages,  # type: ignore[arg-type]
-        tools=tools or None,
-        tools_in_words=True,
-        add_generation_prompt=adds,
-        continue_final_message=continues,
-        **options,
+    return chat_tokens(
+        service,
+        [plain_message(message, source) for message in asked.messages or ()],
+        [tool.listed() for tool in parsed] or None,
+        asked.chat_template_kwargs or {},
+        continues=bool(asked.continue_final_message),
+        adds_prompt=asked.add_generation_prompt,
     )
+
+
+def chat_tokens(
+    service: Service,
+    messages: list[dict[str, object]],
+    tools: list[dict[str, object]] | None,
+    options: Mapping[str, Any],
+    *,
+    continues: bool,
+    adds_prompt: bool | None = None,
+) -> list[int]:
+    """Token ids of a conversation as the chat template writes it, of any length."""
+    if service.llm.chat_template is None:
+        raise ApiError(400, "messages were given; the model has no chat template; send prompt", param="messages")
+    try:
+        tokens = service.llm.get_tokenizer().apply_chat_template(
+            messages,  # type: ignore[arg-type]
+            tools=tools,
+            tools_in_words=True,
+            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+            continue_final_message=continues,
+            **options,
+        )
+    except (PromptError, TemplateError) as error:
+        raise prompt_error(error, "messages") from error
     assert isinstance(tokens, list), "tokens were asked of a template"
     return tokens
 

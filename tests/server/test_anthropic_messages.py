@@ -1,0 +1,136 @@
+"""Anthropic's Messages API without its client: what a conversation becomes, events of a stream, errors of blocks."""
+
+import json
+from typing import Any
+
+import pytest
+
+from holdfast.server.anthropic_input import Conversation, conversation_of
+from holdfast.server.anthropic_schemas import MessageRequest
+from holdfast.server.bodies import parse
+from holdfast.server.conversations import plain_message
+from holdfast.server.errors import ApiError
+from server.served import MODEL, said, user
+
+ON, OFF = {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}
+CALL = {"type": "tool_use", "id": "a", "name": "look", "input": {"city": "Rome"}}
+
+
+def read(*messages: dict[str, Any], **fields: Any) -> Conversation:
+    return conversation_of(parse(MessageRequest, {"max_tokens": 9, "messages": [*messages], **fields}))
+
+
+def plain(conversation: Conversation) -> list[dict[str, Any]]:
+    return [plain_message(message, "") for message in conversation.messages]
+
+
+def turn(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": role, "content": [*blocks]}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words, "cache_control": {"type": "ephemeral"}}
+
+
+def test_message_whole_has_the_shape_of_the_api(client):
+    body = {"model": MODEL, "max_tokens": 64000, "messages": user(said("<think>Hm</think>Yes")), "top_k": 5}
+    value = client.post(
+        "/v1/messages?beta=true", json={**body, "temperature": 0.5, "top_p": 0.9, "unheard_of": 1}
+    ).json()
+    assert value["content"] == [{"type": "text", "text": "Yes"}]
+    assert (value["stop_reason"], value["stop_sequence"], value["model"]) == ("end_turn", None, MODEL)
+    assert value["usage"]["output_tokens"] == 21
+    assert value["usage"]["output_tokens_details"] == {"thinking_tokens": 2}
+
+
+def test_stream_events_have_names_and_a_ping(client):
+    body = {"model": MODEL, "max_tokens": 50, "stream": True, "messages": user(said("<think>Hm</think>Yes"))}
+    answer = client.post("/v1/messages", json={**body, "thinking": {"type": "adaptive"}})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    events = [event.partition("\n") for event in answer.text.strip().split("\n\n")]
+    values = [json.loads(data.removeprefix("data: ")) for _, _, data in events]
+    assert [name.removeprefix("event: ") for name, _, _ in events] == [value["type"] for value in values]
+    kinds = [value["delta"]["type"] if "index" in value and "delta" in value else value["type"] for value in values]
+    assert list(dict.fromkeys(kinds)) == [
+        *("message_start", "ping", "content_block_start", "thinking_delta", "signature_delta", "content_block_stop"),
+        *("text_delta", "message_delta", "message_stop"),
+    ]
+    assert [value["index"] for value in values if value["type"] == "content_block_start"] == [0, 1]
+    assert values[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+@pytest.mark.parametrize(
+    ("thinking", "told", "shown"),
+    [
+        (None, OFF, False),
+        ({"type": "disabled"}, OFF, False),
+        ({"type": "enabled", "budget_tokens": 2048}, {**ON, "thinking_budget": 2048}, True),
+        ({"type": "adaptive"}, {}, True),
+        ({"type": "adaptive", "display": "omitted"}, {}, False),
+    ],
+)
+def test_thinking_is_told_and_shown_if_asked(thinking, told, shown):
+    conversation = read(*user("x"), thinking=thinking, output_config={"effort": "low"})
+    assert (conversation.template_options, conversation.shows_thinking) == (told, shown)
+    assert conversation.effort == "low"
+
+
+def test_system_blocks_are_one_text_without_billing():
+    system = [text("x-anthropic-billing-header: cc_version=2; cch=1f"), text("a"), text("b")]
+    history = [*user("1"), turn("user", text("2")), turn("assistant", text("3")), {"role": "system", "content": "4"}]
+    turns = [(message["role"], message["content"]) for message in plain(read(*history, *user("5"), system=system))]
+    assert turns == [("system", "a\nb"), ("user", "1\n2"), ("assistant", "3"), ("system", "4"), ("user", "5")]
+
+
+def test_tool_results_become_messages_of_their_own():
+    thought = {"type": "thinking", "thinking": "Hm", "signature": "s"}
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": [text("rain")]},
+        {"type": "tool_result", "tool_use_id": "a", "content": "no net", "is_error": True},
+    ]
+    hidden = {"type": "redacted_thinking", "data": "s"}
+    conversation = read(*user("1"), turn("assistant", thought, hidden, CALL), turn("user", *results, text("So?")))
+    messages = plain(conversation)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "user"]
+    assert messages[1]["reasoning_content"] == "Hm"
+    function = {"name": "look", "arguments": {"city": "Rome"}}
+    assert messages[1]["tool_calls"] == [{"id": "a", "type": "function", "function": function}]
+    assert [message["content"] for message in messages[2:]] == ["rain", "Error: no net", "So?"]
+
+
+@pytest.mark.parametrize(
+    ("last", "continues"), [(turn("assistant", text("The best is (")), True), (turn("user", text("x")), False)]
+)
+def test_answer_that_was_begun_is_continued(last, continues):
+    assert read(*user("x"), last).continues is continues
+
+
+@pytest.mark.parametrize(
+    ("role", "block"),
+    [
+        ("user", CALL),
+        ("assistant", {"type": "tool_result", "tool_use_id": "a"}),
+        ("system", {"type": "thinking", "thinking": "a"}),
+        ("assistant", CALL),
+    ],
+)
+def test_block_of_another_role_is_refused(role, block):
+    with pytest.raises(ApiError, match="no place there"):
+        read(*user("x"), turn(role, block))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [turn("user", {"type": "image", "source": {}})]}, "not this type: send its content as text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "runs no tools of its own"),
+        ({"mcp_servers": [{"url": "x"}]}, "no MCP servers"),
+        ({"stop_sequence": "x"}, "did you mean stop_sequences?"),
+        ({"max_tokens": None}, "max_tokens"),
+    ],
+)
+def test_request_that_cannot_be_is_told_why(fields, words):
+    with pytest.raises(ApiError) as caught:
+        parse(MessageRequest, {"messages": user("x"), "max_tokens": 9, **fields})
+    assert words in caught.value.message

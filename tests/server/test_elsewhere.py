@@ -1,0 +1,74 @@
+"""Paths and methods that no endpoint takes: what is said, in the shape of the path's API family."""
+
+import pytest
+
+from holdfast.server.dialects import dialect_of
+
+SPOKEN = {
+    "/chat/completions": "POST /v1/chat/completions exists",
+    "/v1/v1/chat/completions": "POST /v1/chat/completions exists",
+    "/v1/chat/completions/": "POST /v1/chat/completions exists",
+    "//v1//completions": "POST /v1/completions exists",
+    "/V1/Models": "GET /v1/models exists",
+    "/models/My/Model": "GET /v1/models/My/Model exists",
+    "/v1/tokenize": "POST /tokenize exists",
+    "/openai/v1/responses": "POST /v1/responses exists",
+    "/messages": "POST /v1/messages exists",
+    "/anthropic/v1/messages": "POST /v1/messages exists",
+    "/v1/api/tags": "GET /api/tags exists",
+    "/api/v1/chat/completions": "POST /v1/chat/completions exists",
+    "/v1/chat": "answered by POST /v1/chat/completions",
+    "/completion": "continued by POST /v1/completions",
+    "/generate": "continued by POST /v1/completions",
+    "/v1/audio/speech": "text alone",
+    "/v1/images/generations": "text alone",
+    "/v1/files": "stores no files",
+    "/v1/batches": "stores no files",
+    "/v1/moderations": "no model here moderates",
+    "/v1/messages/batches": "stores no files",
+    "/v1/messages/other": "POST /v1/messages/count_tokens; use one of them",
+    "/api/pull": "serves the one model",
+    "/api/blobs/sha256:0": "serves the one model",
+    "/api/other": "POST /api/chat, POST /api/generate",
+    "/other": "POST /v1/chat/completions, POST /v1/completions",
+    "/docs": "GET /openapi.json",
+    "/" + "x/" * 500: "there is no endpoint '/x/",
+}
+
+
+@pytest.mark.parametrize("path", SPOKEN, ids=lambda path: path[:40])
+def test_unknown_path_is_told_what_to_use(client, path):
+    answer = client.post(f"http://localhost{path}", json={})
+    assert answer.status_code == 404
+    value, dialect = answer.json(), dialect_of(path)
+    message = value["error"] if dialect == "ollama" else value["error"]["message"]
+    assert SPOKEN[path] in message
+    assert len(message) < 900
+    if dialect == "anthropic":
+        assert (value["type"], value["error"]["type"]) == ("error", "not_found_error")
+        assert value["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    elif dialect == "openai":
+        assert value["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("GET", "/v1/messages", "POST"),
+        ("PUT", "/api/chat", "POST"),
+        ("POST", "/api/tags", "GET or HEAD"),
+        ("DELETE", "/v1/models/fake", "GET"),
+        ("POST", "/", "GET or HEAD"),
+    ],
+)
+def test_wrong_method_is_told_the_right_one(client, method, path, allowed):
+    answer = client.request(method, path)
+    assert answer.status_code == 405
+    assert f"it takes {allowed}; send {allowed}" in answer.text
+    assert answer.headers["allow"] == allowed.replace(" or ", ", ")
+
+
+@pytest.mark.parametrize("path", ["/apis", "/api2/chat", "/v1/messagesx", "/v1/message", "/", ""])
+def test_dialect_of_a_like_path_is_openai(path):
+    assert dialect_of(path) == "openai"

@@ -1,0 +1,89 @@
+"""Ollama's API without its client: lines of a stream, messages and options as the engine takes them, lists."""
+
+import json
+
+import pytest
+
+from holdfast.server.bodies import parse
+from holdfast.server.errors import ApiError
+from holdfast.server.ollama_answers import read_messages, read_options
+from holdfast.server.ollama_output import OllamaOutput
+from holdfast.server.ollama_schemas import OllamaChatRequest, Options
+from holdfast.text.answer_deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from server.served import MODEL, said, user
+
+
+def test_stream_is_lines_of_json_by_default(client):
+    answer = client.post("/api/chat", json={"model": f"{MODEL}:latest", "messages": user(said("a\u2028b"))})
+    assert answer.headers["content-type"].startswith("application/x-ndjson")
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "a\u2028b"
+    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert (lines[-1]["done_reason"], lines[-1]["eval_count"], lines[-1]["load_duration"]) == ("stop", 6, 0)
+
+
+def test_generate_whole_has_counts_and_times(client):
+    body = {"prompt": said("<think>Hm</think>Yes"), "stream": False, "options": {"num_predict": 19}}
+    value = client.post("/api/generate", json=body).json()
+    assert (value["response"], value["thinking"], value["done_reason"]) == ("Ye", "Hm", "length")
+    assert (value["eval_count"], value["model"]) == (19, MODEL)
+    assert min(value[name] for name in ("total_duration", "prompt_eval_duration", "eval_duration")) > 0
+
+
+def test_lists_tell_of_the_served_model(client):
+    assert [one["model"] for one in client.get("/api/tags").json()["models"]] == ["fake:latest", "alias/model:latest"]
+    shown = client.post("/api/show", json={"name": "fake:latest"}).json()
+    assert shown["model_info"]["holdfast.context_length"] == 1024
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+
+
+def test_tool_messages_name_the_calls_they_answer():
+    calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("look", "now", "look")]
+    results = [{"role": "tool", "tool_name": name, "content": name} for name in ("now", "look", "look", "other")]
+    turns = [{"role": "assistant", "tool_calls": calls, "thinking": "Hm"}, *results, {"role": "system", "content": "s"}]
+    asked = parse(OllamaChatRequest, {"messages": [*user("1"), *turns, *user("2")]})
+    messages = read_messages(asked)
+    assert [message.role for message in messages] == [one["role"] for one in [*user("1"), *turns, *user("2")]]
+    assert [call.id for call in messages[1].tool_calls] == ["call_0", "call_1", "call_2"]
+    assert [message.tool_call_id for message in messages[2:6]] == ["call_1", "call_0", "call_2", "call_0"]
+    assert messages[1].reasoning_content == "Hm"
+
+
+def test_options_become_sampling_fields():
+    fields = read_options(
+        Options(temperature=0.5, top_k=3, min_p=0.1, repeat_penalty=1.2, seed=7, stop=["x"], presence_penalty=1)
+    )
+    assert (fields.temperature, fields.top_k, fields.min_p, fields.repetition_penalty) == (0.5, 3, 0.1, 1.2)
+    assert (fields.seed, fields.stop, fields.presence_penalty) == (7, ["x"], 1)
+    assert read_options(Options(seed=-1)).seed is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"options": {"temprature": 1}}, "there is no option 'temprature'"),
+        ({"options": {"top_p": 2}}, "options.top_p"),
+        ({"messages": [{"role": "user", "images": ["x"]}]}, "text alone"),
+        ({"fromat": "json"}, "did you mean format?"),
+    ],
+)
+def test_request_that_cannot_be_is_told_why(fields, words):
+    with pytest.raises(ApiError) as caught:
+        parse(OllamaChatRequest, fields)
+    assert words in caught.value.message
+
+
+def test_output_tells_calls_when_they_are_whole():
+    output = OllamaOutput(MODEL, is_chat=True, shows_thinking=False)
+    output.add([ReasoningDelta("Hm"), ContentDelta("See."), ToolCallDelta(0, "look"), ToolCallDelta(0, None, '{"a":')])
+    assert b"look" not in output.lines()
+    output.add([ToolCallDelta(0, None, "1}"), ToolCallDelta(1, "now", "", "mine"), ToolCallDelta(2, "cut", '{"b')])
+    output.close_call()
+    lines = [json.loads(line)["message"] for line in output.lines().splitlines()]
+    calls = [call for line in lines for call in line["tool_calls"]]
+    assert [call["function"] for call in calls] == [
+        {"index": 0, "name": "look", "arguments": {"a": 1}},
+        {"index": 1, "name": "now", "arguments": {}},
+    ]
+    assert calls[1]["id"] == "mine"
+    assert not any("thinking" in line for line in lines)
