@@ -15,8 +15,6 @@ from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
-from holdfast.models.declared_model import DeclaredModel
-from holdfast.models.families import FAMILIES
 from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.ranks import RankPlans, check_ranks, sums_exactly, worst_request
@@ -62,7 +60,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
         write_page(html, plan_page(view, cells))
         if not options.as_json:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
-    notes = (*part_notes(request.declared), *name_notes(options, request))
+    notes = (*request.declared.notes, *name_notes(options, request))
     if request.declared.is_compressed and (request.tensor_parallel_size > 1 or not view.fits):
         # Their smallest is larger than most GPUs.
         notes += tuple(filter(None, (layers_note(request),)))
@@ -120,21 +118,6 @@ def _asked_ranks(options: PlanOptions, num_stages: int) -> str:
             "leave one out",
         )
     return str(ranks)
-
-
-def part_notes(declared: DeclaredModel) -> tuple[str, ...]:
-    """Which parts of a model are not loaded, in words."""
-    spec = declared.spec
-    if spec is None:
-        return ()
-    words, notes = FAMILIES[spec.architecture].unread_words, []
-    if words:
-        notes.append(f"the text model alone is planned and run: weights for {words} are left unread")
-    if spec.num_draft_layers:
-        notes.append(
-            f"layers that draft tokens (multi-token prediction: {spec.num_draft_layers}) are neither planned nor loaded"
-        )
-    return tuple(notes)
 
 
 def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
