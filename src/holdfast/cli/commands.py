@@ -494,6 +494,19 @@ COMMANDS = (
                 "MODEL",
                 panel=ARGUMENTS,
             ),
+            Option(
+                "model_config",
+                "Plan from this config.json alone; MODEL, if given, is what to call it.",
+                "FILE",
+                panel=MODEL,
+                flags=("--config",),
+            ),
+            Option(
+                "parameters",
+                "Estimate a model of so many parameters, such as 32B: weights by count, KV of a typical dense model.",
+                "N",
+                panel=MODEL,
+            ),
             Option("gpu", "A GPU such as h200, 4090, H100-PCIe or 2x4090; --list shows them.", "NAME", panel=MEMORY),
             Option("memory", "A GPU of that size, such as 24GiB.", "SIZE", panel=MEMORY),
             Option(
@@ -524,6 +537,8 @@ COMMANDS = (
             "holdfast plan Qwen3-32B --gpu h200",
             "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",
             "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
+            "holdfast plan --config path/to/config.json --gpu 4090",
+            "holdfast plan --parameters 32B --gpu 4090 --quantization mxfp4",
         ),
         PLAN_SETTINGS,
     ),

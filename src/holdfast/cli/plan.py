@@ -9,12 +9,14 @@ from holdfast.cli.tables import Line, plan_lines, show, sweep_lines
 from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
-from holdfast.loading.declared import open_declared
+from holdfast.loading.declared import declare_file, open_declared
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
-from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
+from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as
+from holdfast.models.declared_model import DeclaredModel
+from holdfast.models.estimate import declare_estimate
 from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.ranks import RankPlans, check_ranks, sums_exactly, worst_request
@@ -37,6 +39,8 @@ class PlanOptions(NamedTuple):
     sweep: bool = False
     html: str | None = None
     list_names: bool = False
+    model_config: str | None = None
+    parameters: str | None = None
 
 
 def plan(options: PlanOptions, engine: Given) -> int:
@@ -90,7 +94,7 @@ def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPl
     target = read_target(options)
     asked_ranks = _asked_ranks(options, config.pipeline_parallel_size)
     ranks = read_count(asked_ranks)
-    declared = open_declared(options.model, config.revision)
+    declared = _declared(options, config.revision)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     config = replace(config, tensor_parallel_size=asked_ranks if ranks is None else ranks)
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
@@ -99,6 +103,22 @@ def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPl
     if target.kind == "cuda" and config.tensor_parallel_size > 1 and sums_exactly(config):
         config = replace(config, batch_invariant=True)  # which a GPU cannot do without, and the command below says
     return worst_request(config, declared, target)
+
+
+def _declared(options: PlanOptions, revision: str | None) -> DeclaredModel:
+    """The model by its name or path, by a config.json alone, or estimated from a number of parameters."""
+    if options.parameters is None:
+        if options.model_config is None:
+            return open_declared(options.model, revision)
+        return declare_file(options.model_config, options.model)
+    if options.model_config is not None:
+        raise ConfigError(
+            "--config and --parameters were asked together", "a config.json says how many there are", "leave one out"
+        )
+    if options.model is not None and is_known(options.model):
+        has = "the catalogue has its exact figures"
+        raise ConfigError(f"--parameters of {shown(options.model)} was asked", has, "leave --parameters out")
+    return declare_estimate(options.parameters, options.model)
 
 
 def _asked_ranks(options: PlanOptions, num_stages: int) -> str:
@@ -125,7 +145,7 @@ def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     gpu_note = None if options.gpu is None else find_gpus(options.gpu).note
     notes = () if gpu_note is None else (f"--gpu {gpu_note}",)
     # A name that is no longer whole was found in the catalogue, which has shapes and not how a release stores them.
-    if options.model is None or request.declared.name not in (*CATALOGUE, *SAME):
+    if options.model is None or request.declared.typed or request.declared.name not in (*CATALOGUE, *SAME):
         return notes
     stored, unread = stored_as(options.model), _unread(options.model, request.config.revision)
     if stored is None and not unread:

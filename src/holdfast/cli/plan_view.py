@@ -136,7 +136,7 @@ def plan_command(request: PlanRequest, model: str | None, change: Alternative | 
     if "gpu" in asked:
         device = {"gpu": asked.pop("gpu")}
     ranks = _rank_options(request)
-    words = ["holdfast", "plan", *([] if model is None else [model])]
+    words = ["holdfast", "plan", *(request.declared.typed or ([] if model is None else [model]))]
     return shlex.join([*words, *_option_words(device | ranks | asked)])
 
 
@@ -176,6 +176,8 @@ def _size_words(num_bytes: int) -> str:
 
 def _model_words(request: PlanRequest, model: str | None) -> list[str]:
     """The path or the name on the Hub as it was typed; of a model that is known by name alone, its name there."""
+    if request.declared.typed:  # a config.json says nothing of where the weights are
+        return ["MODEL"]
     if model is None:
         return []
     if Path(model).expanduser().exists() or parse_hub_name(model) is not None:
