@@ -13,7 +13,7 @@ from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import planned_nodes
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.loading.hub.names import parse_hub_name
-from holdfast.memory.devices import GPUS
+from holdfast.memory.devices import PLANNED_GPUS
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
 from holdfast.memory.report import GroupAccount, page_words
@@ -131,7 +131,7 @@ def plan_command(request: PlanRequest, model: str | None, change: Alternative | 
         return None
     device: dict[str, object] = {}
     if request.target.kind == "cuda":
-        key = next((gpu.key for gpu in GPUS.values() if gpu.name == request.target.name), None)
+        key = next((gpu.key for gpu in PLANNED_GPUS.values() if gpu.name == request.target.name), None)
         device = {"memory": _size_words(request.target.total_bytes)} if key is None else {"gpu": key}
     if "gpu" in asked:
         device = {"gpu": asked.pop("gpu")}

@@ -20,10 +20,12 @@ class Published(NamedTuple):
     config: Config
     same: tuple[str, ...] = ()
     """Names of other releases with the same figures."""
+    short: str = ""
+    """What people call it, where the repository's name is too long for a table."""
 
     @property
     def name(self) -> str:
-        return self.repository.partition("/")[2]
+        return self.short or self.repository.partition("/")[2]
 
 
 def read_published(file: Path = FILE) -> tuple[Published, ...]:
@@ -32,7 +34,7 @@ def read_published(file: Path = FILE) -> tuple[Published, ...]:
     for row in json.loads(file.read_text(encoding="utf-8")):
         base = found[row["like"]].config if "like" in row else {}
         config = _merged(base, row.get("config", {}))
-        model = Published(row["repository"], config, tuple(row.get("same", ())))
+        model = Published(row["repository"], config, tuple(row.get("same", ())), row.get("name", ""))
         found[model.name] = model
     return tuple(found.values())
 
