@@ -21,8 +21,8 @@ NUM_TOLD = 3
 """Names that an error suggests."""
 ALIKE = 0.75
 """How alike two words are at least, of which one is taken for a slip of the other (difflib's ratio)."""
-MAX_FACTOR = 2.0
-"""A slip changes a size by no more than this."""
+MAX_FACTOR = 1.25
+"""A slip changes a size by no more than this, and leaves no word out."""
 _TOKEN = re.compile(r"\d+x\d+b|[ae]\d+(?:\.\d+)?b|\d+e(?![a-z])|\d+(?:\.\d+)*[bm]?(?![a-z])|\d+(?:\.\d+)*|[a-z]+")
 """A name in its parts: words, versions, and sizes such as 8b, a3b, e4b, 8x7b and 128e."""
 _SIZE = re.compile(r"\d{1,4}(?:\.\d{1,3})?[bm]")
@@ -103,7 +103,8 @@ def _is_slip(asked: tuple[str, ...], known: tuple[str, ...]) -> bool:
     """Whether every part of a name is in the known one, or is spelled almost like one there."""
     if not any(_is_alike(token, known[0]) for token in asked if token.isalpha()):
         return False
-    sizes = [_billions(token) for token in known if _SIZE.fullmatch(token)]
+    has_all_words = all(any(_is_alike(word, token) for token in asked) for word in known if word.isalpha())
+    sizes = [_billions(token) for token in known if _SIZE.fullmatch(token) and has_all_words]
     for token in asked:
         if token in known or (token.isalpha() and any(_is_alike(token, other) for other in known)):
             continue

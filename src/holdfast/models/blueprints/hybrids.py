@@ -153,9 +153,17 @@ def _delta_net(text: Settings, hidden: int) -> tuple[tuple[Part, ...], State, in
     return parts, state, qk + 2 * v
 
 
+PER_LAYER_WIDTH = 256
+"""What transformers assumes of per-layer embeddings; models that take images and sound without towers have none."""
+
+
 def read_gemma4(settings: Settings, native: str | None) -> LayeredBlueprint:
     """Gemma 4: windows, wider heads in full layers, shared KV, K=V, per-layer embeddings, experts beside an MLP."""
     text = _text(settings, is_tied=True)
+    if "hidden_size_per_layer_input" not in text:
+        is_unified = "unified" in text.text("model_type", "") or "unified" in settings.text("model_type", "")
+        width = 0 if is_unified else PER_LAYER_WIDTH
+        text = Settings({**text.values, "hidden_size_per_layer_input": width}, text.file, text.section)
     spec = read_decoder(text, is_tied=True, head_dim=256)
     default = [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(spec.num_layers - 1)] + [FULL]
     kinds = _kinds(text, spec.num_layers, default)
@@ -211,7 +219,7 @@ def _per_layer_embeddings(text: Settings, spec: ModelSpec) -> tuple[Part, ...]:
     if not width:
         return ()
     columns = spec.num_layers * width
-    vocab = text.count("vocab_size_per_layer_input", spec.vocab_size, MAX_VOCAB)
+    vocab = text.count("vocab_size_per_layer_input", 262_144, MAX_VOCAB)
     return (
         Part("embed_per_layer.weight", (vocab, columns), "embedding"),
         matrix("embed_per_layer_in", columns, spec.hidden_size, "whole"),
