@@ -57,7 +57,7 @@ def find_model(name: str) -> tuple[str, Config]:
         return found, CATALOGUE[SAME.get(found, found)]
     near = _near(name[: MAX_NAME + 1])
     size = (*_sizes(name), "32b")[0].upper()
-    do = f"pass its config.json with --config FILE, or --parameters {size} for an estimate; --list shows known names"
+    do = f"pass its config.json with --config FILE, or --parameters {size} for an estimate; holdfast plan --list shows what is known"
     raise ModelNotFoundError(
         f"model {shown(name)} was asked for",
         f"this version does not know it: it is neither a path nor among the {len(CATALOGUE)} models known by name",
