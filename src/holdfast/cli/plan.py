@@ -14,9 +14,9 @@ from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
+from holdfast.models.blueprints.estimate import declare_estimate
 from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.models.estimate import declare_estimate
 from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.ranks import RankPlans, check_ranks, sums_exactly, worst_request

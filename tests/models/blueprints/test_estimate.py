@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError
-from holdfast.models.estimate import LEAST, MOST, SHAPES, declare_estimate, parse_count
+from holdfast.models.blueprints.estimate import LEAST, MOST, SHAPES, declare_estimate, parse_count
 from holdfast.quant.weight_schemes import MXFP4, WeightRecipe
 
 
