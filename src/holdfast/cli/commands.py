@@ -507,7 +507,7 @@ COMMANDS = (
                 "N",
                 panel=MODEL,
             ),
-            Option("gpu", "A GPU such as h200, 4090, H100-PCIe or 2x4090; --list shows them.", "NAME", panel=MEMORY),
+            Option("gpu", "A GPU such as h200, 4090, H100-PCIe, 2x4090 or 4090 laptop; --list shows them.", "NAME", panel=MEMORY),
             Option("memory", "A GPU of that size, such as 24GiB.", "SIZE", panel=MEMORY),
             Option(
                 "tensor_parallel_size",
@@ -537,8 +537,6 @@ COMMANDS = (
             "holdfast plan Qwen3-32B --gpu h200",
             "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",
             "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
-            "holdfast plan --config path/to/config.json --gpu 4090",
-            "holdfast plan --parameters 32B --gpu 4090 --quantization mxfp4",
         ),
         PLAN_SETTINGS,
     ),
