@@ -137,9 +137,9 @@ def test_plan_of_parameters_is_marked_as_an_estimate(here: Here) -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (("--parameters", "32"), "from 70M to 20T is accepted"),
+        (("--parameters", "32"), "numbers from 70M to 20T are accepted"),
         (("Qwen3-32B", "--parameters", "32B"), "the catalogue has its exact figures; leave --parameters out"),
-        (("--parameters", "3B", "--config", "x.json"), "were asked together"),
+        (("--parameters", "3B", "--config", "x.json"), "exclude each other"),
         (("--config", "no/such.json"), "No such file"),
         (("Qwen4-32B",), "--config FILE, or --parameters 32B for an estimate"),
         (("foo/Qwen4-32B",), "--config FILE, or --parameters 32B for an estimate"),

@@ -507,7 +507,12 @@ COMMANDS = (
                 "N",
                 panel=MODEL,
             ),
-            Option("gpu", "A GPU such as h200, 4090, H100-PCIe, 2x4090 or 4090 laptop; --list shows them.", "NAME", panel=MEMORY),
+            Option(
+                "gpu",
+                "A GPU such as h200, 4090, H100-PCIe, 2x4090 or 4090 laptop; --list shows them.",
+                "NAME",
+                panel=MEMORY,
+            ),
             Option("memory", "A GPU of that size, such as 24GiB.", "SIZE", panel=MEMORY),
             Option(
                 "tensor_parallel_size",

@@ -113,11 +113,11 @@ def _declared(options: PlanOptions, revision: str | None) -> DeclaredModel:
         return declare_file(options.model_config, options.model)
     if options.model_config is not None:
         raise ConfigError(
-            "--config and --parameters were asked together", "a config.json says how many there are", "leave one out"
+            "--config and --parameters exclude each other", "a config.json says how many there are", "leave one out"
         )
     if options.model is not None and is_known(options.model):
         has = "the catalogue has its exact figures"
-        raise ConfigError(f"--parameters of {shown(options.model)} was asked", has, "leave --parameters out")
+        raise ConfigError(f"--parameters estimates, and {shown(options.model)} is known", has, "leave --parameters out")
     return declare_estimate(options.parameters, options.model)
 
 

@@ -44,7 +44,7 @@ def test_shapes_leave_room_for_an_mlp_at_both_ends() -> None:
 )
 def test_parse_count_of_nonsense_names_the_unit(text: str) -> None:
     with pytest.raises(
-        ConfigError, match="from 70M to 20T is accepted, with M, B or T behind it; write --parameters 32B"
+        ConfigError, match="numbers from 70M to 20T are accepted, with M, B or T after them; write --parameters 32B"
     ) as caught:
         parse_count(text)
     assert "\x1b" not in str(caught.value)

@@ -54,8 +54,8 @@ def parse_count(text: str) -> int:
     count = 0 if found is None else round(float(found[1]) * UNITS[found[2].lower()])
     if not LEAST <= count <= MOST:
         raise ConfigError(
-            f"--parameters {shown(text)} was asked",
-            "a number of parameters from 70M to 20T is accepted, with M, B or T behind it",
+            f"--parameters {shown(text)} is no number of parameters",
+            "numbers from 70M to 20T are accepted, with M, B or T after them",
             "write --parameters 32B",
         )
     return count
