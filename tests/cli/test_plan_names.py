@@ -150,3 +150,10 @@ def test_plan_of_a_model_by_other_means_refuses(here: Here, typed: tuple[str, ..
     assert ended.code in (1, 2)
     assert ended.out == ""
     assert words in ended.err
+
+
+def test_plan_for_a_laptop_prints_commands_for_it(here: Here) -> None:
+    record = json.loads(here("plan", "Qwen3-8B", "--gpu", "4090m", "--json").out)
+    assert record["target"] == json.loads(here("plan", "Qwen3-8B", "--gpu", "rtx4090-laptop", "--json").out)["target"]
+    commands = [way["command"] for way in record["alternatives"] if way["command"] and "--gpu" in way["command"]]
+    assert any("--gpu rtx4090-laptop" in command for command in commands)

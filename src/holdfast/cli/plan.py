@@ -14,7 +14,6 @@ from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
-from holdfast.models.blueprints.estimate import declare_estimate
 from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.planning.alternatives import layers_note
@@ -118,6 +117,8 @@ def _declared(options: PlanOptions, revision: str | None) -> DeclaredModel:
     if options.model is not None and is_known(options.model):
         has = "the catalogue has its exact figures"
         raise ConfigError(f"--parameters estimates, and {shown(options.model)} is known", has, "leave --parameters out")
+    from holdfast.models.blueprints.estimate import declare_estimate
+
     return declare_estimate(options.parameters, options.model)
 
 
@@ -197,5 +198,6 @@ def read_target(options: PlanOptions) -> Target:
 def _is_size(text: str) -> bool:
     number = text.strip().lower().rstrip("bgikmt")
     unit = text.strip().lower().removeprefix(number)
-    # A bare number of four digits is the name of a card, such as 4090.
-    return unit in UNITS and number.strip().replace(".", "", 1).isdecimal() and (unit != "" or float(number) < 1000)
+    # Four digits are the name of a card, such as 4090, or 4090m of a laptop.
+    is_number = unit in UNITS and number.strip().replace(".", "", 1).isdecimal()
+    return is_number and (unit not in ("", "m") or float(number) < 1000)
