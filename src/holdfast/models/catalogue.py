@@ -72,19 +72,23 @@ def is_known(name: str) -> bool:
 
 def _found(name: str) -> str | None:
     """The catalogue's spelling of a name."""
-    names, exact = _spellings()
     # A base model may be stored otherwise than the one that was tuned from it, and is then listed too.
-    found = exact.get(_bare(name)) or names.get(_plain(name))
+    found = _by_all_words().get(_bare(name)) or _by_heard_words().get(_plain(name))
     # Qwen3-527B has the letters and digits of Qwen3.5-27B, and is another model.
     is_same = found is not None and len(name) <= MAX_NAME and _sizes(name) == _sizes(found)
     return found if is_same else None
 
 
 @cache
-def _spellings() -> tuple[dict[str, str], dict[str, str]]:
-    """Every known name by what its spellings share, and by all of its words."""
-    known = (*SAME, *CATALOGUE)
-    return {_plain(name): name for name in known}, {_bare(name): name for name in known}
+def _by_all_words() -> dict[str, str]:
+    """Every known name by all of its words."""
+    return {_bare(name): name for name in (*SAME, *CATALOGUE)}
+
+
+@cache
+def _by_heard_words() -> dict[str, str]:
+    """Every known name by what its spellings share."""
+    return {_plain(name): name for name in (*SAME, *CATALOGUE)}
 
 
 def _near(name: str) -> list[str]:
