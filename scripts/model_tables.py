@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from holdfast.cli.plan_names import ModelRow, model_rows
-from holdfast.memory.devices import ASSUMED, GPUS, SEEN, Gpu
+from holdfast.memory.devices import ASSUMED, PLANNED_GPUS, SEEN, Gpu
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, SAME
 
@@ -28,9 +28,9 @@ def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def model_row(row: ModelRow) -> tuple[str, ...]:
-    """Bytes are those of the shapes in bfloat16, however the makers store them; layers that draft tokens are left out."""
+    """Bytes are those of the shapes in bfloat16, however the makers store them."""
     found = declare_config(
-        {**CATALOGUE[row.name], "quantization_config": None, "num_nextn_predict_layers": 0, "expert_dtype": ""},
+        {**CATALOGUE[row.name], "quantization_config": None, "expert_dtype": ""},
         row.name,
     )
     kv_bytes = found.kv_bytes_per_token("bfloat16")
@@ -57,7 +57,7 @@ def tables() -> dict[str, str]:
     return {
         "models": table(MODEL_HEADINGS, [model_row(row) for row in model_rows()]),
         "same": table(("name", "has the figures of"), list(SAME.items())),
-        "gpus": table(GPU_HEADINGS, [gpu_row(gpu) for gpu in GPUS.values()]),
+        "gpus": table(GPU_HEADINGS, [gpu_row(gpu) for gpu in PLANNED_GPUS.values()]),
     }
 
 

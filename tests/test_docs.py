@@ -19,7 +19,7 @@ from holdfast.config import EngineConfig
 from holdfast.loading.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
 from holdfast.loading.planning.plan import PINNED_CHUNKS, plan_load
 from holdfast.loading.sources.dummy import DummySource
-from holdfast.memory.devices import GPUS
+from holdfast.memory.devices import PLANNED_GPUS
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
@@ -60,7 +60,7 @@ def test_the_readme_begins_with_the_two_commands() -> None:
 
 
 def test_the_readme_counts_and_names_what_there_is() -> None:
-    assert f"{len(CATALOGUE)} models and {len(GPUS)} GPUs are known by name" in README
+    assert f"{len(CATALOGUE)} models and {len(PLANNED_GPUS)} GPUs are known by name" in README
     missing = [name for name in GGUF_ARCHITECTURES if not re.search(rf"\b{name}\b", README)]
     missing += [name for name, found in ALL_KV_FORMATS.items() if found.is_quantized and f"`{name}`" not in README]
     assert not missing, f"the README does not mention {missing}"

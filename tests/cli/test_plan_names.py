@@ -112,3 +112,48 @@ def test_parts_that_are_not_loaded_are_named(here: Here) -> None:
     (note,) = json.loads(here("plan", "GLM-4.7-Flash", "--gpu", "h200", "--json").out)["notes"]
     assert note == "layers that draft tokens (multi-token prediction: 1) are neither planned nor loaded"
     assert json.loads(here("plan", "DeepSeek-V2-Lite", "--gpu", "h200", "--json").out)["notes"] == []
+
+
+def test_plan_of_a_config_file_prints_commands_with_it(here: Here, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(dict(CATALOGUE["Qwen3.5-35B-A3B"])))
+    record = json.loads(here("plan", "Qwen4-35B-A3B", "--config", str(file), "--gpu", "4090", "--json").out)
+    known = json.loads(here("plan", "Qwen3.5-35B-A3B", "--gpu", "4090", "--json").out)
+    assert record["model"] == "Qwen4-35B-A3B"
+    assert (record["short_bytes"], record["notes"]) == (known["short_bytes"], known["notes"])
+    commands = [way["command"] for way in record["alternatives"] if way["command"]]
+    assert commands
+    assert all(f"Qwen4-35B-A3B --config {file}" in command for command in commands)
+
+
+def test_plan_of_parameters_is_marked_as_an_estimate(here: Here) -> None:
+    record = json.loads(here("plan", "Qwen4-32B", "--parameters", "32B", "--gpu", "h200", "--json").out)
+    assert record["model"] == "Qwen4-32B (estimate)"
+    assert record["notes"][0].startswith("this is an estimate: 32,000,000,000 parameters are counted exactly")
+    assert "an estimate of 32B parameters is not a model" in str(record["not_in_this_version"])
+    assert any("--parameters 32B" in way["command"] for way in record["alternatives"] if way["command"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (("--parameters", "32"), "numbers from 70M to 20T are accepted"),
+        (("Qwen3-32B", "--parameters", "32B"), "the catalogue has its exact figures; leave --parameters out"),
+        (("--parameters", "3B", "--config", "x.json"), "exclude each other"),
+        (("--config", "no/such.json"), "No such file"),
+        (("Qwen4-32B",), "--config FILE, or --parameters 32B for an estimate"),
+        (("foo/Qwen4-32B",), "--config FILE, or --parameters 32B for an estimate"),
+    ],
+)
+def test_plan_of_a_model_by_other_means_refuses(here: Here, typed: tuple[str, ...], words: str) -> None:
+    ended = here("plan", *typed, "--gpu", "4090")
+    assert ended.code in (1, 2)
+    assert ended.out == ""
+    assert words in ended.err
+
+
+def test_plan_for_a_laptop_prints_commands_for_it(here: Here) -> None:
+    record = json.loads(here("plan", "Qwen3-8B", "--gpu", "4090m", "--json").out)
+    assert record["target"] == json.loads(here("plan", "Qwen3-8B", "--gpu", "rtx4090-laptop", "--json").out)["target"]
+    commands = [way["command"] for way in record["alternatives"] if way["command"] and "--gpu" in way["command"]]
+    assert any("--gpu rtx4090-laptop" in command for command in commands)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ModelError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
-from holdfast.loading.declared import open_declared
+from holdfast.loading.declared import declare_file, open_declared
 from holdfast.models.catalogue import CATALOGUE
 from loading.tiny_models import save_tiny
 
@@ -81,7 +81,7 @@ def test_what_is_not_there(asked: str) -> None:
 
 def test_the_nearest_name_is_suggested() -> None:
     with pytest.raises(ModelNotFoundError, match=r"did you mean Qwen3-"):
-        open_declared("Qwen3-88B")
+        open_declared("Qwen3-9B")
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
@@ -135,3 +135,43 @@ def test_neither_torch_nor_numpy_nor_a_reader_of_files_for_a_name() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Llama-4-Scout-17B-16E-Instruct", "Kimi-K2.5", "gemma-4-E2B-it"])
+def test_a_folder_of_a_planned_model_has_its_config(folder: Path, name: str) -> None:
+    (folder / "config.json").write_text(json.dumps(CATALOGUE[name]))
+    declared, known = open_declared(str(folder)), open_declared(name)
+    assert (declared.name, declared.not_runnable, declared.notes) == ("my-qwen", known.not_runnable, known.notes)
+    assert declared.weight_bytes("bfloat16") == known.weight_bytes("bfloat16")
+    assert declared.kv_bytes_per_sequence("bfloat16") == known.kv_bytes_per_sequence("bfloat16")
+
+
+def test_declare_file_reads_the_config_and_nothing_beside_it(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"broken")
+    (folder / "holdfast_quantization.json").write_text("{}")
+    declared = declare_file(str(folder / "config.json"))
+    assert (declared.name, declared.typed) == ("my-qwen", ("--config", str(folder / "config.json")))
+    assert declared.weight_bytes("bfloat16") == 16_381_470_720
+    named = declare_file(str(folder), "Qwen4-8B")
+    assert (named.name, named.typed) == ("Qwen4-8B", ("Qwen4-8B", "--config", str(folder)))
+
+
+def test_declare_file_takes_any_name_of_a_file(folder: Path) -> None:
+    other = (folder / "config.json").rename(folder / "next.json")
+    assert declare_file(str(other)).name == "next"
+    assert open_declared(str(other)).typed == ("--config", str(other))
+
+
+def test_declare_file_believes_stored_schemes(folder: Path) -> None:
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps({**CATALOGUE["Qwen3-8B"], "quantization_config": stored}))
+    assert declare_file(str(folder)).weight_bytes("bfloat16") < 10 * 2**30
+
+
+@pytest.mark.parametrize(("text", "words"), [("[1]", "object"), ("{", "config.json"), ("{}", "architectures")])
+def test_declare_file_refuses_what_is_no_config(folder: Path, text: str, words: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=words):
+        declare_file(str(folder))
+    with pytest.raises(ModelError, match="No such file"):
+        declare_file(str(folder / "nothing.json"))

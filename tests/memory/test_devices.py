@@ -9,6 +9,7 @@ from holdfast.memory.devices import (
     ASSUMED,
     GIB,
     GPUS,
+    PORTABLE,
     SAME_AS_H200,
     SEEN,
     Gpu,
@@ -183,7 +184,7 @@ def test_the_nearest_is_suggested(asked: str, near: str) -> None:
         find_gpu(asked)
 
 
-@pytest.mark.parametrize("asked", ["5090 laptop", "mx300", "2x", "x2", "2x2"])
+@pytest.mark.parametrize("asked", ["2080 laptop", "mx300", "2x", "x2", "2x2"])
 def test_what_is_not_known_is_not_guessed(asked: str) -> None:
     with pytest.raises(ConfigError, match=r"none of the \d+ GPUs known by name"):
         find_gpu(asked)
@@ -197,7 +198,7 @@ def test_a_number_of_gpus_that_nobody_has(asked: str) -> None:
 
 @pytest.mark.parametrize("asked", ["", "   ", "x" * 10_000, "mi300x\n\x1b[31m", "🦆"])
 def test_nonsense_is_told_what_to_pass(asked: str) -> None:
-    with pytest.raises(ConfigError, match=r"pass a memory size such as 24GiB|did you mean") as caught:
+    with pytest.raises(ConfigError, match=r"pass its memory, such as --memory 24GiB") as caught:
         find_gpu(asked)
     assert len(str(caught.value)) < 600
     assert "\x1b" not in str(caught.value)
@@ -280,3 +281,59 @@ def test_this_machine():
 def test_find_gpus_of_amd_names_what_is_needed(name: str) -> None:
     with pytest.raises(ConfigError, match=r"AMD GPUs are not supported.*NVIDIA GPU of compute capability 8\.0"):
         find_gpus(name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "nominal_gb"),
+    [
+        ("rtx4090 laptop", "rtx4090-laptop", 16),
+        ("4070m", "rtx4070-laptop", 8),
+        ("rtx 5090 mobile", "rtx5090-laptop", 24),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "rtx4060-laptop", 8),
+        ("NVIDIA GeForce RTX 3070 Ti Laptop GPU", "rtx3070ti-laptop", 8),
+        ("rtx 3080 laptop 16gb", "rtx3080-laptop-16g", 16),
+        ("4080 notebook", "rtx4080-laptop", 12),
+        ("rtx4090", "rtx4090", 24),
+        ("rtx 4090 pcie", "rtx4090", 24),
+        ("dgx spark", "gb10", 128),
+        ("NVIDIA GB10", "gb10", 128),
+    ],
+)
+def test_find_gpu_of_a_laptop_has_its_own_memory(asked: str, key: str, nominal_gb: int) -> None:
+    found = find_gpu(asked)
+    assert (found.key, found.nominal_gb) == (key, nominal_gb)
+    assert found.total_bytes < nominal_gb * 1024**3
+
+
+def test_portable_gpus_find_themselves_and_are_apart() -> None:
+    for key, gpu in PORTABLE.items():
+        assert find_gpu(key) == gpu
+        assert not gpu.is_too_old
+    assert not PORTABLE.keys() & GPUS.keys()
+    assert find_gpus("4090").note is None, "a desktop card is not taken for that of a laptop"
+
+
+def test_find_gpus_of_a_dgx_spark_says_it_was_never_tried() -> None:
+    note = find_gpus("dgx spark").note
+    assert note is not None
+    assert "shared with the operating system" in note
+    assert "never run on it" in note
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        *((name, "an AMD GPU; AMD GPUs are not supported") for name in ("mi300x", "rx 7900 xtx", "strix halo")),
+        *(
+            (name, "an Apple chip.*llama.cpp or MLX")
+            for name in ("m4 max", "m3 ultra", "mac studio 128gb", "MacBook Pro")
+        ),
+        *((name, "an Intel GPU") for name in ("arc b580", "Intel Arc A770", "gaudi 3")),
+        *((name, "a TPU") for name in ("tpu v5e", "v5p", "trillium")),
+        *((name, "a Jetson module.*--memory 48GiB") for name in ("orin", "jetson agx orin 64gb", "thor")),
+        *((name, "an accelerator without CUDA") for name in ("trainium", "inferentia2")),
+    ],
+)
+def test_find_gpus_of_another_device_says_what_to_do(asked: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"is {words}"):
+        find_gpus(asked)

@@ -2,11 +2,19 @@
 
 from typing import Any
 
-CONFIGS = {"Gemma3ForCausalLM": "Gemma3TextConfig"}
+CONFIGS = {
+    f"{family}ForCausalLM": f"{family}TextConfig" for family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+}
 """Classes of settings that are not called like their model."""
 
 
-UNREAD = {"Gemma3ForConditionalGeneration": ("model.vision_tower.", "model.multi_modal_projector.")}
+UNREAD = {
+    "Gemma3ForConditionalGeneration": ("model.vision_tower.", "model.multi_modal_projector."),
+    "Gemma4ForConditionalGeneration": ("model.vision_tower.", "model.embed_vision."),
+    "Llama4ForConditionalGeneration": ("vision_model.", "multi_modal_projector."),
+    "Qwen3_5ForConditionalGeneration": ("model.visual.",),
+    "Qwen3_5MoeForConditionalGeneration": ("model.visual.",),
+}
 """Parts of models that are not loaded: those for images."""
 
 

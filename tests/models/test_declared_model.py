@@ -115,8 +115,11 @@ def test_a_config_without_architectures_is_planned_by_its_type(name: str) -> Non
 def test_what_can_only_be_planned_says_so_where_it_is_to_run() -> None:
     refuse_planned_only(QWEN, "config.json")
     refuse_planned_only({"architectures": ["MambaForCausalLM"]}, "config.json")
-    with pytest.raises(UnsupportedModelError, match=r"does not run in this version, in any format.*with holdfast plan"):
-        refuse_planned_only(CATALOGUE["Mixtral-8x7B-v0.1"], "config.json")
+    for name in ("Mixtral-8x7B-v0.1", "Qwen3.5-27B", "gemma-4-31B-it", "Kimi-K2.5", "Nemotron-3-Nano-30B-A3B"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"does not run in this version, in any format.*with holdfast plan"
+        ):
+            refuse_planned_only(CATALOGUE[name], "config.json")
 
 
 def test_formats_by_name_or_as_values() -> None:

@@ -1,9 +1,11 @@
 """Models by the names that people type: on the Hub, in Ollama, in a chat; what a name says of stored bits; near misses."""
 
+import re
+
 import pytest
 
 from holdfast.errors import ModelNotFoundError
-from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES, StoredAs, find_model, stored_as
+from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES, StoredAs, find_model, is_known, stored_as
 
 TYPED = {
     "Llama-2-7b-hf": "llama2:7b, meta-llama/Llama-2-7b-chat-hf, Llama 2 7B",
@@ -59,6 +61,17 @@ TYPED = {
     "GLM-4.5-Air": "zai-org/GLM-4.5-Air, glm4.5-air, GLM-4.5-Air-FP8",
     "glm-4-9b-chat-hf": "glm-4-9b, THUDM/glm-4-9b-chat",
     "Kimi-K2-Instruct": "moonshotai/Kimi-K2-Instruct, kimi k2",
+    "Qwen3.5-27B": "Qwen/Qwen3.5-27B, qwen3.5:27b, unsloth/Qwen3.5-27B-GGUF, Qwen3.5-27B-FP8",
+    "Qwen3.6-35B-A3B": "qwen3.6 35b a3b",
+    "Qwen3-Next-80B-A3B-Instruct": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "gemma-4-31B-it": "google/gemma-4-31B-it, gemma4:31b, gemma-4-31b",
+    "gemma-4-E4B-it": "gemma-4-e4b",
+    "Llama-4-Scout": "llama4 scout",
+    "Kimi-K2.5": "moonshotai/Kimi-K2.5, kimi k2.5",
+    "MiniMax-M2": "MiniMaxAI/MiniMax-M2, minimax m2",
+    "Devstral-Small-2507": "mistralai/Devstral-Small-2507",
+    "Nemotron-3-Nano": "nemotron 3 nano",
+    "GLM-5.1": "zai-org/GLM-5.1",
     "OPT-125m": "facebook/opt-125m",
     "SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M-Instruct",
 }
@@ -84,7 +97,8 @@ def test_every_name_finds_itself(name: str) -> None:
 def test_every_model_has_a_source() -> None:
     assert SOURCES.keys() == CATALOGUE.keys()
     assert all(
-        owner and name == known for known, (owner, _, name) in ((k, s.partition("/")) for k, s in SOURCES.items())
+        owner and SAME.get(name, name) == known
+        for known, (owner, _, name) in ((k, s.partition("/")) for k, s in SOURCES.items())
     )
     assert set(SAME.values()) <= CATALOGUE.keys()
 
@@ -112,13 +126,46 @@ def test_what_a_name_says_of_stored_bits(name: str, stored: StoredAs | None) -> 
         ("Qwen3-9B", "Qwen3-8B"),
         ("deepseek-v4", "DeepSeek-V4-Pro"),
         ("gemma-3-26b", "gemma-3-27b-it"),
-        ("llama-3.3-8b", "Llama-3.1-8B"),
         ("gpt-oss-21b", "gpt-oss-20b"),
+        ("Qwen3-32", "Qwen3-32B"),
+        ("lama-3.1-8b", "Llama-3.1-8B"),
+        ("qwem3 32b", "Qwen3-32B"),
+        ("Qwen3-Next", "Qwen3-Next-80B-A3B"),
+        ("deepsek-r1", "DeepSeek-R1"),
+        ("qwen3-30b", "Qwen3-30B-A3B"),
+        ("Gemma-4-27B", "gemma-4-26B-A4B-it"),
     ],
 )
 def test_the_nearest_is_suggested(asked: str, near: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=f"did you mean .*{near}"):
+    with pytest.raises(
+        ModelNotFoundError, match=f"did you mean .*{near}.* Else pass its config.json with --config FILE"
+    ):
         find_model(asked)
+
+
+UNKNOWN = (
+    "Qwen4-32B, llama-5-70b, gpt-oss-2-20b, deepseek-v5, Qwen3.7-27B, Qwen3.8-27B, Qwen3-527B, Qwen36-27B-A3B, gemma-5-27b, "
+    "kimi-k3, phi-5, glm-6, MiniMax-M3, mistral-large-3, Mistral-7B-v0.4, qwen3-embedding-8b, Qwen3-VL-8B-Instruct, "
+    "Qwen2.5-VL-7B-Instruct, Qwen3-Omni-30B-A3B-Instruct, Qwen3-Coder-Next, Qwen3-Reranker-4B, Qwen2.5-Math-7B, "
+    "DeepSeek-R1-0528-Qwen3-8B, Llama-3.1-Nemotron-70B-Instruct, Llama-3.2-11B-Vision-Instruct, llama-guard-4-12b, "
+    "codellama-7b, nemotron-4-340b, gpt-4o, gpt-5, claude-4, grok-2, gemma-3n-e4b, QwQ-32B-Preview, 8b, ;rm -rf, "
+    "$(reboot), Qwen/Qwen4-32B, unsloth/Qwen4-32B-GGUF, Qwen4-32B-AWQ, qwen2-7b, llama-3.3-8b, falcon-40b, %s%n"
+)
+
+
+@pytest.mark.parametrize("asked", UNKNOWN.split(", "))
+def test_an_unknown_name_gets_no_other_models_name(asked: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="this version does not know it") as caught:
+        find_model(asked)
+    assert re.match(
+        r"pass its config\.json with --config FILE, or --parameters [\d.]+[BM] for an estimate", caught.value.do
+    )
+    assert not is_known(asked)
+
+
+def test_an_unknown_name_offers_an_estimate_of_its_size() -> None:
+    with pytest.raises(ModelNotFoundError, match="--parameters 70B for an estimate"):
+        find_model("llama-5-70b")
 
 
 @pytest.mark.parametrize(

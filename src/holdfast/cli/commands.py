@@ -518,7 +518,25 @@ COMMANDS = (
                 "MODEL",
                 panel=ARGUMENTS,
             ),
-            Option("gpu", "A GPU such as h200, 4090, H100-PCIe or 2x4090; --list shows them.", "NAME", panel=MEMORY),
+            Option(
+                "model_config",
+                "Plan from this config.json alone; MODEL, if given, is what to call it.",
+                "FILE",
+                panel=MODEL,
+                flags=("--config",),
+            ),
+            Option(
+                "parameters",
+                "Estimate a model of so many parameters, such as 32B: weights by count, KV of a typical dense model.",
+                "N",
+                panel=MODEL,
+            ),
+            Option(
+                "gpu",
+                "A GPU such as h200, 4090, H100-PCIe, 2x4090 or 4090 laptop; --list shows them.",
+                "NAME",
+                panel=MEMORY,
+            ),
             Option("memory", "A GPU of that size, such as 24GiB.", "SIZE", panel=MEMORY),
             Option(
                 "tensor_parallel_size",

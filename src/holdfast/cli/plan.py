@@ -9,14 +9,13 @@ from holdfast.cli.tables import Line, plan_lines, show, sweep_lines
 from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
-from holdfast.loading.declared import open_declared
+from holdfast.loading.declared import declare_file, open_declared
 from holdfast.loading.hub.names import parse_hub_name
 from holdfast.loading.locate import locate_config
 from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
-from holdfast.models.catalogue import CATALOGUE, SAME, stored_as
+from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.models.families import FAMILIES
 from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.planning.ranks import RankPlans, check_ranks, sums_exactly, worst_request
@@ -39,6 +38,8 @@ class PlanOptions(NamedTuple):
     sweep: bool = False
     html: str | None = None
     list_names: bool = False
+    model_config: str | None = None
+    parameters: str | None = None
 
 
 def plan(options: PlanOptions, engine: Given) -> int:
@@ -62,7 +63,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
         write_page(html, plan_page(view, cells))
         if not options.as_json:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
-    notes = (*part_notes(request.declared), *name_notes(options, request))
+    notes = (*request.declared.notes, *name_notes(options, request))
     if request.declared.is_compressed and (request.tensor_parallel_size > 1 or not view.fits):
         # Their smallest is larger than most GPUs.
         notes += tuple(filter(None, (layers_note(request),)))
@@ -92,7 +93,7 @@ def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPl
     target = read_target(options)
     asked_ranks = _asked_ranks(options, config.pipeline_parallel_size)
     ranks = read_count(asked_ranks)
-    declared = open_declared(options.model, config.revision)
+    declared = _declared(options, config.revision)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     config = replace(config, tensor_parallel_size=asked_ranks if ranks is None else ranks)
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
@@ -101,6 +102,24 @@ def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPl
     if target.kind == "cuda" and config.tensor_parallel_size > 1 and sums_exactly(config):
         config = replace(config, batch_invariant=True)  # which a GPU cannot do without, and the command below says
     return worst_request(config, declared, target)
+
+
+def _declared(options: PlanOptions, revision: str | None) -> DeclaredModel:
+    """The model by its name or path, by a config.json alone, or estimated from a number of parameters."""
+    if options.parameters is None:
+        if options.model_config is None:
+            return open_declared(options.model, revision)
+        return declare_file(options.model_config, options.model)
+    if options.model_config is not None:
+        raise ConfigError(
+            "--config and --parameters exclude each other", "a config.json says how many there are", "leave one out"
+        )
+    if options.model is not None and is_known(options.model):
+        has = "the catalogue has its exact figures"
+        raise ConfigError(f"--parameters estimates, and {shown(options.model)} is known", has, "leave --parameters out")
+    from holdfast.models.blueprints.estimate import declare_estimate
+
+    return declare_estimate(options.parameters, options.model)
 
 
 def _asked_ranks(options: PlanOptions, num_stages: int) -> str:
@@ -122,27 +141,12 @@ def _asked_ranks(options: PlanOptions, num_stages: int) -> str:
     return str(ranks)
 
 
-def part_notes(declared: DeclaredModel) -> tuple[str, ...]:
-    """Which parts of a model are not loaded, in words."""
-    spec = declared.spec
-    if spec is None:
-        return ()
-    words, notes = FAMILIES[spec.architecture].unread_words, []
-    if words:
-        notes.append(f"the text model alone is planned and run: weights for {words} are left unread")
-    if spec.num_draft_layers:
-        notes.append(
-            f"layers that draft tokens (multi-token prediction: {spec.num_draft_layers}) are neither planned nor loaded"
-        )
-    return tuple(notes)
-
-
 def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
     """What was taken for a name that leaves something open, in words."""
     gpu_note = None if options.gpu is None else find_gpus(options.gpu).note
     notes = () if gpu_note is None else (f"--gpu {gpu_note}",)
     # A name that is no longer whole was found in the catalogue, which has shapes and not how a release stores them.
-    if options.model is None or request.declared.name not in (*CATALOGUE, *SAME):
+    if options.model is None or request.declared.typed or request.declared.name not in (*CATALOGUE, *SAME):
         return notes
     stored, unread = stored_as(options.model), _unread(options.model, request.config.revision)
     if stored is None and not unread:
@@ -194,5 +198,6 @@ def read_target(options: PlanOptions) -> Target:
 def _is_size(text: str) -> bool:
     number = text.strip().lower().rstrip("bgikmt")
     unit = text.strip().lower().removeprefix(number)
-    # A bare number of four digits is the name of a card, such as 4090.
-    return unit in UNITS and number.strip().replace(".", "", 1).isdecimal() and (unit != "" or float(number) < 1000)
+    # Four digits are the name of a card, such as 4090, or 4090m of a laptop.
+    is_number = unit in UNITS and number.strip().replace(".", "", 1).isdecimal()
+    return is_number and (unit not in ("", "m") or float(number) < 1000)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast.cli.layout import Line, Table, table_lines
 from holdfast.cli.tables import show
 from holdfast.cli.terminal import dumps, write_answer
-from holdfast.memory.devices import GPUS, LEAST_CAPABILITY
+from holdfast.memory.devices import LEAST_CAPABILITY, PLANNED_GPUS
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES
@@ -62,7 +62,7 @@ def _row(declared: DeclaredModel) -> ModelRow:
 def _sizes(declared: DeclaredModel) -> tuple[int, int]:
     """Parameters and bytes, of the ends and of one layer of each kind: large models have tens of thousands of tensors."""
     declaration = declared.declaration
-    if not isinstance(declaration, DecoderDeclaration):
+    if not isinstance(declaration, DecoderDeclaration) or declared.stored:
         return _listed(declared)
     counts = Counter(map(declaration.decoder.layer_kind, range(declaration.decoder.num_layers)))
     alone = {kind: _listed(replace(declared, declaration=_layers(declaration, kind, 1))) for kind in counts}
@@ -91,15 +91,14 @@ def _layers(declaration: DecoderDeclaration, kind: LayerKind, num_layers: int) -
 
 
 def _listed(declared: DeclaredModel) -> tuple[int, int]:
-    weights = declared.parameters()
-    parameters = sum(prod(weight.shape) for weight in weights if weight.group != "mtp")
+    parameters = sum(prod(weight.shape) for weight in declared.parameters())
     return parameters, declared.weight_bytes(declared.checkpoint_dtype)
 
 
 def show_names(*, as_json: bool) -> None:
     """Two tables, or one JSON object with the same."""
     if as_json:
-        gpus = [gpu._asdict() | {"runs": not gpu.is_too_old} for gpu in GPUS.values()]
+        gpus = [gpu._asdict() | {"runs": not gpu.is_too_old} for gpu in PLANNED_GPUS.values()]
         models = [row._asdict() for row in model_rows()]
         write_answer(f"{dumps({'models': models, 'same': dict(SAME), 'gpus': gpus}, indent=1)}\n")
         return
@@ -116,7 +115,7 @@ def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
                 billions(row.parameters),
                 format_bytes(row.weight_bytes),
                 f"{row.kv_bytes_per_token:,.0f}",
-                f"{row.max_position:,}",
+                _length(row.max_position),
             )
         )
     return [
@@ -126,17 +125,23 @@ def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
     ]
 
 
+def _length(tokens: int) -> str:
+    """A context, in millions where the column would be too wide."""
+    return f"{tokens:,}" if tokens < 10**7 else f"{tokens // 2**20}M"
+
+
 def gpu_lines() -> list[Line]:
     """A table that 80 columns hold."""
     cells = [("gpu", "memory", "its driver gives", "capability", "")]
-    for gpu in GPUS.values():
-        mark = "too old to run" if gpu.is_too_old else ""
+    for gpu in PLANNED_GPUS.values():
+        mark = "too old to run" if gpu.is_too_old else "never tried" if gpu.key == "gb10" else ""
         capability = ".".join(map(str, gpu.capability))
         cells.append((gpu.key, f"{gpu.nominal_gb} GB", format_bytes(gpu.total_bytes), capability, mark))
     least = ".".join(map(str, LEAST_CAPABILITY))
     return [
-        Line(f"{len(GPUS)} GPUs by name; kernels need compute capability {least}:"),
+        Line(f"{len(PLANNED_GPUS)} GPUs by name; kernels need compute capability {least}:"),
         *table_lines(Table(tuple(cells), right=(1, 2, 3), wraps=(4,)), HEADING),
+        Line("AMD, Apple, Intel, Jetson, TPU: --gpu NAME says what to do instead."),
     ]
 
 

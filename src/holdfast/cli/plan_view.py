@@ -13,7 +13,7 @@ from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import planned_nodes
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.loading.hub.names import parse_hub_name
-from holdfast.memory.devices import GPUS
+from holdfast.memory.devices import PLANNED_GPUS
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
 from holdfast.memory.report import GroupAccount, page_words
@@ -131,12 +131,12 @@ def plan_command(request: PlanRequest, model: str | None, change: Alternative | 
         return None
     device: dict[str, object] = {}
     if request.target.kind == "cuda":
-        key = next((gpu.key for gpu in GPUS.values() if gpu.name == request.target.name), None)
+        key = next((gpu.key for gpu in PLANNED_GPUS.values() if gpu.name == request.target.name), None)
         device = {"memory": _size_words(request.target.total_bytes)} if key is None else {"gpu": key}
     if "gpu" in asked:
         device = {"gpu": asked.pop("gpu")}
     ranks = _rank_options(request)
-    words = ["holdfast", "plan", *([] if model is None else [model])]
+    words = ["holdfast", "plan", *(request.declared.typed or ([] if model is None else [model]))]
     return shlex.join([*words, *_option_words(device | ranks | asked)])
 
 
@@ -176,6 +176,8 @@ def _size_words(num_bytes: int) -> str:
 
 def _model_words(request: PlanRequest, model: str | None) -> list[str]:
     """The path or the name on the Hub as it was typed; of a model that is known by name alone, its name there."""
+    if request.declared.typed:  # a config.json says nothing of where the weights are
+        return ["MODEL"]
     if model is None:
         return []
     if Path(model).expanduser().exists() or parse_hub_name(model) is not None:

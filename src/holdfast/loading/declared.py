@@ -37,6 +37,8 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
     located = locate_config(model, revision)
     if located is not None:
         path, label = located.path, located.label
+        if path.suffix == ".json" and path.is_file():
+            return declare_file(model)
         return _read_folder(path, label) if path.is_dir() else _read_file(path, label)
     from holdfast.models.catalogue import find_model
 
@@ -49,12 +51,23 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
             located = fetch_hub_config(model, revision)
         except ModelNotFoundError as on_hub:
             # A name of the catalogue that was mistyped looks like any other name on the Hub.
-            do = f"{error.do} Else {on_hub.do}" if error.do.endswith("?") else on_hub.do
-            raise ModelNotFoundError(on_hub.asked, f"{error.has}, and {on_hub.has}", do) from on_hub
+            has, do = f"{error.has}, and {on_hub.has}", f"{error.do}; or {on_hub.do}"
+            raise ModelNotFoundError(on_hub.asked, has, do) from on_hub
         if located is None:
             raise ModelNotFoundError(error.asked, f"{error.has}, nor in the Hugging Face cache", error.do) from error
         return _read_folder(located.path, located.label)
     return _declare_known(name)
+
+
+def declare_file(file: str, name: str | None = None) -> DeclaredModel:
+    """From a config.json alone, whatever its folder holds; under a name if there is one, else that of its folder."""
+    path = Path(file).expanduser()
+    path = path / CONFIG_FILE if path.is_dir() else path
+    config = read_json_object(path)
+    label = name or (path.resolve().parent.name if path.name == CONFIG_FILE else path.stem)
+    stored = _stored_in_settings(config, label) if config.get(QUANTIZATION_KEY) else None
+    declared = declare_config(config, label, path.name) if stored is None else stored
+    return replace(declared, typed=(*(() if name is None else (name,)), "--config", file))
 
 
 @lru_cache(maxsize=8)

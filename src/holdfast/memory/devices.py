@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import ConfigError, shown
+from holdfast.memory.other_devices import other_device
 
 MIB = 1024**2
 GIB = 1024**3
@@ -131,7 +132,49 @@ GPUS: Mapping[str, Gpu] = {
         _gpu("gb300", "NVIDIA GB300", 279, 276.00, ASSUMED, (10, 3)),
     )
 }
-"""Every GPU that can be planned for by name, the smallest first."""
+"""Every GPU of a desktop or a server that can be planned for by name, the smallest first."""
+
+
+def _laptop(model: str, nominal_gb: int, total_gib: float, capability: tuple[int, int]) -> Gpu:
+    """A GeForce of a laptop; one of the same number for a desktop has other memory, or another chip."""
+    words = model.replace("ti", " Ti")
+    name, key = f"NVIDIA GeForce RTX {words} Laptop GPU", f"rtx{model}-laptop"
+    if model == "3080":  # sold with two sizes
+        key += f"-{nominal_gb}g"
+    return _gpu(key, name, nominal_gb, total_gib, ASSUMED, capability)
+
+
+PORTABLE: Mapping[str, Gpu] = {
+    gpu.key: gpu
+    for gpu in (
+        _laptop("3060", 6, 5.77, (8, 6)),
+        _laptop("4050", 6, 5.75, (8, 9)),
+        _laptop("3070", 8, 7.66, (8, 6)),
+        _laptop("3070ti", 8, 7.66, (8, 6)),
+        _laptop("3080", 8, 7.66, (8, 6)),
+        _laptop("4060", 8, 7.62, (8, 9)),
+        _laptop("4070", 8, 7.62, (8, 9)),
+        _laptop("5050", 8, 7.53, (12, 0)),
+        _laptop("5060", 8, 7.53, (12, 0)),
+        _laptop("5070", 8, 7.53, (12, 0)),
+        _laptop("4080", 12, 11.60, (8, 9)),
+        _laptop("5070ti", 12, 11.48, (12, 0)),
+        _laptop("3080", 16, 15.58, (8, 6)),
+        _laptop("3080ti", 16, 15.58, (8, 6)),
+        _laptop("4090", 16, 15.58, (8, 9)),
+        _laptop("5080", 16, 15.47, (12, 0)),
+        _laptop("5090", 24, 23.41, (12, 0)),
+        _gpu("gb10", "NVIDIA GB10", 128, 119.6, SEEN, (12, 1)),
+    )
+}
+"""GPUs of laptops and of the DGX Spark, which are planned for and never advised."""
+PLANNED_GPUS: Mapping[str, Gpu] = {**GPUS, **PORTABLE}
+"""Every GPU that can be planned for by name."""
+LAPTOP = "laptop"
+SHARED_NOTE = (
+    "{name} is taken as gb10: its 128 GB are shared with the operating system, for which this plan leaves what it does not "
+    "budget; kernels of this version were never run on it (ARM host, compute capability 12.1)"
+)
 ALIASES: Mapping[str, str] = {
     "4080s": "4080super",
     "4070s": "4070super",
@@ -142,6 +185,7 @@ ALIASES: Mapping[str, str] = {
     "pro6000se": "pro6000",
     "pro6000maxq": "pro6000",
     "gh200480": "gh200",
+    **dict.fromkeys(("dgxspark", "spark", "dgxsparkgb10", "gb10superchip", "ascentgx10", "digits"), "gb10"),
 }
 """Other names of models, squeezed."""
 
@@ -172,7 +216,9 @@ _SAYS_NOTHING = re.compile(
     r"nvidia|geforce|tesla|quadro|graphics|generation|server|workstation|edition|blackwell|\bgpus?\b|\bhbm\w*|\bac\b"
 )
 _SIZE = re.compile(r"(?<![a-z\d])(\d{1,3})[\s_-]*g(?:i?b)?(?![a-z\d])")
-_FORM = re.compile(r"(?<![a-z])(sxm|pcie|pci-e|nvl)\d*(?![a-z\d])")
+_FORM = re.compile(r"(?<![a-z])(sxm|pcie|pci-e|nvl|laptop|mobile|notebook)\d*(?![a-z\d])")
+_MOBILE = re.compile(r"(\d{4}(?:ti)?)(?:m|mobile|laptop)")
+"""4070m and 4090laptop, squeezed."""
 
 
 def find_gpu(name: str) -> Gpu:
@@ -189,12 +235,15 @@ def find_gpus(name: str) -> NamedGpus:
     # rtx4090 and 4090x2 may be read in several ways: the right one leaves a name.
     num_gpus, wanted, found = next((reading for reading in read if reading[2]), read[0])
     if not found or len(name) > MAX_NAME:
-        raise _amd(name) if any(_AMD.fullmatch(reading[1].model) for reading in read) else _unknown(name, wanted)
+        others = (other_device(name, reading[1].model) for reading in read)
+        raise next((found for found in others if found is not None), None) or _unknown(name, wanted)
     if not 1 <= num_gpus <= MAX_GPUS:
         raise ConfigError(
             f"{num_gpus} GPUs were asked", f"a number from 1 to {MAX_GPUS} works", f"try 2x{found[0].key}"
         )
     taken = max(found, key=lambda gpu: (_squeezed(gpu.key) == wanted.model, not _key_of(gpu).form, gpu.nominal_gb))
+    if taken.key == "gb10":
+        return NamedGpus(taken, num_gpus, SHARED_NOTE.format(name=shown(name)))
     others = {gpu.nominal_gb: gpu.key for gpu in reversed(found) if gpu.nominal_gb != taken.nominal_gb}
     return NamedGpus(taken, num_gpus, _which(name, taken, list(others.values())) if others else None)
 
@@ -225,13 +274,13 @@ def _wanted(text: str) -> _Wanted:
     text = _SIZE.sub(" ", text, count=1)
     form = _FORM.search(text)
     model = _squeezed(_FORM.sub(" ", text, count=1))
+    word = "" if form is None else form[1].replace("-", "")
+    if (mobile := _MOBILE.fullmatch(model)) is not None:
+        model, word = mobile[1], LAPTOP
+    word = LAPTOP if word in ("mobile", "notebook") else word
     if size is None and (glued := re.fullmatch(r"(\w+(?:ti|00))(\d\d)gi?b?", model)):  # a10080gb, 4060ti16g
-        return _Wanted(ALIASES.get(glued[1], glued[1]), "" if form is None else form[1].replace("-", ""), int(glued[2]))
-    return _Wanted(
-        ALIASES.get(model, model),
-        "" if form is None else form[1].replace("-", ""),
-        0 if size is None else int(size[1]),
-    )
+        return _Wanted(ALIASES.get(glued[1], glued[1]), word, int(glued[2]))
+    return _Wanted(ALIASES.get(model, model), word, 0 if size is None else int(size[1]))
 
 
 def _squeezed(text: str) -> str:
@@ -251,8 +300,8 @@ def _name_of(gpu: Gpu) -> _Wanted:
 
 def _meant(wanted: _Wanted) -> list[Gpu]:
     """Every GPU that a name may mean; what a driver says means one."""
-    named = [gpu for gpu in GPUS.values() if wanted == _name_of(gpu)]
-    return named or [gpu for gpu in GPUS.values() if _is_meant(gpu, wanted)]
+    named = [gpu for gpu in PLANNED_GPUS.values() if wanted == _name_of(gpu)]
+    return named or [gpu for gpu in PLANNED_GPUS.values() if _is_meant(gpu, wanted)]
 
 
 def _is_meant(gpu: Gpu, wanted: _Wanted) -> bool:
@@ -260,37 +309,25 @@ def _is_meant(gpu: Gpu, wanted: _Wanted) -> bool:
     key = _key_of(gpu)
     if key.model != wanted.model or wanted.nominal_gb not in (0, gpu.nominal_gb):
         return False
+    if LAPTOP in (key.form, wanted.form):
+        return key.form == wanted.form
     forms = {_key_of(other).form for other in GPUS.values() if _key_of(other).model == key.model}
     return not wanted.form or forms == {""} or key.form == wanted.form.removeprefix("sxm")
 
 
-_AMD = re.compile(
-    r"(amd)?(radeon)?(instinct)?(mi\d{2,3}[a-z]?|rx\d{3,4}(xtx?|gre)?|(radeon)?(pro)?w\d{4}|radeon\w*|amd\w*)"
-)
-"""Names of AMD's GPUs, squeezed."""
-
-
-def _amd(name: str) -> ConfigError:
-    """The refusal of a GPU that no kernel here is made for."""
-    least = ".".join(map(str, LEAST_CAPABILITY))
-    return ConfigError(
-        f"gpu={shown(name)} is an AMD GPU",
-        f"AMD GPUs are not supported: kernels need an NVIDIA GPU of compute capability {least} or more",
-        "name an NVIDIA GPU, which holdfast plan --list shows, or run on the CPU",
-    )
-
-
 def _unknown(name: str, wanted: _Wanted) -> ConfigError:
     """The error, with the nearest names: the same model in other sizes and forms, then those that begin alike."""
-    models = {_key_of(gpu).model: None for gpu in GPUS.values()}
+    known = (PORTABLE if wanted.form == LAPTOP else GPUS).values()
+    models = {_key_of(gpu).model: None for gpu in known}
+    do = "pass its memory, such as --memory 24GiB"
     near = difflib.get_close_matches(wanted.model[:MAX_NAME], models, n=4, cutoff=0.7)
     # One that starts alike, as h100 does, is nearer than one that ends alike.
     near.sort(key=lambda model: model[:3] != wanted.model[:3])
-    nearest = [gpu.key for model in near for gpu in GPUS.values() if _key_of(gpu).model == model][:3]
+    nearest = [gpu.key for model in near for gpu in known if _key_of(gpu).model == model][:3]
     return ConfigError(
         f"gpu={shown(name)} was asked",
-        f"it is none of the {len(GPUS)} GPUs known by name, which holdfast plan --list shows",
-        f"did you mean {' or '.join(nearest)}?" if nearest else "pass a memory size such as 24GiB instead",
+        f"it is none of the {len(PLANNED_GPUS)} GPUs known by name, which holdfast plan --list shows",
+        f"did you mean {' or '.join(nearest)}? Else {do}" if nearest else do,
     )
 
 

@@ -4,7 +4,6 @@ import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
-from math import inf, log
 from typing import NamedTuple
 
 from holdfast.errors import ModelNotFoundError, shown
@@ -18,10 +17,16 @@ SAME: Mapping[str, str] = {other: model.name for model in PUBLISHED for other in
 """Other releases, and the model that has the same figures."""
 MAX_NAME = 200
 """Characters of a name; a longer one names nothing."""
-NUM_ALIKE, NUM_TOLD = 8, 3
-"""Names that are spelled like an unknown one, and how many of them are told."""
-_SIZE = re.compile(r"(?<![a-z\d.])(\d{1,4}(?:\.\d{1,3})?)b(?![a-z\d])")
-"""Billions of parameters in a name."""
+NUM_TOLD = 3
+"""Names that an error suggests."""
+ALIKE = 0.75
+"""How alike two words are at least, of which one is taken for a slip of the other (difflib's ratio)."""
+MAX_FACTOR = 1.25
+"""A slip changes a size by no more than this, and leaves no word out."""
+_TOKEN = re.compile(r"\d+x\d+b|[ae]\d+(?:\.\d+)?b|\d+e(?![a-z])|\d+(?:\.\d+)*[bm]?(?![a-z])|\d+(?:\.\d+)*|[a-z]+")
+"""A name in its parts: words, versions, and sizes such as 8b, a3b, e4b, 8x7b and 128e."""
+_SIZE = re.compile(r"\d{1,4}(?:\.\d{1,3})?[bm]")
+"""Billions or millions of parameters."""
 TUNED = ("instruct", "chat", "it", "pt", "base", "hf")
 """Words that tell a tuned model from its base, which has the same shapes."""
 FOUR_BITS, EIGHT_BITS, IN_FILE = "mxfp4", "fp8", ""
@@ -47,46 +52,83 @@ def find_model(name: str) -> tuple[str, Config]:
 
     Owners ("Qwen/"), case, spaces, dashes and dots do not matter, nor do endings that change no shape.
     """
-    names, exact = _spellings()
-    if _bare(name) in exact and len(name) <= MAX_NAME:
-        # A base model may be stored otherwise than the one that was tuned from it, and is then listed too.
-        found = exact[_bare(name)]
+    found = _found(name)
+    if found is not None:
         return found, CATALOGUE[SAME.get(found, found)]
-    wanted = _plain(name)
-    if wanted in names and len(name) <= MAX_NAME:
-        found = names[wanted]
-        return found, CATALOGUE[SAME.get(found, found)]
-    near = _by_size(name, [names[match] for match in difflib.get_close_matches(wanted[:MAX_NAME], names, n=NUM_ALIKE)])
+    near = _near(name[: MAX_NAME + 1])
+    size = (*_sizes(name), "32b")[0].upper()
+    do = f"pass its config.json with --config FILE, or --parameters {size} for an estimate; holdfast plan --list shows what is known"
     raise ModelNotFoundError(
         f"model {shown(name)} was asked for",
-        f"it is neither a path nor among the {len(CATALOGUE)} models known by name",
-        f"did you mean {' or '.join(near[:NUM_TOLD])}?" if near else "holdfast plan --list shows them",
+        f"this version does not know it: it is neither a path nor among the {len(CATALOGUE)} models known by name",
+        f"did you mean {' or '.join(near)}? Else {do}" if near else do,
     )
 
 
+def is_known(name: str) -> bool:
+    """Whether the catalogue has a model of that name."""
+    return _found(name) is not None
+
+
+def _found(name: str) -> str | None:
+    """The catalogue's spelling of a name."""
+    # A base model may be stored otherwise than the one that was tuned from it, and is then listed too.
+    found = _by_all_words().get(_bare(name)) or _by_heard_words().get(_plain(name))
+    # Qwen3-527B has the letters and digits of Qwen3.5-27B, and is another model.
+    is_same = found is not None and len(name) <= MAX_NAME and _sizes(name) == _sizes(found)
+    return found if is_same else None
+
+
 @cache
-def _spellings() -> tuple[dict[str, str], dict[str, str]]:
-    """Every known name by what its spellings share, and by all of its words."""
-    known = (*SAME, *CATALOGUE)
-    return {_plain(name): name for name in known}, {_bare(name): name for name in known}
+def _by_all_words() -> dict[str, str]:
+    """Every known name by all of its words."""
+    return {_bare(name): name for name in (*SAME, *CATALOGUE)}
 
 
-def _by_size(name: str, near: list[str]) -> list[str]:
-    """Of names that are spelled alike those of the same family first, and of these those with about as many parameters."""
-    asked = _SIZE.search(name.lower())
-    if asked is None or not float(asked[1]):
-        return near
-
-    def distance(known: str) -> tuple[bool, float]:
-        size = _SIZE.search(known.lower())
-        return _family(known) != _family(name), abs(log(float(size[1]) / float(asked[1]))) if size else inf
-
-    return sorted(near, key=distance)
+@cache
+def _by_heard_words() -> dict[str, str]:
+    """Every known name by what its spellings share."""
+    return {_plain(name): name for name in (*SAME, *CATALOGUE)}
 
 
-def _family(name: str) -> str:
-    """The letters that a name begins with."""
-    return re.split(r"[^a-z]", _plain(name), maxsplit=1)[0]
+def _near(name: str) -> list[str]:
+    """Known names of which this one may be a slip; nothing for a name that says another family, version or variant."""
+    tokens, wanted = _tokens(name), _plain(name)
+    known = [one for one in (*CATALOGUE, *SAME) if _is_slip(tokens, _tokens(one))]
+
+    def distance(one: str) -> tuple[int, float]:
+        return len(set(tokens) - set(_tokens(one))), -difflib.SequenceMatcher(None, wanted, _plain(one)).ratio()
+
+    known.sort(key=distance)
+    return known[:NUM_TOLD]
+
+
+def _is_slip(asked: tuple[str, ...], known: tuple[str, ...]) -> bool:
+    """Whether every part of a name is in the known one, or is spelled almost like one there."""
+    if not any(_is_alike(token, known[0]) for token in asked if token.isalpha()):
+        return False
+    has_all_words = all(any(_is_alike(word, token) for token in asked) for word in known if word.isalpha())
+    sizes = [_billions(token) for token in known if _SIZE.fullmatch(token) and has_all_words]
+    for token in asked:
+        if token in known or (token.isalpha() and any(_is_alike(token, other) for other in known)):
+            continue
+        is_bare = f"{token}b" in known or f"{token}m" in known  # Qwen3-32
+        is_size = _SIZE.fullmatch(token) is not None
+        if not is_bare and not (is_size and any(_is_close(_billions(token), size) for size in sizes)):
+            return False
+    return True
+
+
+def _is_alike(word: str, other: str) -> bool:
+    return other.isalpha() and difflib.SequenceMatcher(None, word, other).ratio() >= ALIKE
+
+
+def _is_close(size: float, other: float) -> bool:
+    return size > 0 and 1 / MAX_FACTOR <= size / other <= MAX_FACTOR
+
+
+def _billions(token: str) -> float:
+    return float(token[:-1]) / (1000 if token.endswith("m") else 1)
 
 
 def stored_as(name: str) -> StoredAs | None:
@@ -99,10 +141,26 @@ def stored_as(name: str) -> StoredAs | None:
 
 def _plain(name: str) -> str:
     """What two spellings of one name share."""
+    return re.sub(r"[^a-z\d]", "", _heard(name))
+
+
+def _heard(name: str) -> str:
+    """A name without its owner and the words that change no shape."""
     text = _last_part(name).removeprefix("meta-")
     for pattern in (*STORED, "|".join(TUNED)):
         text = _words(pattern).sub(" ", text)
-    return re.sub(r"[^a-z\d]", "", text)
+    return text
+
+
+@cache
+def _tokens(name: str) -> tuple[str, ...]:
+    """The parts of a name that say which model it is."""
+    return tuple(_TOKEN.findall(_heard(name)))
+
+
+def _sizes(name: str) -> tuple[str, ...]:
+    """Numbers of parameters in a name."""
+    return tuple(token for token in _tokens(name[:MAX_NAME]) if _SIZE.fullmatch(token))
 
 
 def _bare(name: str) -> str:

@@ -69,6 +69,10 @@ class DeclaredModel:
     """What is kept of a token is one latent (MLA), which has formats of its own."""
     is_compressed: bool = False
     """What is kept is a window, and entries that stand for several tokens each, which have formats of their own too."""
+    notes: tuple[str, ...] = ()
+    """What a plan of it leaves out or assumes: a sentence each."""
+    typed: tuple[str, ...] = ()
+    """Words of a command line that name it, unless a model's name does."""
     _memo: dict[object, object] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What has been listed before: a plan asks many times, with other sizes of everything else."""
 
@@ -230,7 +234,17 @@ def declare_decoder(
     kind = DecoderDeclaration if spec.latent is None else LatentDeclaration
     if spec.compressed is not None:
         kind = CompressedDeclaration
-    return declare_named(name, kind(spec, FAMILIES[spec.architecture].names, native, expert_native), None)
+    family = FAMILIES[spec.architecture]
+    notes = draft_notes(spec.num_draft_layers)
+    if words := family.unread_words:
+        notes = (f"the text model alone is planned and run: weights for {words} are left unread", *notes)
+    return replace(declare_named(name, kind(spec, family.names, native, expert_native), None), notes=notes)
+
+
+def draft_notes(num_layers: int) -> tuple[str, ...]:
+    """What a plan says of layers that draft tokens; nothing if there are none."""
+    words = f"layers that draft tokens (multi-token prediction: {num_layers}) are neither planned nor loaded"
+    return (words,) if num_layers else ()
 
 
 def declare_named(name: str, declaration: DecoderDeclaration, not_runnable: str | None) -> DeclaredModel:

@@ -56,7 +56,6 @@ from holdfast.models.settings import (
 )
 from holdfast.models.spec import ModelSpec
 
-CAUSAL = "ForCausalLM"
 TYPE_ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """A `model_type` that is not its architecture's name, and one that is."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -186,9 +185,10 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
     if settings.values.get("model_type") is None:
         raise settings.missing("architectures and no model_type", f"one of {', '.join(known)} is needed")
     model_type = settings.text("model_type", "")
-    plain_type = TYPE_ALIASES.get(model_type, model_type).replace("_", "").lower()
+    plain_type = TYPE_ALIASES.get(model_type, model_type).removesuffix("_text").replace("_", "").lower()
     by_type = {family.name: name for name, family in FAMILIES.items() if name in known}
-    found = by_type.get(model_type) or {name.removesuffix(CAUSAL).lower(): name for name in known}.get(plain_type)
+    first_of = {_bare_type(name): name for name in reversed(tuple(known))}
+    found = by_type.get(model_type) or first_of.get(plain_type)
     if found is None:
         raise UnsupportedModelError(
             f"{settings.file} says model_type = {shown(model_type)} and names no architecture",
@@ -198,11 +198,16 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
     return found
 
 
+def _bare_type(architecture: str) -> str:
+    """What an architecture and its `model_type` share."""
+    return architecture.partition("For")[0].replace("_", "").lower()
+
+
 def _type_of(architecture: str) -> str:
     """The `model_type` that belongs to an architecture."""
     if architecture in FAMILIES:
         return FAMILIES[architecture].name
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.removesuffix(CAUSAL)).lower()
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", architecture.partition("For")[0]).lower()
 
 
 def _read_llama(settings: Settings) -> ModelSpec:

@@ -253,7 +253,7 @@ def _fewer_windows(limits: Limits, sequence_bytes: int, budget_bytes: int, choic
     if limits.max_num_seqs * sequence_bytes <= room_bytes:
         return limits
     fewer = 2 ** (max(1, room_bytes // sequence_bytes).bit_length() - 1)
-    reason = f"a sequence keeps {format_bytes(sequence_bytes)} in windows, which get 1/{WINDOW_SHARE} of the memory"
+    reason = f"a sequence keeps {format_bytes(sequence_bytes)} in windows and states, which get 1/{WINDOW_SHARE} of the memory"
     choices.append(Choice("max_num_seqs", str(fewer), reason))
     return dataclasses.replace(limits, max_num_seqs=fewer)
 

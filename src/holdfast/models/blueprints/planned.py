@@ -1,4 +1,4 @@
-"""Decoders with keys and values by head that are planned and not run: Mixtral, Phi, Gemma 2, GLM; image towers; no torch.
+"""Decoders with keys and values by head that are planned and not run: Mixtral, Phi, Ministral 3, Gemma 2, GLM; image towers; no torch.
 
 Layers with a sliding window keep that many tokens of a sequence, whatever its length: so their makers mean it. Models that
 run keep all tokens of all layers.
@@ -45,8 +45,6 @@ class PlannedBlueprint(NamedTuple):
     """Of a layer, behind attention and MLP."""
     experts: Experts | None = None
     """Those of the decoder, with how they are stored."""
-    num_draft_layers: int = 0
-    """Layers that draft tokens; the checkpoint holds them, with an embedding and a head of their own."""
     tower: tuple[Weight, ...] = ()
     """What makes embeddings of images; every rank has all of it."""
 
@@ -68,10 +66,6 @@ class PlannedBlueprint(NamedTuple):
         weights = [weight for weight in dense if not self._is_replaced(weight)]
         for layer in range(spec.num_layers):
             weights += self._more(f"layers.{layer}.", spec, mesh, spec.layer_experts(layer) is not None)
-        last = f"layers.{spec.num_layers - 1}."
-        for draft in range(self.num_draft_layers):
-            layer = [weight for weight in weights if weight.name.startswith(last)]
-            weights += self._draft(f"mtp.{draft}.", spec, layer, last)
         return (*weights, *self.tower)
 
     def _without_experts(self, mesh: Mesh) -> list[Weight]:
@@ -127,30 +121,13 @@ class PlannedBlueprint(NamedTuple):
             return weights
         return [*weights, *self.experts.weights(prefix, hidden, mesh)]
 
-    def _draft(self, prefix: str, spec: ModelSpec, layer: list[Weight], last: str) -> list[Weight]:
-        """A layer like the last one, between an embedding and a head."""
-        hidden = spec.hidden_size
-        return [
-            Weight(f"{prefix}embed.weight", (spec.vocab_size, hidden), "embedding"),
-            *(Weight(f"{prefix}{name}.weight", (hidden,), "norm") for name in ("enorm", "hnorm", "final_norm")),
-            Weight(f"{prefix}eh.weight", (hidden, 2 * hidden), "linear"),
-            *(weight._replace(name=f"{prefix}{weight.name.removeprefix(last)}") for weight in layer),
-            Weight(f"{prefix}lm_head.weight", (spec.vocab_size, hidden), "head"),
-        ]
 
-
-def planned(settings: Settings, native: str | None) -> PlannedBlueprint:
-    """The declaration of an architecture in READERS."""
-    architecture = (settings.texts("architectures") or ("",))[0]
-    return READERS[architecture](settings, native)
-
-
-def _read_phi3(settings: Settings, native: str | None) -> PlannedBlueprint:
-    return _blueprint(settings, _decoder(settings), native)
+def _read_plain(settings: Settings, native: str | None) -> PlannedBlueprint:
+    return _blueprint(settings, read_decoder(settings), native)
 
 
 def _read_mixtral(settings: Settings, native: str | None) -> PlannedBlueprint:
-    spec = _decoder(settings)
+    spec = read_decoder(settings)
     num_experts = needed(settings, "num_local_experts", MAX_EXPERTS)
     top_k = needed(settings, "num_experts_per_tok", num_experts)
     experts = Experts(num_experts, top_k, spec.intermediate_size, expert_native=native)
@@ -158,14 +135,14 @@ def _read_mixtral(settings: Settings, native: str | None) -> PlannedBlueprint:
 
 
 def _read_gemma2(settings: Settings, native: str | None) -> PlannedBlueprint:
-    spec = replace(_decoder(settings, is_tied=True, head_dim=256), activation="gelu_tanh")
+    spec = replace(read_decoder(settings, is_tied=True, head_dim=256), activation="gelu_tanh")
     window = settings.optional_count("sliding_window", 4096, MAX_POSITIONS)
     spec = replace(spec, sliding_windows=_windows(settings, spec, window, 2))
     return _blueprint(settings, spec, native)._replace(num_more_norms=2)
 
 
 def _read_glm(settings: Settings, native: str | None) -> PlannedBlueprint:
-    spec = replace(_decoder(settings, head_dim=128), qkv_bias=settings.flag("attention_bias", False))
+    spec = replace(read_decoder(settings, head_dim=128), qkv_bias=settings.flag("attention_bias", False))
     return _blueprint(settings, spec, native, rotated=0.5)
 
 
@@ -174,7 +151,7 @@ def _read_glm4(settings: Settings, native: str | None) -> PlannedBlueprint:
 
 
 def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedBlueprint:
-    spec = _decoder(settings, head_dim=128)
+    spec = read_decoder(settings, head_dim=128)
     num_experts, inner = (
         needed(settings, "n_routed_experts", MAX_EXPERTS),
         needed(settings, "moe_intermediate_size", 2**20),
@@ -194,20 +171,19 @@ def _read_glm4_moe(settings: Settings, native: str | None) -> PlannedBlueprint:
         qkv_bias=settings.flag("attention_bias", False),
         qk_norm=settings.flag("use_qk_norm", False),
     )
-    num_drafts = settings.count("num_nextn_predict_layers", 0, MAX_LAYERS, low=0)
-    declaration = _blueprint(settings, spec, native, rotated=0.5)
-    return declaration._replace(experts=experts, num_draft_layers=num_drafts)
+    return _blueprint(settings, spec, native, rotated=0.5)._replace(experts=experts)
 
 
 def _read_mistral3(settings: Settings, native: str | None) -> PlannedBlueprint:
-    text, vision = _part(settings, "text_config"), _part(settings, "vision_config")
-    declaration = _blueprint(text, _decoder(text), native)
+    text, vision = read_part(settings, "text_config"), read_part(settings, "vision_config")
+    declaration = _blueprint(text, read_decoder(text), native)
     merged = settings.count("spatial_merge_size", 2, 64)
     return declaration._replace(tower=_pixtral(vision, declaration.decoder.hidden_size, merged))
 
 
 READERS = {
-    "Phi3ForCausalLM": _read_phi3,
+    "Phi3ForCausalLM": _read_plain,
+    "Ministral3ForCausalLM": _read_plain,
     "MixtralForCausalLM": _read_mixtral,
     "Gemma2ForCausalLM": _read_gemma2,
     "Mistral3ForConditionalGeneration": _read_mistral3,
@@ -217,7 +193,7 @@ READERS = {
 }
 
 
-def _part(settings: Settings, key: str) -> Settings:
+def read_part(settings: Settings, key: str) -> Settings:
     """A nested model; what is said of all of it is said of this too."""
     part = settings.part(key)
     if part is None:
@@ -226,7 +202,9 @@ def _part(settings: Settings, key: str) -> Settings:
     return Settings({**shared, **part.values}, part.file, part.section)
 
 
-def _decoder(settings: Settings, *, is_tied: bool = False, head_dim: int | None = None) -> ModelSpec:
+def read_decoder(
+    settings: Settings, *, is_tied: bool = False, head_dim: int | None = None, inner_key: str = "intermediate_size"
+) -> ModelSpec:
     """What all of them say in the same words."""
     hidden, num_heads = needed(settings, "hidden_size", MAX_WIDTH), needed(settings, "num_attention_heads", MAX_HEADS)
     num_kv_heads = settings.optional_count("num_key_value_heads", None, MAX_HEADS) or num_heads
@@ -237,7 +215,7 @@ def _decoder(settings: Settings, *, is_tied: bool = False, head_dim: int | None 
         family=settings.text("model_type", ""),
         vocab_size=needed(settings, "vocab_size", MAX_VOCAB),
         hidden_size=hidden,
-        intermediate_size=needed(settings, "intermediate_size", MAX_WIDTH),
+        intermediate_size=needed(settings, inner_key, MAX_WIDTH),
         num_layers=needed(settings, "num_hidden_layers", MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

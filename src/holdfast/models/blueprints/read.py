@@ -4,19 +4,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from holdfast.errors import UnsupportedModelError, shown
-from holdfast.models.declared_model import DeclaredModel, declare_decoder, declare_named
+from holdfast.models.declared_model import DeclaredModel, declare_decoder, declare_named, draft_notes
 from holdfast.models.families import FAMILIES, named_architecture, read_spec
-from holdfast.models.settings import EXPERT_DTYPES, Settings, plain
+from holdfast.models.settings import EXPERT_DTYPES, MAX_LAYERS, Settings, plain
 from holdfast.models.spec import ModelSpec
+from holdfast.quant.weight_schemes import WeightScheme
 
 
 def declare_config(config: Mapping[str, object], name: str, file: str = "config.json") -> DeclaredModel:
-    """What is declared of the model that a config.json describes; settings that nobody could plan raise."""
+    """What is declared of the model that a config.json describes; settings that cannot be planned raise."""
     settings = Settings(config, file)
+    architecture = named_architecture(settings, known_architectures())
+    if architecture in PLANNED_FAMILIES:
+        return PLANNED_FAMILIES[architecture](settings, name, architecture)
     native = _native_scheme(settings)
-    reader = PLANNED_FAMILIES.get(named_architecture(settings, known_architectures()))
-    if reader is not None:
-        return reader(settings, name, native)
     if native is None:
         return declare_decoder(_read_known_spec(config, file), name)
     spec = _read_known_spec({**config, "quantization_config": None}, file)
@@ -51,13 +52,68 @@ def refuse_planned_only(config: Mapping[str, object], file: str) -> None:
         )
 
 
-def _read_planned(settings: Settings, name: str, native: str | None) -> DeclaredModel:
-    from holdfast.models.blueprints.planned import planned
+def _read_planned(settings: Settings, name: str, architecture: str) -> DeclaredModel:
+    from holdfast.models.blueprints import hybrids, planned
 
-    declaration = planned(settings, native)
-    architecture = (settings.texts("architectures") or ("",))[0]
-    declared = declare_named(name, declaration.grouped, f"{architecture} is not in this version")
-    return replace(declared, declaration=declaration)
+    native = _native_scheme(settings)
+    if architecture in hybrids.READERS:
+        declaration = hybrids.READERS[architecture](settings, native)
+    else:
+        declaration = planned.READERS[architecture](settings, native)
+    declared = declare_named(name, declaration.grouped, _not_runnable(architecture))
+    return replace(declared, declaration=declaration, notes=_notes(settings, architecture))
+
+
+def _read_kimi(settings: Settings, name: str, architecture: str) -> DeclaredModel:
+    """Kimi-K2.5: the text model is a DeepSeek-V3 with experts in int4."""
+    text = settings.part("text_config")
+    if text is None:
+        raise settings.missing("text_config", "a plan would be a guess without it")
+    config = {**text.values, "architectures": ["DeepseekV3ForCausalLM"], "quantization_config": None}
+    config["tie_word_embeddings"] = settings.flag("tie_word_embeddings", False)
+    declared = declare_decoder(read_spec(config, settings.file), name)
+    reason, notes = _not_runnable(architecture), _notes(settings, architecture)
+    declared = replace(declared, spec=None, not_runnable=reason, notes=notes)
+    if settings.part("quantization_config") is None:
+        return declared
+    _check_int4(settings)
+    stored = {weight.name: INT4 for weight in declared.parameters() if weight.kind == "expert"}
+    return replace(declared, stored=stored)
+
+
+INT4 = WeightScheme("int4", "uint8", "bfloat16", block_columns=32, codes_per_byte=2)
+"""Planned and not run: codes of four bits, and a scale in bfloat16 for 32 of them."""
+
+
+def _check_int4(settings: Settings) -> None:
+    """An error unless experts are stored as Kimi-K2.5 has them; nothing else of it is quantized."""
+    part = settings.part("quantization_config") or settings
+    for key in ("config_groups", "group_0", "weights"):
+        part = part.part(key) or Settings({}, part.file, f"{part.section}{key}.")
+    said = tuple(part.values.get(key) for key in ("num_bits", "type", "group_size"))
+    if said != (4, "int", 32):
+        raise UnsupportedModelError(
+            f"{settings.file} says {part.section}num_bits, type, group_size = {shown(said)}",
+            "experts in int4 with a scale for 32 codes, or not quantized, can be planned",
+            "use the model's own checkpoint",
+        )
+
+
+def _not_runnable(architecture: str) -> str:
+    return f"{plain(architecture)} is not in this version"
+
+
+DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+
+
+def _notes(settings: Settings, architecture: str) -> tuple[str, ...]:
+    """What a plan leaves out. The tower of Mistral 3 is planned with it."""
+    notes = []
+    if settings.part("text_config") is not None and not architecture.startswith("Mistral3"):
+        notes.append("the text model alone is planned: weights for images, video and sound are left out")
+    text = settings.part("text_config") or settings
+    counts = [text.count(key, 0, MAX_LAYERS, low=0) for key in DRAFT_KEYS if text.values.get(key) is not None]
+    return (*notes, *draft_notes(max(counts, default=0)))
 
 
 def _native_scheme(settings: Settings) -> str | None:
@@ -94,13 +150,18 @@ def _expert_scheme(settings: Settings) -> str | None:
     return EXPERT_DTYPES[said]
 
 
-PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str | None], DeclaredModel]] = {
+PLANNED_FAMILIES: Mapping[str, Callable[[Settings, str, str], DeclaredModel]] = {
     **dict.fromkeys(
         (
             *("MixtralForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM", "Mistral3ForConditionalGeneration"),
-            *("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
+            *("Ministral3ForCausalLM", "GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
+            *("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+            *("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "MiniMaxM2ForCausalLM"),
+            *("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+            *("Llama4ForConditionalGeneration", "Llama4ForCausalLM", "NemotronHForCausalLM"),
         ),
         _read_planned,
     ),
+    "KimiK25ForConditionalGeneration": _read_kimi,
 }
 """Architectures that can be planned and not run, by the name in config.json."""

@@ -1,0 +1,218 @@
+"""LayeredBlueprint: a decoder whose layers differ in weights, KV and state, listed layer by layer; planned and not run; no torch.
+
+A window keeps that many tokens of a sequence, a state (gated delta net, Mamba2) a fixed number of bytes; other layers keep all tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from holdfast.attention.declarations import PARTIAL_HEAD_ROWS
+from holdfast.distributed.mesh import Mesh
+from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.models.activations import LAYERS, Request
+from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, split
+from holdfast.models.declared_weights import Weight
+from holdfast.models.decoder_declaration import DecoderDeclaration
+from holdfast.models.parameters import Kind
+from holdfast.models.spec import ModelSpec
+from holdfast.quant.formats import KVFormat
+
+Cut = Literal["whole", "rows", "columns"]
+CONV_BYTES, STATE_BYTES = 2, 4
+"""A convolution keeps inputs in the model's 16-bit type; recurrent states are float32, as configs say (`mamba_ssm_dtype`)."""
+
+
+class Part(NamedTuple):
+    """One tensor, and how ranks share it."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind = "linear"
+    cut: Cut = "whole"
+    """Rows are outputs, columns inputs. An expert tensor is (experts, rows, columns)."""
+    units: int = 0
+    """Rows consist of so many heads or groups, which ranks do not cut; with fewer units than ranks, ranks share one. 0: single rows."""
+    dtype: str | None = None
+
+    def weight(self, prefix: str, native: str | None, mesh: Mesh) -> Weight:
+        """The tensor as one rank holds it."""
+        scheme = native if self.kind in ("linear", "expert") else None
+        return Weight(f"{prefix}{self.name}", self._shape(mesh), self.kind, scheme, self.dtype)
+
+    def _shape(self, mesh: Mesh) -> tuple[int, ...]:
+        is_expert = self.kind == "expert"
+        if is_expert and mesh.expert_size > 1:
+            return (self.shape[0] // mesh.expert_size, *self.shape[1:])
+        if self.cut == "whole" or mesh.tensor_size == 1:
+            return self.shape
+        shape = list(self.shape)
+        # Ranks that gather cut outputs of every matrix.
+        axis = len(shape) - 1 if self.cut == "columns" and not mesh.is_exact else int(is_expert)
+        if self.units and axis == 0:
+            shape[0] = shape[0] // self.units * max(1, self.units // mesh.tensor_size)
+        else:
+            shape[axis] //= mesh.tensor_size
+        return tuple(shape)
+
+    def indivisible(self, mesh: Mesh) -> str | None:
+        """None, or what does not divide, in words."""
+        size, is_expert = mesh.tensor_size, self.kind == "expert"
+        if is_expert and mesh.expert_size > 1:
+            return split(self.shape[0], mesh.expert_size, "experts")
+        if self.cut == "whole":
+            return None
+        if self.units and self.cut == "rows":
+            if self.units % size == 0 or size % self.units == 0:
+                return None
+            return f"{self.units} heads or groups of {self.name} neither divide into {size} parts nor are shared evenly"
+        axis = len(self.shape) - 1 if self.cut == "columns" and not mesh.is_exact else int(is_expert)
+        return split(self.shape[axis], size, f"{'columns' if axis else 'rows'} of {self.name}")
+
+
+class State(NamedTuple):
+    """What a recurrent layer keeps of a sequence."""
+
+    heads: int
+    """Ranks divide heads, and groups."""
+    elements: int
+    """Of the recurrent state of one head."""
+    groups: int
+    group_channels: int
+    head_channels: int
+    """Channels of the convolution: of a group and of a head."""
+    conv_width: int
+
+    def num_bytes(self, num_ranks: int) -> int:
+        heads, groups = self.heads // num_ranks, max(1, self.groups // num_ranks)
+        channels = groups * self.group_channels + heads * self.head_channels
+        return STATE_BYTES * heads * self.elements + CONV_BYTES * (self.conv_width - 1) * channels
+
+
+class Layer(NamedTuple):
+    """One layer."""
+
+    parts: tuple[Part, ...]
+    num_kv_heads: int = 0
+    """0: it keeps no keys and values of its own."""
+    head_dim: int = 0
+    window: int | None = None
+    """Newest tokens that it keeps; None: all."""
+    state: State | None = None
+
+
+class LayeredBlueprint(NamedTuple):
+    """A decoder by its layers."""
+
+    grouped: DecoderDeclaration
+    """The ends, the widest layer's workspace, and what ranks need in common."""
+    layers: tuple[Layer, ...]
+    ends: tuple[Part, ...] = ()
+    """Tensors besides embedding, final norm and head."""
+    rotated_dim: int = 0
+    linear_width: int = 0
+    """Columns of all projections of a recurrent layer."""
+
+    @property
+    def decoder(self) -> ModelSpec:
+        return self.grouped.decoder
+
+    def rope_pairs(self, mesh: Mesh) -> int:
+        # 0 would say that positions are learned. Attention without any takes what is smallest.
+        return max(1, self.rotated_dim // 2)
+
+    def indivisible(self, mesh: Mesh) -> str | None:
+        if mesh.num_stages > 1:
+            return f"{mesh.num_stages} stages are planned of models that run, and this one is planned as a whole"
+        if mesh.tensor_size == 1:
+            return None
+        parts = dict.fromkeys(part for layer in self.layers for part in layer.parts)
+        found = (part.indivisible(mesh) for part in parts)
+        return next((reason for reason in found if reason is not None), None) or self.grouped.indivisible(mesh)
+
+    def weights(self, mesh: Mesh) -> tuple[Weight, ...]:
+        return tuple(self._weights(mesh))
+
+    def _weights(self, mesh: Mesh) -> Iterator[Weight]:
+        one = self.grouped._replace(decoder=replace(self.decoder, num_layers=1, experts=None, sliding_windows=()))
+        yield from (weight._replace(tensors=()) for weight in one.weights(mesh) if weight.group != "layers")
+        yield from (part.weight("", None, mesh) for part in self.ends)
+        for index, layer in enumerate(self.layers):
+            yield from (part.weight(f"layers.{index}.", self.grouped.native, mesh) for part in layer.parts)
+
+    def unsupported_format(self, kv_format: KVFormat) -> str | None:
+        return self.grouped.unsupported_format(kv_format)
+
+    def cache_rows(self, kv_format: KVFormat, mesh: Mesh) -> tuple[CacheRows, ...]:
+        rows = [self._row_bytes(one, kv_format, mesh) for one in self.layers if one.num_kv_heads and one.window is None]
+        return tuple(CacheRows("attention", rows.count(size), size) for size in dict.fromkeys(rows))
+
+    def sequence_bytes(self, kv_format: KVFormat, mesh: Mesh) -> int:
+        windows = sum((one.window or 0) * self._row_bytes(one, kv_format, mesh) for one in self.layers)
+        return windows + sum(one.state.num_bytes(mesh.tensor_size) for one in self.layers if one.state is not None)
+
+    def _row_bytes(self, layer: Layer, kv_format: KVFormat, mesh: Mesh) -> int:
+        if not layer.num_kv_heads:
+            return 0
+        return kv_format.bytes_per_token(max(1, layer.num_kv_heads // mesh.tensor_size), layer.head_dim)
+
+    def heads(self, mesh: Mesh) -> HeadGeometry | None:
+        """None unless all layers keep all tokens alike: so the pages of this version do."""
+        spec = self.decoder
+        alike = all((one.num_kv_heads, one.head_dim) == (spec.num_kv_heads, spec.head_dim) for one in self.layers)
+        is_paged = alike and all(one.window is None and one.state is None for one in self.layers)
+        return self.grouped.heads(mesh) if is_paged else None
+
+    def room_elements(self, mesh: Mesh, num_rows: int) -> int:
+        return self.grouped.room_elements(mesh, num_rows)
+
+    def requests(self, step: StepShape, mesh: Mesh, scratch: Sequence[TensorSpec]) -> tuple[Request, ...]:
+        if self.heads(mesh) is None:
+            shape = (PARTIAL_HEAD_ROWS, self.decoder.head_dim + 2)
+            scratch = (*scratch, TensorSpec("partial", shape, "float32"))
+        requests = self.grouped.requests(step, mesh, scratch)
+        if not self.linear_width:
+            return requests
+        width = (step.num_rows, self.linear_width // mesh.tensor_size)
+        return (*requests, Request(LAYERS, "recurrent", (TensorSpec("projected", width, step.dtype),)))
+
+
+def norm(name: str, width: int) -> Part:
+    return Part(f"{name}.weight", (width,), "norm")
+
+
+def matrix(name: str, rows: int, columns: int, cut: Cut, units: int = 0) -> Part:
+    return Part(f"{name}.weight", (rows, columns), "linear", cut, units)
+
+
+def mlp(hidden: int, inner: int, *, gated: bool = True, prefix: str = "") -> tuple[Part, ...]:
+    """Gate and up as one matrix, and down."""
+    wide = matrix(f"{prefix}gate_up" if gated else f"{prefix}up", (2 if gated else 1) * inner, hidden, "rows")
+    return wide, matrix(f"{prefix}down", hidden, inner, "columns")
+
+
+def experts(num_experts: int, width: int, inner: int, *, gated: bool = True) -> tuple[Part, ...]:
+    """All experts of a layer, over a stream of that width."""
+    wide = "gate_up" if gated else "up"
+    return (
+        Part(f"experts.{wide}.weight", (num_experts, (2 if gated else 1) * inner, width), "expert", "rows"),
+        Part("experts.down.weight", (num_experts, width, inner), "expert", "columns"),
+    )
+
+
+def router(num_experts: int, hidden: int, *, has_bias: bool = False) -> tuple[Part, ...]:
+    """Logits of experts, and the float32 bias by which they are chosen."""
+    parts = (Part("router.weight", (num_experts, hidden), "router"),)
+    return (*parts, Part("router.bias", (num_experts,), "bias", dtype="float32")) if has_bias else parts
+
+
+def attention(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, *, has_gate: bool = False, has_keys: bool = True,
+    has_values: bool = True,
+) -> tuple[Part, ...]:  # fmt: skip
+    """Queries (with a gate beside each, if there is one), keys, values and the way back."""
+    width = heads * head_dim
+    parts = [matrix("q", (2 if has_gate else 1) * width, hidden, "rows", heads)]
+    for name, is_there in (("k", has_keys), ("v", has_keys and has_values)):
+        parts += [matrix(name, kv_heads * head_dim, hidden, "rows", kv_heads)] if is_there else []
+    return (*parts, matrix("o", hidden, width, "columns"))
