@@ -120,8 +120,8 @@ def open_llm(folder: Path, arguments: argparse.Namespace) -> AsyncLLM:
         max_model_len=arguments.prompt_tokens + arguments.stream_tokens + STREAM_PROMPT_TOKENS,
         max_num_seqs=arguments.streams + arguments.prompts,
         enable_prefix_caching=False,
-        **({} if arguments.stretch is None else {"max_step_stretch": arguments.stretch}),
-        **({"memory_limit": arguments.memory_limit} if arguments.memory_limit else {}),
+        max_step_stretch=arguments.stretch,
+        memory_limit=arguments.memory_limit,
     )
 
 

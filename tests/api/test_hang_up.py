@@ -7,12 +7,13 @@ import pytest
 
 from api.test_shared_prompts import opened
 from holdfast.api.async_llm import AsyncLLM
+from holdfast.engine.admission import TokensPrompt
 from holdfast.engine.core import EngineCore
 from holdfast.engine.engine import Engine
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.runner.runner import Runner
 
-PROMPT = {"prompt_token_ids": [7 + place % 90 for place in range(70)]}
+PROMPT = TokensPrompt(prompt_token_ids=[7 + place % 90 for place in range(70)])
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
 
 
