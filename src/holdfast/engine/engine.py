@@ -167,6 +167,12 @@ class Engine:
         """Find everything that can be wrong with a request, and change nothing. Any thread may call this."""
         return self.front.prepare(prompt, params, cache_salt)
 
+    def prepare_pooled(
+        self, prompt: object, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
+    ) -> PreparedRequest:
+        """The same for a prompt whose hidden state is wanted, cut at its end if `truncate` and it is too long."""
+        return self.front.prepare_pooled(prompt, cache_salt, truncate=truncate, priority=priority)
+
     def prepare_chat(
         self,
         messages: object,
