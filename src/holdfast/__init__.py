@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.engine.admission import TextPrompt, TokensPrompt
     from holdfast.errors import HoldfastError
     from holdfast.request.outputs import CompletionOutput, RequestOutput
+    from holdfast.request.pooling import PoolingParams
     from holdfast.request.sampling_params import SamplingParams
     from holdfast.request.structured import StructuredOutputs
 
@@ -25,6 +26,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "HoldfastError",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
@@ -38,6 +40,7 @@ _HOMES = {
     "CompletionOutput": "holdfast.request.outputs",
     "EngineConfig": "holdfast.config",
     "HoldfastError": "holdfast.errors",
+    "PoolingParams": "holdfast.request.pooling",
     "RequestOutput": "holdfast.request.outputs",
     "SamplingParams": "holdfast.request.sampling_params",
     "StructuredOutputs": "holdfast.request.structured",

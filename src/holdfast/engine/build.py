@@ -11,7 +11,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.core import EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
-from holdfast.engine.open_text import open_text, open_tokenizer
+from holdfast.engine.open_text import open_text, open_tokenizer, pooling_of
 from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.scheduler import Scheduler
 from holdfast.forks import refuse_lost_threads
@@ -57,6 +57,7 @@ def build_engine(
         generation=generation,
         vocabulary=vocabulary,
         takes_priorities=config.takes_priorities,
+        pooling=pooling_of(model, tokenizer, chat_template),
     )
 
 

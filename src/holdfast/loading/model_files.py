@@ -15,8 +15,8 @@ from holdfast.loading.locate import locate_model
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import plan_load
-from holdfast.loading.pooling import gguf_pooling, read_pooling
 from holdfast.loading.planning.stored_schemes import StoredSchemes, dummy_source, quantization_of, read_stored_schemes
+from holdfast.loading.pooling import gguf_pooling, read_pooling
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_KEY, read_json_object

@@ -84,4 +84,6 @@ def gguf_pooling(metadata: Mapping[str, object]) -> PoolingSettings:
     settings = PoolingSettings(is_embedding=kind != 0)
     if kind in (0, GGUF_LAST):
         return settings
-    return replace(settings, refusal=f"its file asks for {GGUF_POOLING.get(kind, f'pooling {kind}')}, and not the last token")
+    return replace(
+        settings, refusal=f"its file asks for {GGUF_POOLING.get(kind, f'pooling {kind}')}, and not the last token"
+    )

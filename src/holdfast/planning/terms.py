@@ -307,7 +307,7 @@ def _result_bytes() -> int:
 
 POOLED_ROWS = 64
 """Hidden states of pooled sequences that a step brings to the host at once on a GPU; more go in rounds."""
-POOLED_OWNER = "sampling/pooled"
+POOLED_OWNER = "pooling/row"
 POOLED_REASON = "a hidden state on its way out, in float32"
 
 

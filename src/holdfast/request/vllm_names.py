@@ -277,7 +277,7 @@ CALL_NAMES: Mapping[str, Foreign] = {
 """Arguments of vLLM's generate and chat that are none here."""
 
 
-_ENCODE = "text generation alone is here: take an engine for embeddings and scores"
+_ENCODE = "embeddings and scores are here: use llm.embed or llm.score"
 _SLEEP = "llm.shutdown() gives all memory back; open the model again when it is needed"
 _PROFILE = "use the profiler of torch around the call; llm.stats() has counters"
 _WORKERS = "one process runs the model: LLM.engine is it"
@@ -286,7 +286,7 @@ _RUNNING = "an LLM answers or raises EngineDeadError; AsyncLLM.health() says whe
 _DRAIN = "stop asking; AsyncLLM.drain() finishes what runs and then ends"
 METHOD_NAMES: Mapping[str, str] = {
     "beam_search": f"{_BEAMS}: llm.generate(prompts, SamplingParams(n=4, temperature=1.0))",
-    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _ENCODE),
+    **dict.fromkeys(("classify", "reward"), _ENCODE),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
     **dict.fromkeys(("start_profile", "stop_profile", "is_tracing_enabled", "do_log_stats"), _PROFILE),
     "get_metrics": "use llm.stats() and llm.memory",
