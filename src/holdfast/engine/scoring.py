@@ -44,6 +44,10 @@ class Scoring:
         """Requests to make."""
         return len(self.texts) if self._reranker is None else len(self._pairs)
 
+    def text_of(self, place: int) -> str:
+        """The text of a request, or the document of a pair: what an error is about."""
+        return self.texts[place] if self._reranker is None else self._pairs[place][1]
+
     def prepare(self, place: int) -> PreparedRequest:
         """The request of one text, or of one pair."""
         if self._reranker is None:

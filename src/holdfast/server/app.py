@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from holdfast import __version__
 from holdfast.errors import HoldfastError, RequestError, shown
 from holdfast.observability.log import get_logger
-from holdfast.server import chat_completions, completions, models, page, responses, status, tokens
+from holdfast.server import chat_completions, completions, embeddings, models, page, responses, status, tokens
 from holdfast.server.bodies import BodyRoom
 from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
@@ -77,6 +77,7 @@ def endpoint_routers() -> tuple[APIRouter, ...]:
         chat_completions.router,
         completions.router,
         responses.router,
+        embeddings.router,
         tokens.router,
         status.router,
         page.router,
