@@ -27,7 +27,6 @@ GPU_MODES = [
     pytest.param(("qwen3", {"quantization": "fp8"}), id="fp8"),
     pytest.param(("qwen3", {"batch_invariant": True}), id="batch-invariant"),
     pytest.param(("windows", {}), id="windows"),
-    pytest.param(("experts", {}), id="experts"),
     pytest.param(("latent", {}), id="latents"),
 ]
 
@@ -45,14 +44,14 @@ def gpu_runner(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runne
     from runner.gpu_traffic import build_dummy
 
     name, options = request.param
-    built = build_dummy(tmp_path, name, **options)
+    built = build_dummy(tmp_path, name, max_num_batched_tokens=640, **options)
     yield built.runner
     built.release()
 
 
 def prompts_of(runner: Runner, lengths: tuple[int, ...]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
-    longest = runner.limits.max_model_len
+    longest = min(runner.limits.max_model_len, runner.limits.max_num_batched_tokens) - 2
     return [
         torch.randint(3, runner.vocab_size, (min(length, longest),), generator=generator).tolist() for length in lengths
     ]

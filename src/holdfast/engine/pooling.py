@@ -43,13 +43,14 @@ class Reranker:
     yes_id: int
     no_id: int
 
-    def prompt(self, query: str, document: str, instruction: str | None = None) -> list[int]:
-        """Token ids of a pair. Control tokens that are written out in the texts stay text."""
+    def prompt(self, query: str, document: str, instruction: str | None = None, most: int | None = None) -> list[int]:
+        """Token ids of a pair, cut at the end of the document to at most `most`. Control tokens written out in texts stay text."""
         pair = f"<Instruct>: {instruction or RERANK_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
         encode = self.tokenizer.encode
         inner = self.tokenizer.encode_chat(pair, self.tokenizer.control_tokens.spans(pair))
         ends = encode(RERANK_PREFIX, add_special_tokens=False), encode(RERANK_SUFFIX, add_special_tokens=False)
-        return [*ends[0], *inner, *ends[1]]
+        num_kept = len(inner) if most is None else max(most - len(ends[0]) - len(ends[1]), 1)
+        return [*ends[0], *inner[:num_kept], *ends[1]]
 
     def params(self, allowed: Sequence[int] = (), priority: int = 0) -> SamplingParams:
         """One token of the two, or of those that are allowed, with log-probabilities of raw logits."""

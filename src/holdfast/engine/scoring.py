@@ -58,7 +58,8 @@ class Scoring:
         query, document = self._pairs[place]
         if not query or not document:
             raise PromptError("an empty text was given", "there is nothing to judge", "pass at least one character")
-        token_ids = self._reranker.prompt(query, document, self._instruction)
+        most = self._engine.core.facts.longest - 1 if self._truncate else None
+        token_ids = self._reranker.prompt(query, document, self._instruction, most)
         params = self._reranker.params(priority=self._priority)
         return self._engine.prepare({"prompt_token_ids": token_ids}, params, cache_salt=self._salt)
 
