@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from holdfast.server import conversations
 from holdfast.server.bodies import MAX_NAMES, SMALL_BODY_BYTES, Body, parse, parse_json, read_model
+from holdfast.server.embedding_schemas import EmbeddingRequest, OllamaEmbedRequest, RerankRequest, ScoreRequest
 from holdfast.server.errors import ApiError
 from holdfast.server.responses_schemas import ResponseRequest
 from holdfast.server.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest
@@ -43,8 +44,18 @@ def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
         (ChatCompletionRequest, {"messages": [{**MESSAGE, "content": [{"type": "text"}] * 50}] * 4000}, None),
         (ChatCompletionRequest, {"messages": [MESSAGE], **{f"unknown{at}": 1 for at in range(MANY)}}, "unknown0"),
         (ResponseRequest, {"input": [{"role": "user"}] * 4000}, "input[0].content"),
+        (EmbeddingRequest, {"input": [1, *(["a"] * MANY)]}, "input[1]"),
+        (EmbeddingRequest, {"input": [[1], *([[1.5]] * 2000)]}, "input[1][0]"),
+        (EmbeddingRequest, {"input": ["a"] * MANY}, "input"),
+        (RerankRequest, {"query": "a", "documents": [{"text": 5}] * 2000}, "documents[0].text"),
+        (RerankRequest, {"query": "a", "documents": [None] * MANY}, None),
+        (ScoreRequest, {"text_1": "a", "text_2": [1] * MANY}, None),
+        (OllamaEmbedRequest, {"model": "m", "input": [1] * MANY}, None),
     ],
-    ids=["ids", "lists", "negative", "allowed", "detokenize", "parts", "unknown", "items"],
+    ids=[
+        *("ids", "lists", "negative", "allowed", "detokenize", "parts", "unknown", "items"),
+        *("inputs", "input lists", "many", "documents", "nulls", "texts", "ollama"),
+    ],
 )
 def test_a_body_full_of_faults_costs_no_more_than_one(model, value, param) -> None:
     started = time.process_time()

@@ -4,14 +4,11 @@ H dimensions of a hidden state
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from holdfast.errors import RequestError, shown
-
-if TYPE_CHECKING:
-    import torch
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -66,9 +63,10 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """One vector as a tensor."""
+    """One vector."""
 
-    data: "torch.Tensor"
+    data: Any
+    """A float32 tensor."""
 
 
 @dataclass(frozen=True, slots=True)

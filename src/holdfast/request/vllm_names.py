@@ -68,7 +68,7 @@ _TEXT = "only text is read here: leave it out"
 _LORA = "merge the adapter into the weights and open the merged folder"
 _DRAFT = "use speculative: ngram:4 proposes from the text itself; answers are the same"
 _GRAMMAR = "use SamplingParams(structured_outputs={...}), with json, regex, choice, grammar or json_object"
-_POOL = "text generation alone is here: leave it out"
+_POOL = "every model generates and embeds, and some score, without it: leave it out"
 _MAMBA = "no model with such layers runs here"
 _EDIT = "change config.json in a copy of the model's folder"
 
@@ -108,8 +108,8 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only("the model's tokenizer.json or GGUF metadata is read", "auto", "hf", "fast", names="tokenizer_mode"),
     **_only("config.json or GGUF metadata is read: leave it out", "auto", "hf", names="config_format"),
     **_only("the decoder of this engine is the only one", "auto", "vllm", names="model_impl"),
-    **_only(_POOL, "auto", "generate", names="task runner"),
-    **_only(_POOL, "auto", "none", names="convert"),
+    **_only(_POOL, "auto", "generate", "embed", "embedding", "score", "pooling", names="task runner"),
+    **_only(_POOL, "auto", "none", "embed", names="convert"),
     **_only(_POOL, names="pooler_config override_pooler_config"),
     **_only("start a server for each and put a router in front of them", 1, names="data_parallel_size"),
     **_only(_SHARED, 1, names="prefill_context_parallel_size decode_context_parallel_size"),

@@ -18,7 +18,7 @@ from holdfast import LLM, AsyncLLM, PoolingParams, SamplingParams
 from holdfast.engine.pooling import RERANK_PREFIX, RERANK_SUFFIX, Reranker
 from holdfast.errors import PromptError, RequestError
 from holdfast.text.detokenizer import byte_alphabet
-from loading.test_pooling import write_modules
+from loading.test_pooling_settings import write_modules
 from loading.tiny_models import save_tiny
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
