@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from holdfast.engine.admission import TextPrompt, TokensPrompt
     from holdfast.errors import HoldfastError
     from holdfast.request.outputs import CompletionOutput, RequestOutput
-    from holdfast.request.pooling import PoolingParams
+    from holdfast.request.pooling import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from holdfast.request.sampling_params import SamplingParams
     from holdfast.request.structured import StructuredOutputs
 
@@ -24,11 +32,17 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "HoldfastError",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
@@ -40,12 +54,18 @@ _HOMES = {
     "CompletionOutput": "holdfast.request.outputs",
     "EngineConfig": "holdfast.config",
     "HoldfastError": "holdfast.errors",
-    "PoolingParams": "holdfast.request.pooling",
     "RequestOutput": "holdfast.request.outputs",
     "SamplingParams": "holdfast.request.sampling_params",
     "StructuredOutputs": "holdfast.request.structured",
     "TextPrompt": "holdfast.engine.admission",
     "TokensPrompt": "holdfast.engine.admission",
+    "EmbeddingOutput": "holdfast.request.pooling",
+    "EmbeddingRequestOutput": "holdfast.request.pooling",
+    "PoolingOutput": "holdfast.request.pooling",
+    "PoolingParams": "holdfast.request.pooling",
+    "PoolingRequestOutput": "holdfast.request.pooling",
+    "ScoringOutput": "holdfast.request.pooling",
+    "ScoringRequestOutput": "holdfast.request.pooling",
 }
 
 

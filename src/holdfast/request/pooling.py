@@ -4,13 +4,15 @@ H dimensions of a hidden state
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from holdfast.errors import RequestError, shown
 
-Vector = np.ndarray[Any, np.dtype[np.float32]]
+if TYPE_CHECKING:
+    import numpy as np
+
+Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+"""numpy is imported with the first vector, so that a wrong path does not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class ScoringRequestOutput:
 
 def vector_of(pooled: bytes, dimensions: int | None, normalizes: bool) -> Vector:
     """A hidden state cut to its first numbers, and to unit length; one without length stays as it is."""
+    import numpy as np
+
     vector_H = np.frombuffer(pooled, dtype="<f4")[:dimensions].astype(np.float32)
     if normalizes:
         length = float(np.linalg.norm(vector_H.astype(np.float64)))
@@ -110,6 +114,8 @@ def vector_of(pooled: bytes, dimensions: int | None, normalizes: bool) -> Vector
 
 def cosine(one_H: Vector, other_H: Vector) -> float:
     """Of two vectors of any length; 0 if one has none."""
+    import numpy as np
+
     one, other = one_H.astype(np.float64), other_H.astype(np.float64)
     lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
     return float(one @ other) / lengths if lengths > 0.0 else 0.0
