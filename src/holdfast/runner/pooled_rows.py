@@ -34,14 +34,14 @@ class PooledRows:
     """Buffers that are taken once; a step with pooled rows takes the next."""
 
     def __init__(self, hidden_size: int, dtype: str, device: torch.device, ledger: Ledger) -> None:
-        is_cuda = device.type == "cuda"
+        is_cpu = device.type == "cpu"
         spec = pooled_spec(hidden_size, dtype, device.type)
         self._device = device
         self._buffers = deque(
-            torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=is_cuda)
-            for _ in range(MAX_UNDER_WAY if is_cuda else 1)
+            torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), pin_memory=device.type == "cuda")
+            for _ in range(1 if is_cpu else MAX_UNDER_WAY)
         )
-        if not is_cuda:
+        if is_cpu:
             ledger.record(POOLED_OWNER, spec.num_bytes, POOLED_REASON)
 
     def send(self, hidden_RH: torch.Tensor, places: Sequence[int]) -> PooledCopy:
