@@ -91,7 +91,7 @@ def test_embed_with_dimensions_cuts_and_normalizes_again(llm, expected):
     [output] = llm.embed(TEXTS[1], PoolingParams(dimensions=8), use_tqdm=False)
     cut = expected[TEXTS[1]][:8]
     assert np.abs(np.array(output.outputs.embedding) - cut / np.linalg.norm(cut)).max() < 1e-5
-    with pytest.raises(RequestError, match="dimensions=65 was asked; a vector of Tiny-Qwen3 has 64"):
+    with pytest.raises(RequestError, match="dimensions=65 is too large; a vector of Tiny-Qwen3 has 64"):
         llm.embed("x", PoolingParams(dimensions=65))
 
 

@@ -99,20 +99,20 @@ class Pooling:
         """RequestError if the model cannot choose tokens."""
         if not self.settings.has_head:
             raise RequestError(
-                "an answer was asked",
-                f"{self.name} has no language-model head, so it gives embeddings alone",
-                "ask /v1/embeddings or LLM.embed, or take another model",
+                f"{self.name} cannot answer a prompt",
+                "its checkpoint has no language-model head, so it gives embeddings alone",
+                "use /v1/embeddings or LLM.embed, or take another model",
             )
 
     def check(self, params: PoolingParams) -> None:
         """RequestError if an embedding cannot be had; a model that was made for something else is told once in the log."""
         if self.settings.refusal:
             raise RequestError(
-                f"an embedding of {self.name} was asked", self.settings.refusal, "take a model with last-token pooling"
+                f"{self.name} gives no embeddings here", self.settings.refusal, "take a model with last-token pooling"
             )
         if self.hidden_size is not None and (params.dimensions or 0) > self.hidden_size:
             raise RequestError(
-                f"dimensions={params.dimensions} was asked",
+                f"dimensions={params.dimensions} is too large",
                 f"a vector of {self.name} has {self.hidden_size}",
                 "ask for fewer, or leave it out",
             )
@@ -134,7 +134,7 @@ class Pooling:
         """RequestError if pairs of texts cannot be scored."""
         if self.reranker is None and not self.is_embedding:
             raise RequestError(
-                f"scores of {self.name} were asked", "it is neither an embedding model nor a reranker", SCORING_MODELS
+                f"{self.name} gives no scores", "it is neither an embedding model nor a reranker", SCORING_MODELS
             )
         if self.reranker is None:
             self.check(PoolingParams())

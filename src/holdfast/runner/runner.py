@@ -587,7 +587,7 @@ class Runner:
         return _result_of(step, samples, prompts, _read_pooled(pooled))
 
     def _send_pooled(self, hidden_RH: torch.Tensor, wanted: _WantedRows) -> PooledCopy | None:
-        """Begin to copy pooled rows to the host; a follower has nobody to hand them to."""
+        """Begin to copy pooled rows to the host; ranks that follow copy none."""
         if not wanted.pooled or self.sampler.is_follower:
             return None
         assert self._pooled_rows is not None, "pooled rows need buffers on the host"
