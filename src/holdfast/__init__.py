@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from holdfast.errors import HoldfastError
     from holdfast.integrations.transformers import TurboQuantCache
     from holdfast.request.outputs import CompletionOutput, RequestOutput
+    from holdfast.request.pooling import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from holdfast.request.sampling_params import SamplingParams
     from holdfast.request.structured import StructuredOutputs
 
@@ -24,10 +33,17 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
     "HoldfastError",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
@@ -46,6 +62,13 @@ _HOMES = {
     "TextPrompt": "holdfast.engine.admission",
     "TokensPrompt": "holdfast.engine.admission",
     "TurboQuantCache": "holdfast.integrations.transformers",
+    "EmbeddingOutput": "holdfast.request.pooling",
+    "EmbeddingRequestOutput": "holdfast.request.pooling",
+    "PoolingOutput": "holdfast.request.pooling",
+    "PoolingParams": "holdfast.request.pooling",
+    "PoolingRequestOutput": "holdfast.request.pooling",
+    "ScoringOutput": "holdfast.request.pooling",
+    "ScoringRequestOutput": "holdfast.request.pooling",
 }
 
 

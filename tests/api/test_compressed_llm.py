@@ -29,9 +29,22 @@ class Case:
         model.save_pretrained(folder)
         write_tokenizer(folder)
         self.answers = [greedy(model, prompt) for prompt in PROMPTS]
+        self.vectors = hidden_states(model, PROMPTS)
 
     def open(self, **options: Any) -> LLM:
         return LLM(model=str(self.folder), dtype="float32", page_tokens=1, max_model_len=128, device="cpu", **options)
+
+
+@torch.no_grad()
+def hidden_states(model: Any, prompts: list[list[int]]) -> list[list[float]]:
+    """The last hidden state of each prompt, of unit length."""
+    states = [model.model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
+    return [torch.nn.functional.normalize(state_H, dim=-1).tolist() for state_H in states]
+
+
+def embedded(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
+    outputs = llm.embed(prompt_token_ids=prompts, use_tqdm=False)
+    return [output.outputs.embedding for output in outputs]
 
 
 @torch.no_grad()
@@ -154,3 +167,11 @@ def test_tokens_and_entries_in_four_bits(case: Case) -> None:
         rows = [row for output in outputs for row in output.prompt_logprobs or () if row]
         found.append(torch.tensor([next(iter(row.values())).logprob for row in rows]))
     assert 0 < float((found[0] - found[1]).abs().mean()) < 0.5
+
+
+@pytest.mark.slow
+def test_embed_gives_the_last_hidden_state(case: Case) -> None:
+    with case.open(max_num_batched_tokens=19, max_num_seqs=3) as llm:
+        for _ in range(2):  # the second time on cached prefixes
+            for vector, expected in zip(embedded(llm, PROMPTS), case.vectors, strict=True):
+                assert vector == pytest.approx(expected, abs=1e-4)

@@ -39,9 +39,22 @@ class Case:
         save_tiny_experts(model, folder)
         write_tokenizer(folder)
         self.answers = [greedy(model, prompt) for prompt in PROMPTS]
+        self.vectors = hidden_states(model, PROMPTS)
 
     def open(self, **options: Any) -> LLM:
         return LLM(model=str(self.folder), dtype="float32", page_tokens=4, max_model_len=96, device="cpu", **options)
+
+
+@torch.no_grad()
+def hidden_states(model: Any, prompts: list[list[int]]) -> list[list[float]]:
+    """The last hidden state of each prompt, of unit length."""
+    states = [model.model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
+    return [torch.nn.functional.normalize(state_H, dim=-1).tolist() for state_H in states]
+
+
+def embedded(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
+    outputs = llm.embed(prompt_token_ids=prompts, use_tqdm=False)
+    return [output.outputs.embedding for output in outputs]
 
 
 @torch.no_grad()
@@ -134,3 +147,10 @@ def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) 
         llm.reset_prefix_cache()
         assert answers(llm, [PROMPTS[1], PROMPTS[3]]) == [case.answers[1], case.answers[3]]
     assert scheduler.num_preemptions == 4
+
+
+def test_embed_gives_the_last_hidden_state(case: Case) -> None:
+    with case.open(max_num_batched_tokens=16, max_num_seqs=3, kv_cache_memory="16MB") as llm:
+        for _ in range(2):  # the second time on cached prefixes
+            for vector, expected in zip(embedded(llm, PROMPTS), case.vectors, strict=True):
+                assert vector == pytest.approx(expected, abs=1e-4)

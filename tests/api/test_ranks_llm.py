@@ -58,11 +58,22 @@ def alone(model) -> list:
         return answers(llm)
 
 
-def test_two_ranks_answer_as_one(model, alone):
+@pytest.fixture(scope="module")
+def vectors(model) -> list[list[float]]:
+    with LLM(model, **OPTIONS) as llm:
+        return embeddings(llm)
+
+
+def embeddings(llm: LLM) -> list[list[float]]:
+    return [one.outputs.embedding for one in llm.embed(PROMPTS, use_tqdm=False)]
+
+
+def test_two_ranks_answer_as_one(model, alone, vectors):
     with LLM(model, tensor_parallel_size=2, **EXACT) as llm:
         pids = pids_of(llm)
         assert answers(llm) == alone
         assert answers(llm) == alone, "with prefixes that are cached"
+        assert embeddings(llm) == vectors
         (other,) = llm.memory.ranks
         assert other.rank == 1
         assert 0 < other.held_bytes <= other.planned_bytes

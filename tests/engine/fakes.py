@@ -5,6 +5,7 @@ whenever attention would read it. A token that comes out right proves that every
 """
 
 import os
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from holdfast.text.detokenizer import byte_alphabet
 from holdfast.text.tokenizer import Tokenizer
 
 BOS, EOS, OTHER_EOS, PAD = 256, 257, 258, 259
+HIDDEN_SIZE = 16
 VOCAB_SIZE = 264
 """More rows than the tokenizer has tokens, as models do."""
 usual_run_ahead = 0
@@ -113,6 +115,7 @@ class HashRunner:
             assert 0 <= one.slot < self.limits.max_num_seqs
             tokens, params = list(one.token_ids), one.params
             sequence = Sequence(one.sequence_id, tokens, one.num_prompt_tokens, params, one.seed, max_tokens=1)
+            sequence.is_pooled = one.is_pooled
             sequence.num_computed = sequence.num_scheduled = -1
             self._by_slot[one.slot] = sequence
             self._sources.pop(one.sequence_id, None)
@@ -173,7 +176,8 @@ class HashRunner:
             return SequenceResult.of(None, None, prompt_logprobs)
         token = self._choose(item, prefix)
         logprobs = None if params.logprobs is None else logprobs_at(token, end, params.logprobs)
-        return SequenceResult.of(token, logprobs, prompt_logprobs)
+        pooled = hidden_of(sequence.token_ids) if sequence.is_pooled else b""
+        return SequenceResult.of(token, logprobs, prompt_logprobs)._replace(pooled=pooled)
 
     def _copy_fork(self, fork: Sequence, source: Sequence, num_tokens: int) -> None:
         """Copy what a fork does not share from its source, which ran before it in the same step."""
@@ -191,6 +195,14 @@ class HashRunner:
         if not sequence.params.is_greedy:
             prefix += sequence.seed.to_bytes(8, "little") + sequence.num_tokens.to_bytes(4, "little")
         return ord("a") + int.from_bytes(blake2b(prefix, digest_size=8).digest()) % 26
+
+
+def hidden_of(token_ids: list[int]) -> bytes:
+    """A hidden state that is made up: how often tokens come, by their remainder; texts of the same letters have the same."""
+    counts = [0.0] * HIDDEN_SIZE
+    for token_id in token_ids:
+        counts[token_id % HIDDEN_SIZE] += 1.0
+    return struct.pack(f"<{HIDDEN_SIZE}f", *counts)
 
 
 def logprobs_at(token: int, position: int, num_top: int) -> TokenLogprobs:

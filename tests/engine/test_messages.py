@@ -11,6 +11,7 @@ from engine.fake_core import CHANGE, TABLE
 from holdfast.config import EngineConfig, Limits
 from holdfast.engine.memory_map import CoreMap, GroupPages, SequencePages
 from holdfast.engine.messages import (
+    MAX_POOLED_BYTES,
     Abort,
     CoreFacts,
     CoreOutputs,
@@ -87,6 +88,7 @@ CORE_MAP = CoreMap(
 MESSAGES = [
     Start(EngineConfig(model="a/b", quantization="fp8", quantization_ignore=("x", "re:y"), memory_limit="3GiB")),
     Submit((REQUEST, CoreRequest(8, (0,), SamplingParams(), 0, 1))),
+    Submit((CoreRequest(9, (4, 5), SamplingParams(), 0, 1, is_pooled=True),)),
     Abort((1, 2, 2**40)),
     Abort(()),
     ResetPrefixCache(),
@@ -107,6 +109,7 @@ MESSAGES = [
             SequenceOutput(9, prompt_start=4, prompt_logprobs=LOGPROBS),
             SequenceOutput(10, ending=Ending("error", error="not finite")),
             SequenceOutput(11, (8,), ending=Ending("length")),
+            SequenceOutput(12, ending=Ending("length"), pooled=struct.pack("<3f", 1.5, -2.0, 0.0)),
         ),
         STATS,
     ),
@@ -223,6 +226,13 @@ def test_what_nobody_sends_is_refused(kind, write, words):
     write(writer)
     with pytest.raises(MessageError, match=words):
         decode_message(writer.frame(kind))
+
+
+@pytest.mark.parametrize("pooled", [b"123", b"\0" * (MAX_POOLED_BYTES + 4)], ids=["odd", "large"])
+def test_pooled_output_of_wrong_length_is_refused(pooled):
+    message = CoreOutputs((SequenceOutput(1, ending=Ending("length"), pooled=pooled),), STATS)
+    with pytest.raises(MessageError, match="no hidden state"):
+        decode_message(encode_message(message, 1))
 
 
 def test_an_error_of_no_kind_of_ours_is_one_in_general():

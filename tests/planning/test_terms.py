@@ -260,7 +260,7 @@ def test_products_that_nobody_else_changes_have_no_workspace_of_cublas() -> None
 
 def test_owners_on_a_cpu() -> None:
     found = by_owner(needs("Qwen3-0.6B", HOST))
-    assert {term.group for term in found.values()} == {"weights", "workspace", "inputs", "sampling", "rope"}
+    assert {term.group for term in found.values()} == {"weights", "workspace", "inputs", "sampling", "pooling", "rope"}
     assert {"weights/embed", "weights/layers", "weights/final_norm"} <= found.keys()
     assert found["weights/embed"].num_bytes == 4 * 151936 * 1024
     process = by_owner(needs("Qwen3-0.6B", HOST._replace(context_bytes=300 * 2**20)))["python and torch"]

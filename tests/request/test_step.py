@@ -68,6 +68,7 @@ def admissions(draw: st.DrawFn) -> Admitted:
         params=draw(PARAMS),
         seed=draw(st.integers(0, 2**64 - 1)),
         bad_word_ids=draw(WORDS),
+        is_pooled=draw(st.booleans()),
     )
 
 
@@ -265,7 +266,7 @@ def admitted_with(params: str) -> bytes:
     return body_of(
         *(("int", 1), numbers(admitted=1)),
         *(("int", 0), ("int", 5), ("ints", (3,)), ("int", 1), ("text", params), ("int", 0), ("ints", ()), ("ints", ())),
-        *(("int", 0), ("int", -1)),
+        *(("int", 0), ("int", -1), ("int", 0)),
     )
 
 

@@ -18,11 +18,13 @@ import httpx
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.fakes import EOS, HashRunner, make_engine
+from engine.fakes import EOS, HIDDEN_SIZE, HashRunner, make_engine
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import open_engine
 from holdfast.config import EngineConfig
 from holdfast.engine.engine import Engine
+from holdfast.engine.pooling import Pooling
+from holdfast.loading.planning.open_model import PoolingSettings
 from holdfast.memory.report import MemoryReport
 from holdfast.request.sequence import ScheduledSequence
 from holdfast.server.app import make_app
@@ -57,7 +59,8 @@ def make_served_engine(**options: Any) -> Engine:
     sizes = {"max_model_len": 1024, "num_pages": 1024, "page_tokens": 16, "max_num_batched_tokens": 512}
     template = ChatTemplate(TEMPLATE, "fake", {})
     account = MemoryReport((), 0, "none", 1, 1, 1)
-    engine = make_engine(**{**sizes, "chat_template": template, "memory": account, **options})
+    pooling = Pooling(PoolingSettings(is_embedding=True), MODEL, HIDDEN_SIZE)
+    engine = make_engine(**{**sizes, "chat_template": template, "memory": account, "pooling": pooling, **options})
     engine.runner._choose = lambda item, prefix: _choose(engine.runner, item, prefix)  # type: ignore[attr-defined]
     return engine
 

@@ -16,6 +16,7 @@ from holdfast.server import conversations
 from holdfast.server.anthropic_input import conversation_of
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import MAX_NAMES, SMALL_BODY_BYTES, Body, parse, parse_json, read_model
+from holdfast.server.embedding_schemas import EmbeddingRequest, OllamaEmbedRequest, RerankRequest, ScoreRequest
 from holdfast.server.errors import ApiError
 from holdfast.server.ollama_schemas import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from holdfast.server.responses_schemas import ResponseRequest
@@ -52,10 +53,18 @@ def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
         (MessageRequest, {"messages": [MESSAGE], **{f"max_token{at}": 1 for at in range(MANY)}}, "max_token0"),
         (OllamaChatRequest, {"messages": [{"role": "alien"}] * 4000}, "messages[0].role"),
         (OllamaChatRequest, {"messages": [], "options": {f"top_kk{at}": 1 for at in range(MANY)}, "think": 1}, None),
+        (EmbeddingRequest, {"input": [1, *(["a"] * MANY)]}, "input[1]"),
+        (EmbeddingRequest, {"input": [[1], *([[1.5]] * 2000)]}, "input[1][0]"),
+        (EmbeddingRequest, {"input": ["a"] * MANY}, "input"),
+        (RerankRequest, {"query": "a", "documents": [{"text": 5}] * 2000}, "documents[0].text"),
+        (RerankRequest, {"query": "a", "documents": [None] * MANY}, None),
+        (ScoreRequest, {"text_1": "a", "text_2": [1] * MANY}, None),
+        (OllamaEmbedRequest, {"model": "m", "input": [1] * MANY}, None),
     ],
     ids=[
         *("ids", "lists", "negative", "allowed", "detokenize", "parts", "unknown", "items"),
         *("blocks", "misspelt", "turns", "options"),
+        *("inputs", "input lists", "many", "documents", "nulls", "texts", "ollama"),
     ],
 )
 def test_a_body_full_of_faults_costs_no_more_than_one(model, value, param) -> None:

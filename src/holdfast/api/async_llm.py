@@ -3,9 +3,9 @@
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from holdfast.api.chat_tokenizer import ChatTokenizer
-from holdfast.api.llm import OnProgress, open_engine
+from holdfast.api.llm import OnProgress, embedding_output, open_engine, scoring_output
 from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampling_params_from, takes_vllm_names
 from holdfast.config import EngineConfig, Limits
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
@@ -21,9 +21,12 @@ from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.engine_thread import EngineThread, Health, Mailbox, MapReader
 from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.outputs import OutputAssembler
+from holdfast.engine.pooling import Pooling
+from holdfast.engine.scoring import Scoring, paired
 from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
 from holdfast.memory.report import MemoryReport
 from holdfast.request.outputs import CompletionDelta, RequestOutput
+from holdfast.request.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.vllm_names import missing_attribute
 from holdfast.text.chat_template import ChatTemplate
@@ -33,6 +36,8 @@ MAP_SECONDS = 0.2
 """Between two looks at the pages of a model, whoever asks."""
 MAP_WAIT_SECONDS = 0.5
 """For a newer one than is known."""
+MAX_AT_ONCE = 64
+"""Requests of one scoring that are queued at once, so that others find room."""
 FORM_THREADS = 4
 """That forms of answers are tried out in: one that takes long does not keep the others waiting."""
 
@@ -129,6 +134,81 @@ class AsyncLLM:
     ) -> PreparedRequest:
         """The same for a conversation."""
         return await self._prepared(self._chat_preparation(messages, params, cache_salt, keywords))
+
+    async def prepare_pooled(
+        self, prompt: Prompt, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
+    ) -> PreparedRequest:
+        """The same for a prompt whose hidden state is wanted, cut at its end if `truncate` and it is too long."""
+        engine = self._asked().engine
+        options = {"cache_salt": cache_salt, "truncate": truncate, "priority": priority}
+        return await self._prepared(_Preparation(None, partial(engine.prepare_pooled, prompt, **options)))  # type: ignore[arg-type]
+
+    async def prepare_score(self, scoring: Scoring, place: int) -> PreparedRequest:
+        """The same for one request of a scoring, which `scoring` makes."""
+        return await self._prepared(_Preparation(None, partial(scoring.prepare, place)))
+
+    def scoring(
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        cache_salt: str | None = None,
+        truncate: bool = False,
+        priority: int = 0,
+    ) -> Scoring:
+        """Pairs of texts to be scored; the lists are equally long."""
+        engine, own = self._asked().engine, {"instruction": instruction, "cache_salt": cache_salt}
+        return Scoring(engine, queries, documents, truncate=truncate, priority=priority, **own)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """The embedding of one prompt: the final hidden state of its last token, of unit length."""
+        params, pooling = pooling_params or PoolingParams(), self.pooling
+        pooling.check(params)
+        truncate = params.truncate_prompt_tokens is not None
+        prepared = await self.prepare_pooled(prompt, cache_salt=cache_salt, truncate=truncate)
+        return embedding_output(pooling, await self._whole(prepared, request_id), params)
+
+    async def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[ScoringRequestOutput]:
+        """Scores of pairs, as `LLM.score` has them."""
+        scoring = self.scoring(*paired(text_1, text_2))
+        prepared = [await self.prepare_score(scoring, place) for place in range(len(scoring))]
+        outputs = await self._whole_all(prepared)
+        more = {place: again for place, one in enumerate(outputs) if (again := scoring.again(place, one)) is not None}
+        later = dict(zip(more, await self._whole_all(list(more.values())), strict=True))
+        scores = scoring.scores(outputs, later)
+        return [scoring_output(scoring.used(outputs, place), score) for place, score in enumerate(scores)]
+
+    async def _whole_all(self, prepared: Sequence[PreparedRequest]) -> list[RequestOutput]:
+        """The outputs of many, a few of them queued at a time."""
+        room = asyncio.Semaphore(min(MAX_AT_ONCE, self.max_queue))
+
+        async def whole(one: PreparedRequest) -> RequestOutput:
+            async with room:
+                return await self._whole(one)
+
+        return list(await asyncio.gather(*map(whole, prepared)))
+
+    async def _whole(self, prepared: PreparedRequest, request_id: str | None = None) -> RequestOutput:
+        """The output of a request that was prepared, when it is finished."""
+        assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
+        async with aclosing(self.answer(prepared, request_id)) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    assembler.add(delta)
+        return assembler.output()
+
+    @property
+    def pooling(self) -> Pooling:
+        """What the model can give beside answers."""
+        return self._live().engine.pooling
 
     async def answer(
         self, prepared: PreparedRequest, request_id: str | None = None

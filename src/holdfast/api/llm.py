@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Unpack
@@ -17,6 +18,8 @@ from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.driver import Driver
 from holdfast.engine.engine import Engine, EngineStats
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler
+from holdfast.engine.pooling import Pooling
+from holdfast.engine.scoring import Scoring, paired, pooled_of
 from holdfast.errors import EngineDeadError, PromptError, RequestError, refuse_transfer
 from holdfast.loading.locate import refuse_wrong_path
 from holdfast.loading.planning.open_model import OpenModel
@@ -24,6 +27,15 @@ from holdfast.memory.report import MemoryReport
 from holdfast.observability.log import log_in_scripts
 from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.request.outputs import CompletionDelta, RequestOutput
+from holdfast.request.pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.vllm_names import missing_attribute
 from holdfast.text.tokenizer import Tokenizer
@@ -108,6 +120,89 @@ class LLM:
         many = messages if is_many else [messages]
         prepared = _prepare_all("conversation", many, self._params(params, sampling_params), prepare)
         return self._run(prepared, progress if use_tqdm is None else bool(use_tqdm))
+
+    @takes_vllm_names
+    def embed(
+        self,
+        prompts: Prompt | list[int] | SequenceABC[Prompt | list[int]] | None = None,
+        pooling_params: PoolingParams | None = None,
+        *,
+        progress: bool = True,
+        use_tqdm: object = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_token_ids: SequenceABC[object] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed one prompt or many: the final hidden state of the last token, of unit length; in the order of the prompts."""
+        params = _pooling_params(pooling_params, truncate_prompt_tokens)
+        outputs = self._pooled(prompts, prompt_token_ids, params, progress if use_tqdm is None else bool(use_tqdm))
+        return [embedding_output(self._live().engine.pooling, output, params) for output in outputs]
+
+    @takes_vllm_names
+    def encode(
+        self,
+        prompts: Prompt | list[int] | SequenceABC[Prompt | list[int]] | None = None,
+        pooling_params: PoolingParams | None = None,
+        *,
+        progress: bool = True,
+        use_tqdm: object = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_token_ids: SequenceABC[object] | None = None,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The same with `outputs.data` as a float32 tensor."""
+        import torch
+
+        if pooling_task not in (None, "embed"):
+            raise RequestError(f"pooling_task={pooling_task!r} was given", "embed works", "use embed or score")
+        params = _pooling_params(pooling_params, truncate_prompt_tokens)
+        outputs = self._pooled(prompts, prompt_token_ids, params, progress if use_tqdm is None else bool(use_tqdm))
+        pooling = self._live().engine.pooling
+        return [
+            PoolingRequestOutput(
+                output.request_id,
+                PoolingOutput(torch.from_numpy(pooling.vector(pooled_of(output), params))),
+                output.prompt_token_ids,
+                num_cached_tokens=output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
+
+    @takes_vllm_names
+    def score(
+        self,
+        text_1: str | SequenceABC[str],
+        text_2: str | SequenceABC[str],
+        *,
+        progress: bool = True,
+        use_tqdm: object = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs: one text with each of several, or two lists in step; by cosine, or as a reranker judges.
+
+        `instruction` is the task that a reranker is given.
+        """
+        truncate = _pooling_params(None, truncate_prompt_tokens).truncate_prompt_tokens is not None
+        first, second = paired(text_1, text_2)
+        scoring = Scoring(self._asked().engine, first, second, instruction=instruction, truncate=truncate)
+        shows = progress if use_tqdm is None else bool(use_tqdm)
+        outputs = self._run([scoring.prepare(place) for place in range(len(scoring))], shows)
+        more = {place: again for place, one in enumerate(outputs) if (again := scoring.again(place, one)) is not None}
+        later = dict(zip(more, self._run(list(more.values()), False) if more else (), strict=True))
+        scores = scoring.scores(outputs, later)
+        return [scoring_output(scoring.used(outputs, place), score) for place, score in enumerate(scores)]
+
+    def _pooled(
+        self, prompts: object, prompt_token_ids: object, params: PoolingParams, progress: bool
+    ) -> list[RequestOutput]:
+        engine, truncate = self._asked().engine, params.truncate_prompt_tokens is not None
+        engine.pooling.check(params)
+
+        def prepare(prompt: object, _: object) -> PreparedRequest:
+            return engine.prepare_pooled(prompt, truncate=truncate)
+
+        many = _prompts(prompts, prompt_token_ids)
+        return self._run(_prepare_all("prompt", many, SamplingParams(), prepare), progress)
 
     @takes_vllm_names
     def stream(
@@ -285,6 +380,33 @@ def open_headers(config: EngineConfig, watch: "Watch | None" = None) -> OpenMode
     from holdfast.loading.model_files import open_model
 
     return open_model(config.model, config.load_format, config.revision, watch or DownloadBar)
+
+
+def _pooling_params(params: PoolingParams | None, truncate_prompt_tokens: int | None) -> PoolingParams:
+    if params is not None and not isinstance(params, PoolingParams):
+        raise RequestError(
+            f"pooling_params of type {type(params).__name__} were given", "PoolingParams work", "pass those"
+        )
+    own = params or PoolingParams()
+    return own if truncate_prompt_tokens is None else replace(own, truncate_prompt_tokens=truncate_prompt_tokens)
+
+
+def embedding_output(pooling: Pooling, output: RequestOutput, params: PoolingParams) -> EmbeddingRequestOutput:
+    """The embedding of a pooled request."""
+    vector_H = pooling.vector(pooled_of(output), params)
+    return EmbeddingRequestOutput(
+        output.request_id,
+        EmbeddingOutput(vector_H.tolist()),
+        output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def scoring_output(used: SequenceABC[RequestOutput], score: float) -> ScoringRequestOutput:
+    """The score of a pair, and what it came from."""
+    token_ids = [token_id for output in used for token_id in output.prompt_token_ids]
+    num_cached = sum(output.num_cached_tokens for output in used)
+    return ScoringRequestOutput(used[-1].request_id, ScoringOutput(score), token_ids, num_cached_tokens=num_cached)
 
 
 def _assembler(prepared: PreparedRequest) -> OutputAssembler:

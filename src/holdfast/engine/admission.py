@@ -14,6 +14,7 @@ the same seed and is given the same requests in the same order.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NotRequired, TypedDict
 
 from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateError, shown
@@ -145,6 +146,8 @@ class PreparedRequest:
     """params.bad_words in tokens."""
     kept_token_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text, because they mark the parts of an answer."""
+    is_pooled: bool = False
+    """The hidden state of its last token is wanted, and no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +192,50 @@ class Admission:
             assert parsed.text is not None, "a parsed prompt has text or token ids"
             text = parsed.text
             self._check_text(text, sound_params)
-            token_ids = self._encoded(lambda tokenizer: tokenizer.encode(text, add_special_tokens=True))
+            token_ids = self._encoded(partial(_encode_whole, text))
         return self._prepare(parsed.text, token_ids, sound_params, salt)
+
+    def prepare_pooled(
+        self, prompt: object, cache_salt: str | None = None, *, truncate: bool = False, priority: int = 0
+    ) -> PreparedRequest:
+        """Check a prompt whose hidden state is wanted; it may fill the whole context, because nothing follows it.
+
+        With `truncate` a text that is too long is cut at its end; the special tokens around it stay.
+        """
+        params = self._check_params(SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, priority=priority))
+        parsed = parse_prompt(prompt)
+        salt = salt_bytes(cache_salt if cache_salt is not None else parsed.cache_salt)
+        token_ids, text = parsed.token_ids, parsed.text
+        if token_ids is None:
+            assert text is not None, "a parsed prompt has text or token ids"
+            if not truncate or self._tokenizer is None or not is_utf8(text):
+                self._check_text(text, params)
+            else:
+                text = text[: self._max_tokens * self._tokenizer.longest_token_chars]
+            token_ids = self._encoded(partial(_encode_whole, text))
+        if len(token_ids) > self._max_tokens and truncate:
+            token_ids = self._cut(text if parsed.token_ids is None else None, token_ids)
+        if len(token_ids) > self._max_tokens:
+            raise PromptError(
+                f"an input of {len(token_ids)} tokens was given",
+                f"the context holds {self._max_tokens}",
+                "shorten it, or raise max_model_len",
+            )
+        self._check_ids(token_ids, "prompt", PromptError)
+        return PreparedRequest(parsed.text, token_ids, params, 1, salt, is_pooled=True)
+
+    def _cut(self, text: str | None, token_ids: list[int]) -> list[int]:
+        """As many tokens as fit; of a text the last of its own are left out, and not what the tokenizer adds."""
+        if text is None:
+            return token_ids[: self._max_tokens]
+        bare = self._encoded(lambda tokenizer: tokenizer.encode(text, add_special_tokens=False))
+        num_added = len(token_ids) - len(bare)
+        firsts = (first for first in range(num_added + 1) if token_ids[first : first + len(bare)] == bare)
+        first = next(firsts, None)
+        if first is None or num_added >= self._max_tokens:
+            return token_ids[: self._max_tokens]
+        num_kept = self._max_tokens - num_added
+        return [*token_ids[: first + num_kept], *token_ids[first + len(bare) :]]
 
     def prepare_chat(
         self,
@@ -371,6 +416,10 @@ class Admission:
                 f"the vocabulary has {self._vocab_size} tokens",
                 f"use ids from 0 to {self._vocab_size - 1}",
             )
+
+
+def _encode_whole(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=True)
 
 
 def describe(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from holdfast.config import AUTO_STRETCH, EngineConfig
 from holdfast.engine.core import EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
-from holdfast.engine.open_text import open_text, open_tokenizer
+from holdfast.engine.open_text import open_text, open_tokenizer, pooling_of
 from holdfast.engine.pacing import StepPacer
 from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.scheduler import Scheduler
@@ -67,6 +67,7 @@ def build_engine(
         generation=generation,
         vocabulary=vocabulary,
         takes_priorities=config.takes_priorities,
+        pooling=pooling_of(model, tokenizer, chat_template),
     )
 
 

@@ -272,6 +272,12 @@ class EngineCore:
         if not ids or ids != sorted(set(ids)) or ids[0] < self._num_known:
             refuse(f"it names sequences {ids[:8]}, and new ones begin at {self._num_known}")
         self.check_room(len(requests))
+        if requests[0].is_pooled and self.scheduler.num_stages > 1:
+            raise RequestError(
+                f"a pooled request came to a model in {self.scheduler.num_stages} pipeline stages",
+                "hidden states stay in the last stage",
+                "start the engine with tensor_parallel_size instead of pipeline_parallel_size",
+            )
         now, sequences = self._clock(), [_sequence(request) for request in requests]
         for sequence in sequences:
             sequence.may_speculate = self._may_speculate(sequence)
@@ -677,6 +683,7 @@ def _sequence(request: CoreRequest) -> Sequence:
         cache_salt=request.cache_salt,
         use_prefix_cache=request.use_prefix_cache,
         bad_word_ids=request.bad_word_ids,
+        is_pooled=request.is_pooled,
     )
 
 
@@ -689,6 +696,9 @@ def _output(
 ) -> SequenceOutput:
     sequence = live.sequence
     assert live.scheduled_at is not None, f"sequence {sequence.sequence_id} ran before it was scheduled"
+    has_failed = ending is not None and ending.finish_reason == "error"
+    if sequence.is_pooled:
+        token_ids = ()  # it only ends the sequence
     return SequenceOutput(
         sequence_id=sequence.sequence_id,
         token_ids=token_ids,
@@ -699,6 +709,7 @@ def _output(
         queue_seconds=live.scheduled_at - live.submitted_at,
         prompt_start=item.start,
         prompt_logprobs=result.prompt_logprobs,
+        pooled=b"" if has_failed else result.pooled,
     )
 
 

@@ -61,7 +61,7 @@ from holdfast.engine.messages import (
     decode_message,
     encode_message,
 )
-from holdfast.engine.open_text import open_text
+from holdfast.engine.open_text import open_text, pooling_of
 from holdfast.engine.pulse import CorePulse, Pulse
 from holdfast.engine.vital_signs import SILENCE_SECONDS, is_stopped
 from holdfast.errors import EngineDeadError, HoldfastError, MessageError, RequestError
@@ -110,6 +110,7 @@ def connect_engine(
         config.seed,
         generation=model.generation,
         takes_priorities=config.takes_priorities,
+        pooling=pooling_of(model, tokenizer, chat_template),
     )
 
 

@@ -27,6 +27,7 @@ from holdfast.engine.core import Core, EngineCore, Waiting
 from holdfast.engine.front import Front
 from holdfast.engine.memory_map import MemoryMap
 from holdfast.engine.messages import Ending
+from holdfast.engine.pooling import Pooling
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import EngineDeadError, RequestError, refuse_transfer
 from holdfast.loading.planning.open_model import GenerationDefaults
@@ -134,6 +135,7 @@ class Engine:
         generation: GenerationDefaults | None = None,
         vocabulary: Vocabulary | None = None,
         takes_priorities: bool = True,
+        pooling: Pooling | None = None,
     ) -> None:
         self.core = core
         self.front = Front(core.facts, tokenizer, chat_template, seed, clock, vocabulary, takes_priorities)
@@ -142,6 +144,8 @@ class Engine:
         self.has_chat_template = chat_template is not None
         self.generation = generation or GenerationDefaults()
         """What the makers of the model advise."""
+        self.pooling = pooling or Pooling()
+        """What the model can give beside answers."""
         self._death: Exception | None = None
 
     @property
@@ -165,7 +169,14 @@ class Engine:
 
     def prepare(self, prompt: object, params: object, *, cache_salt: str | None = None) -> PreparedRequest:
         """Find everything that can be wrong with a request, and change nothing. Any thread may call this."""
+        self.pooling.check_answers()
         return self.front.prepare(prompt, params, cache_salt)
+
+    def prepare_pooled(
+        self, prompt: object, *, cache_salt: str | None = None, truncate: bool = False, priority: int = 0
+    ) -> PreparedRequest:
+        """The same for a prompt whose hidden state is wanted, cut at its end if `truncate` and it is too long."""
+        return self.front.prepare_pooled(prompt, cache_salt, truncate=truncate, priority=priority)
 
     def prepare_chat(
         self,
@@ -177,6 +188,7 @@ class Engine:
         options: ChatOptions | None = None,
     ) -> PreparedRequest:
         """The same for a conversation."""
+        self.pooling.check_answers()
         return self.front.prepare_chat(messages, params, cache_salt, template_options, options)
 
     def check_form(self, params: object) -> None:

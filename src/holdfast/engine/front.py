@@ -89,6 +89,12 @@ class Front:
         """Find everything that can be wrong with a request, and change nothing. Any thread may call this."""
         return self._admission.prepare(prompt, params, cache_salt)
 
+    def prepare_pooled(
+        self, prompt: object, cache_salt: str | None = None, *, truncate: bool = False, priority: int = 0
+    ) -> PreparedRequest:
+        """The same for a prompt whose hidden state is wanted. Any thread may call this."""
+        return self._admission.prepare_pooled(prompt, cache_salt, truncate=truncate, priority=priority)
+
     def prepare_chat(
         self,
         messages: object,
@@ -224,6 +230,7 @@ class Front:
                 cache_salt=prepared.cache_salt,
                 use_prefix_cache=own_params.prompt_logprobs is None and not own_params.skip_reading_prefix_cache,
                 bad_word_ids=prepared.bad_word_ids,
+                is_pooled=prepared.is_pooled,
             )
             yield Completion(name, index, request, self._tokenizer, now, prepared.kept_token_ids)
 

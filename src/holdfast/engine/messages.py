@@ -40,6 +40,9 @@ from holdfast.request.step import MAX_TOKEN_ID, read_params, read_words, write_p
 from holdfast.request.wire import Reader, Writer, open_frame, refuse
 
 _WORD = 2**63
+FLOAT32_BYTES = 4
+MAX_POOLED_BYTES = FLOAT32_BYTES * 2**20
+"""Of one hidden state: far more than any model has."""
 _REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
@@ -56,6 +59,8 @@ class CoreRequest:
     cache_salt: bytes = b""
     use_prefix_cache: bool = True
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    is_pooled: bool = False
+    """The final hidden state of its prompt's last row comes back in place of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,8 @@ class SequenceOutput(NamedTuple):
     prompt_start: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of prompt positions prompt_start + 1, prompt_start + 2, ..., where the request asked."""
+    pooled: bytes = b""
+    """Of a pooled sequence that ends: its final hidden state as float32, little-endian."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +285,7 @@ def _write_submit(writer: Writer, message: Submit) -> None:
         writer.int(request.seed - _WORD)
         writer.int(request.max_tokens)
         writer.bytes(request.cache_salt)
-        writer.int(request.use_prefix_cache)
+        writer.int(request.use_prefix_cache + 2 * request.is_pooled)
         write_words(writer, request.bad_word_ids)
 
 
@@ -292,8 +299,9 @@ def _read_request(reader: Reader) -> CoreRequest:
         refuse(f"sequence {sequence_id} has no tokens")
     params, seed = read_params(reader), reader.int() + _WORD
     max_tokens, salt = reader.int(1, MAX_TOKEN_ID), reader.bytes()
-    use_prefix_cache = bool(reader.int(0, 1))
-    return CoreRequest(sequence_id, token_ids, params, seed, max_tokens, salt, use_prefix_cache, read_words(reader))
+    is_pooled, use_prefix_cache = map(bool, divmod(reader.int(0, 3), 2))
+    others = use_prefix_cache, read_words(reader), is_pooled
+    return CoreRequest(sequence_id, token_ids, params, seed, max_tokens, salt, *others)
 
 
 def _write_abort(writer: Writer, message: Abort) -> None:
@@ -383,7 +391,9 @@ def _write_outputs(writer: Writer, message: CoreOutputs) -> None:
     measured = [place for place, output in enumerate(outputs) if output.logprobs]
     prompts = [place for place, output in enumerate(outputs) if output.prompt_logprobs]
     numbers = _stats_counts(message.stats)
-    numbers += (len(outputs), len(ended), len(measured), len(prompts), *ended, *measured, *prompts)
+    pooled = [place for place, output in enumerate(outputs) if output.pooled]
+    counts = len(ended), len(measured), len(prompts), len(pooled)
+    numbers += (len(outputs), *counts, *ended, *measured, *prompts, *pooled)
     for output in outputs:
         numbers += (output.sequence_id, output.num_cached_tokens, output.num_preemptions, len(output.token_ids))
         numbers += output.token_ids
@@ -398,11 +408,13 @@ def _write_outputs(writer: Writer, message: CoreOutputs) -> None:
     for place in prompts:
         writer.int(outputs[place].prompt_start)
         _write_logprobs(writer, outputs[place].prompt_logprobs)
+    for place in pooled:
+        writer.bytes(outputs[place].pooled)
 
 
 def _read_outputs(reader: Reader) -> CoreOutputs:
     numbers, seconds = reader.ints(0), _read_floats(reader)
-    begin = NUM_COUNTS + 4
+    begin = NUM_COUNTS + 5
     if len(numbers) < begin:
         refuse(f"{len(numbers)} numbers are too few for any outputs")
     num_outputs, *counts = numbers[NUM_COUNTS:begin]
@@ -415,6 +427,7 @@ def _read_outputs(reader: Reader) -> CoreOutputs:
     endings = {place: _read_ending(reader) for place in places[0]}
     logprobs = {place: _read_logprobs(reader) for place in places[1]}
     prompts = {place: (reader.int(0, MAX_TOKEN_ID), _read_logprobs(reader)) for place in places[2]}
+    pooled = {place: _read_pooled(reader) for place in places[3]}
     outputs = []
     for place in range(num_outputs):
         sequence_id, num_cached, num_preemptions, num_tokens = _quadruple(numbers, begin)
@@ -431,12 +444,20 @@ def _read_outputs(reader: Reader) -> CoreOutputs:
                 seconds[1 + place],
                 start,
                 prompt,
+                pooled.get(place, b""),
             )
         )
         begin = end
     if begin != len(numbers):
         refuse(f"{len(numbers)} numbers do not describe {num_outputs} sequences")
     return CoreOutputs(tuple(outputs), CoreStats(*numbers[:NUM_COUNTS], kv_usage=seconds[0]))
+
+
+def _read_pooled(reader: Reader) -> bytes:
+    data = reader.bytes()
+    if not data or len(data) % FLOAT32_BYTES or len(data) > MAX_POOLED_BYTES:
+        refuse(f"{len(data)} bytes are no hidden state of float32")
+    return data
 
 
 def _quadruple(numbers: tuple[int, ...], begin: int) -> tuple[int, ...]:

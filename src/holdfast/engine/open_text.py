@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from holdfast.config import NO_TOKENIZER, EngineConfig
+from holdfast.engine.pooling import Pooling, find_reranker
 from holdfast.errors import ConfigError, ModelNotFoundError
 from holdfast.loading.gguf.parts import read_parts
 from holdfast.loading.locate import locate_tokenizer
@@ -13,6 +14,12 @@ from holdfast.text.gguf_tokenizer import tokenizer_from_gguf
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
 
 MAX_TEMPLATE_BYTES = 1024**2
+
+
+def pooling_of(model: OpenModel, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> Pooling:
+    """What a model can give beside answers."""
+    reranker = find_reranker(model.name, tokenizer, template)
+    return Pooling(model.pooling, model.name, model.spec.hidden_size, reranker)
 
 
 def open_text(config: EngineConfig, model: OpenModel) -> tuple[Tokenizer | None, ChatTemplate | None]:

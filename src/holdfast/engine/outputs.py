@@ -113,7 +113,7 @@ class Completion:
         if self._prompt_logprobs is not None and output.prompt_logprobs:
             self._prompt_logprobs.collect(output.prompt_start, output.prompt_logprobs, self._tokenizer)
         if not output.token_ids:
-            return None if output.ending is None else self.end(output.ending, now)
+            return None if output.ending is None else self.end(output.ending, now, output.pooled)
         is_first = self._first_token_at is None
         if is_first:
             self._first_token_at = now
@@ -138,7 +138,7 @@ class Completion:
             error=None if ending is None else ending.error,
         )
 
-    def end(self, ending: Ending, now: float) -> CompletionDelta:
+    def end(self, ending: Ending, now: float, pooled: bytes = b"") -> CompletionDelta:
         """The last delta of a completion that ends without a token of its own. Runs nothing that could fail."""
         return CompletionDelta(
             request_id=self.request_id,
@@ -151,6 +151,7 @@ class Completion:
             num_cached_tokens=self._num_cached_tokens,
             metrics=self._metrics(now),
             error=ending.error,
+            pooled=pooled,
         )
 
     def _text_and_ending(self, output: SequenceOutput) -> tuple[str, int, Ending | None]:
@@ -278,6 +279,7 @@ class OutputAssembler:
             logprobs=None if parts.logprobs is None else list(parts.logprobs),
             finish_reason=None if parts.last is None else parts.last.finish_reason,
             stop_reason=None if parts.last is None else parts.last.stop_reason,
+            pooled=b"" if parts.last is None else parts.last.pooled,
         )
 
 
@@ -319,6 +321,7 @@ class DeltaBuffer:
             prompt_logprobs=self._prompt_logprobs if index == 0 else None,
             metrics=last.metrics,
             error=last.error,
+            pooled=last.pooled,
         )
 
 

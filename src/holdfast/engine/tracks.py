@@ -85,6 +85,7 @@ def admitted(sequence: Sequence, fork_of: int) -> Admitted:
         sequence.bad_word_ids,
         sequence.num_stored,
         fork_of,
+        sequence.is_pooled,
     )
 
 

@@ -16,6 +16,7 @@ from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.planning.stored_schemes import StoredSchemes, dummy_source, quantization_of, read_stored_schemes
+from holdfast.loading.pooling import gguf_pooling, read_pooling
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.files import CONFIG_FILE, QUANTIZATION_KEY, read_json_object
@@ -28,7 +29,15 @@ from holdfast.loading.sources.safetensors import (
 )
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.blueprints.read import refuse_planned_only
-from holdfast.models.families import FAMILIES, Family, model_settings, parameters, read_spec, unread_tensors
+from holdfast.models.families import (
+    FAMILIES,
+    Family,
+    bare_renames,
+    model_settings,
+    parameters,
+    read_spec,
+    unread_tensors,
+)
 from holdfast.models.settings import Settings, listed
 from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
@@ -111,9 +120,16 @@ def open_directory(folder: Path) -> OpenModel:
     generation = _read_generation(folder, config, family)
     stored = _read_stored(config)
     if has_saved_weights(folder):
-        return OpenModel(folder, "directory", spec, parameters(spec), open_quantized(folder), generation)
+        source, pooling = open_quantized(folder), read_pooling(folder)
+        return OpenModel(folder, "directory", spec, parameters(spec), source, generation, pooling=pooling)
     unread, words = unread_tensors(spec)
-    source = SafetensorsSource(open_weight_files(folder), family.renames, unread, family.respell)
+    files = open_weight_files(folder)
+    bare = bare_renames([name for file in files for name in file.tensors], family)
+    source = SafetensorsSource(files, family.renames + bare, unread, family.respell)
+    pooling = read_pooling(folder, is_bare=bool(bare))
+    if bare and not spec.tied_embeddings and f"{family.names.lm_head}.weight" not in source.entries:
+        # Its logits mean nothing; the embedding is held once, so a second table would only cost memory.
+        spec, pooling = replace(spec, tied_embeddings=True), replace(pooling, has_head=False)
     _tell_unread(source.unread, folder, words)
     refuse_other_queries(spec, source.entries, f"{CONFIG_FILE} says q_lora_rank")
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
@@ -123,7 +139,7 @@ def open_directory(folder: Path) -> OpenModel:
         spec = replace(spec, checkpoint_dtype=_commonest_dtype(source.entries, spec.checkpoint_dtype))
     wanted = parameters(spec)
     plain = dequantize_plain_kinds(source, wanted, stored)
-    return OpenModel(folder, "directory", spec, wanted, plain, generation, stored=stored)
+    return OpenModel(folder, "directory", spec, wanted, plain, generation, stored=stored, pooling=pooling)
 
 
 def _tell_unread(tensors: frozenset[str], path: Path, words: str) -> None:
@@ -247,6 +263,7 @@ def open_gguf(path: Path) -> OpenModel:
         source=source,
         generation=_generation(file, spec.vocab_size),
         gguf=file,
+        pooling=gguf_pooling(file.metadata),
     )
 
 

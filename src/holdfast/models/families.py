@@ -181,7 +181,7 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
     """The architecture that a config.json names: by `architectures`, and by `model_type` where that is left out."""
     architectures = settings.texts("architectures")
     if architectures:
-        return architectures[0]
+        return _with_head(settings, architectures[0], known)
     if settings.values.get("model_type") is None:
         raise settings.missing("architectures and no model_type", f"one of {', '.join(known)} is needed")
     model_type = settings.text("model_type", "")
@@ -201,6 +201,36 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
 def _bare_type(architecture: str) -> str:
     """What an architecture and its `model_type` share."""
     return architecture.partition("For")[0].replace("_", "").lower()
+
+
+BARE = "Model"
+"""The end of an architecture's name that is saved without its head, as embedding models are."""
+CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+
+
+def _with_head(settings: Settings, architecture: str, known: Collection[str]) -> str:
+    """Qwen3Model is the decoder of Qwen3ForCausalLM; one with a classifier as its head has nothing that runs here."""
+    causal = architecture.removesuffix(BARE) + CAUSAL
+    if architecture.endswith(BARE) and causal in known:
+        return causal
+    if architecture.endswith(CLASSIFIER):
+        raise UnsupportedModelError(
+            f"{settings.file} describes a {plain(architecture)}",
+            "it has a classifier in place of the language-model head",
+            "use the reranker that it was converted from, such as Qwen/Qwen3-Reranker-0.6B: the scores are the same",
+        )
+    return architecture
+
+
+BARE_RENAMES = tuple((f"{name}.", f"model.{name}.") for name in ("embed_tokens", "layers", "norm"))
+"""Tensor names of a decoder that was saved without its head, and those of the whole model."""
+
+
+def bare_renames(names: Collection[str], family: Family) -> tuple[tuple[str, str], ...]:
+    """BARE_RENAMES if a checkpoint with these tensors is a decoder without its head; else nothing."""
+    embed = f"{family.names.embed}.weight"
+    is_bare = embed not in names and embed.removeprefix("model.") in names
+    return BARE_RENAMES if is_bare and family.names.embed == "model.embed_tokens" else ()
 
 
 def _type_of(architecture: str) -> str:

@@ -305,6 +305,26 @@ def _result_bytes() -> int:
     return parameters + logprobs + 8 * _INT64
 
 
+POOLED_ROWS = 64
+"""Hidden states of pooled sequences that a step brings to the host at once on a GPU; more go in rounds."""
+POOLED_OWNER = "pooling/row"
+POOLED_REASON = "a hidden state on its way out, in float32"
+
+
+def pooled_spec(hidden_size: int, dtype: str, device_kind: str) -> TensorSpec:
+    """The buffer of pooled rows: pinned memory of the host on a GPU, which has none of its own; one row on a CPU."""
+    if device_kind == "cpu":
+        return TensorSpec("row", (1, hidden_size), "float32")
+    return TensorSpec("rows", (POOLED_ROWS, hidden_size), dtype)
+
+
+def _pooled_terms(layout: "Layout", resolved: Resolved) -> list[Term]:
+    if layout.target.kind != "cpu":
+        return []
+    spec = pooled_spec(layout.declared.hidden_size, resolved.dtype, layout.target.kind)
+    return [Term(POOLED_OWNER, spec.num_bytes, POOLED_REASON)]
+
+
 PROCESS_OWNER = "python and torch"
 """Of a host's memory; beside it stand an engine's own tensors."""
 LIBRARY_BYTES = 32 * 2**20
@@ -491,6 +511,7 @@ def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
         *workspace.terms(),
         *batch_terms(limits, target.kind, *_group_shapes(layout, resolved)),
         *sampling_terms(limits.sampled_rows, declared.vocab_size, target.kind),
+        *_pooled_terms(layout, resolved),
         *_rope_terms(layout, resolved),
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(layout, resolved, specs),

@@ -31,6 +31,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string or token that ended it; None for the model's own end token and for length."""
+    pooled: bytes = b""
+    """Of a pooled request: the final hidden state of the prompt's last token as float32, little-endian."""
 
     @property
     def finished(self) -> bool:
@@ -83,3 +85,5 @@ class CompletionDelta:
     """With the last delta of a completion that has at least one token."""
     error: str | None = None
     """Why it failed, where finish_reason is "error"."""
+    pooled: bytes = b""
+    """Of a pooled request, with its last delta: the final hidden state of the prompt's last token, as float32."""

@@ -47,6 +47,8 @@ class Sequence:
     """False where every prompt position must be computed (prompt logprobs)."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Tokens in a row that the output must not hold: the last of them is ruled out behind the others."""
+    is_pooled: bool = False
+    """The final hidden state of its prompt's last row comes back with its first token, which is its last."""
     may_speculate: bool = False
     """Proposals may follow its last token: nothing in its choices needs the tokens before them on the host."""
     state: SequenceState = SequenceState.WAITING
@@ -177,6 +179,8 @@ class SequenceResult(NamedTuple):
     """Of each of these but NO_TOKEN, where the request asked."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of prompt positions start + 1 ... start + num_new_tokens (as far as the prompt goes), where the request asked."""
+    pooled: bytes = b""
+    """The final hidden state of the prompt's last row as float32, little-endian, when a pooled sequence samples."""
 
     @classmethod
     def of(

@@ -49,6 +49,8 @@ class Admitted:
     fork_of: int = -1
     """The slot of the sequence that it forks from, or -1. That sequence ends the same prompt in this step. The fork has no row:
     it samples from the other's last row, and gets copies of its pages after `num_stored`, and of its states."""
+    is_pooled: bool = False
+    """The final hidden state of its prompt's last row comes back with its first token."""
 
 
 class StepItem(NamedTuple):
@@ -229,6 +231,7 @@ def write_admitted(writer: Writer, step: Step) -> None:
         write_words(writer, admitted.bad_word_ids)
         writer.int(admitted.num_stored)
         writer.int(admitted.fork_of)
+        writer.int(admitted.is_pooled)
 
 
 def _read_admitted(reader: Reader) -> Admitted:
@@ -239,7 +242,8 @@ def _read_admitted(reader: Reader) -> Admitted:
         refuse(f"the sequence of slot {slot} has no tokens")
     params, seed, words = read_params(reader), reader.int() + _WORD, read_words(reader)
     num_stored, fork_of = reader.int(0, len(token_ids) - 1), reader.int(-1, MAX_TOKEN_ID)
-    return Admitted(slot, sequence_id, token_ids, num_prompt_tokens, params, seed, words, num_stored, fork_of)
+    others = num_stored, fork_of, bool(reader.int(0, 1))
+    return Admitted(slot, sequence_id, token_ids, num_prompt_tokens, params, seed, words, *others)
 
 
 def write_words(writer: Writer, words: tuple[tuple[int, ...], ...]) -> None:

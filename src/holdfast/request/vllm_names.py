@@ -68,7 +68,7 @@ _TEXT = "only text is read here: leave it out"
 _LORA = "merge the adapter into the weights and open the merged folder"
 _DRAFT = "use speculative: ngram:4 proposes from the text itself; answers are the same"
 _GRAMMAR = "use SamplingParams(structured_outputs={...}), with json, regex, choice, grammar or json_object"
-_POOL = "text generation alone is here: leave it out"
+_POOL = "every model generates and embeds, and some score, without it: leave it out"
 _MAMBA = "no model with such layers runs here"
 _EDIT = "change config.json in a copy of the model's folder"
 
@@ -108,8 +108,8 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only("the model's tokenizer.json or GGUF metadata is read", "auto", "hf", "fast", names="tokenizer_mode"),
     **_only("config.json or GGUF metadata is read: leave it out", "auto", "hf", names="config_format"),
     **_only("the decoder of this engine is the only one", "auto", "vllm", names="model_impl"),
-    **_only(_POOL, "auto", "generate", names="task runner"),
-    **_only(_POOL, "auto", "none", names="convert"),
+    **_only(_POOL, "auto", "generate", "embed", "embedding", "score", "pooling", names="task runner"),
+    **_only(_POOL, "auto", "none", "embed", names="convert"),
     **_only(_POOL, names="pooler_config override_pooler_config"),
     **_only("start a server for each and put a router in front of them", 1, names="data_parallel_size"),
     **_only(_SHARED, 1, names="prefill_context_parallel_size decode_context_parallel_size"),
@@ -277,7 +277,7 @@ CALL_NAMES: Mapping[str, Foreign] = {
 """Arguments of vLLM's generate and chat that are none here."""
 
 
-_ENCODE = "text generation alone is here: take an engine for embeddings and scores"
+_ENCODE = "embeddings and scores are here: use llm.embed or llm.score"
 _SLEEP = "llm.shutdown() gives all memory back; open the model again when it is needed"
 _PROFILE = "use the profiler of torch around the call; llm.stats() has counters"
 _WORKERS = "one process runs the model: LLM.engine is it"
@@ -286,7 +286,7 @@ _RUNNING = "an LLM answers or raises EngineDeadError; AsyncLLM.health() says whe
 _DRAIN = "stop asking; AsyncLLM.drain() finishes what runs and then ends"
 METHOD_NAMES: Mapping[str, str] = {
     "beam_search": f"{_BEAMS}: llm.generate(prompts, SamplingParams(n=4, temperature=1.0))",
-    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _ENCODE),
+    **dict.fromkeys(("classify", "reward"), _ENCODE),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
     **dict.fromkeys(("start_profile", "stop_profile", "is_tracing_enabled", "do_log_stats"), _PROFILE),
     "get_metrics": "use llm.stats() and llm.memory",

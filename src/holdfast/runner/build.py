@@ -57,6 +57,7 @@ from holdfast.runner.invariance import invariant_sizes, padded_rows, products
 from holdfast.runner.key_bias import SplitBiases, key_bias_norms, split_biases
 from holdfast.runner.key_means import KeyRooms, centre_keys, make_means
 from holdfast.runner.latent_rotation import fold_rotation
+from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.sampler import Sampler
 from holdfast.runner.sampling.shared_sampler import SharedSampler
@@ -352,6 +353,7 @@ class RunnerBuild:
             device,
             self.row_sizes,
             partial(_copy_cache, storage, self._states),
+            PooledRows(spec.hidden_size, plan.resolved.dtype, device, ledger),
         )
         self._releases.append(runner.close)
         self._centre_keys(runner, biases, means)

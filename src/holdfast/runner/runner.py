@@ -43,6 +43,7 @@ from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, Seq
 from holdfast.request.step import Step
 from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.invariance import padded_rows
+from holdfast.runner.pooled_rows import PooledCopy, PooledRows
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
 from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY
 from holdfast.runner.sampling.sampler import Sampler
@@ -68,6 +69,8 @@ class _WantedRows(NamedTuple):
     choices: list[Choice]
     keep_slots: list[int]
     """Of each choice: the slot whose next step may begin with it before the host knows it."""
+    pooled: list[int]
+    """The places among the logit rows whose hidden states go to the host."""
 
     @property
     def has_prompts(self) -> bool:
@@ -75,7 +78,7 @@ class _WantedRows(NamedTuple):
 
     @classmethod
     def of(cls, step: LiveStep) -> "_WantedRows":
-        wanted = cls([], [], [], [], [])
+        wanted = cls([], [], [], [], [], [])
         row, has_forks, prompt_ends = 0, step.has_forks, dict[int, int]()
         for item in step.scheduled:
             if item.source is not None:
@@ -97,6 +100,8 @@ class _WantedRows(NamedTuple):
     def _add_choices(self, item: ScheduledSequence, end: int) -> None:
         """One behind the last token, and one behind each proposal, whose own next step waits for the host."""
         count = 1 + len(item.proposals)
+        if item.sequence.is_pooled:
+            self.pooled.append(len(self.logit_rows))
         self.sampled.extend(range(len(self.logit_rows), len(self.logit_rows) + count))
         self.logit_rows.extend(range(end - count, end))
         self.choices.extend(Choice(item.sequence, item.num_tokens + nth) for nth in range(count))
@@ -110,6 +115,8 @@ class _Flight:
     step: LiveStep
     choosing: Choosing | None = None
     """None: nothing was computed yet, or the result is there."""
+    pooled: PooledCopy | None = None
+    """Hidden states on their way to the host."""
     result: StepResult | None = None
     is_booked: bool = False
     elsewhere: _WantedRows | None = None
@@ -133,9 +140,10 @@ class Runner:
         device: torch.device,
         row_sizes: SequenceABC[int] = (),
         copy_cache: CopyCache | None = None,
+        pooled_rows: PooledRows | None = None,
     ) -> None:
         """`groups` are those of the cache; `row_sizes`: numbers of rows that products round alike in, which every step is padded
-        to; none where any number will do. `copy_cache` copies pages and states for forks."""
+        to; none where any number will do. `copy_cache` copies pages and states for forks, `pooled_rows` hidden states to the host."""
         self.limits = limits
         self.groups = tuple(groups)
         self.num_pages = num_pages
@@ -148,6 +156,7 @@ class Runner:
         self.device = device
         self._row_sizes = tuple(row_sizes)
         self._copy_cache = copy_cache
+        self._pooled_rows = pooled_rows
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.graphs: StepGraphs | None = None
         self._is_kept = False
@@ -345,7 +354,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.release()
             self.graphs = None
-        for name in ("model", "backend", "buffers", "sampler", "_copy_cache"):
+        for name in ("model", "backend", "buffers", "sampler", "_copy_cache", "_pooled_rows"):
             vars(self).pop(name, None)
 
     def _keep_if_failed(self) -> bool:
@@ -415,7 +424,7 @@ class Runner:
             flight.elsewhere = wanted
             return
         if not wanted.has_prompts:
-            flight.choosing = self._choose(flight.step, wanted)
+            flight.choosing = self._choose(flight, wanted)
             return
         is_follower = self.sampler.is_follower  # which is told what was chosen
         for earlier in self._flights:
@@ -434,7 +443,8 @@ class Runner:
             if flight.elsewhere is not None:
                 flight.result = self._meet_last_stage(flight.step, flight.elsewhere)
             elif flight.choosing is not None:
-                flight.result = _result_of(flight.step, flight.choosing.read())
+                samples = flight.choosing.read()
+                flight.result = _result_of(flight.step, samples, pooled=_read_pooled(flight.pooled))
         assert flight.result is not None, "the step has not begun"
         return flight.result
 
@@ -520,6 +530,8 @@ class Runner:
         num_rows, num_logits, is_staged = step.num_tokens, len(wanted.logit_rows), self.sampler.num_stages > 1
         if self.graphs is None or not step.scheduled or wanted.has_prompts or (is_staged and not num_logits):
             return None
+        if wanted.pooled:  # small batches have no normed hidden states in a graph
+            return None
         is_decode = num_logits == num_rows == len(step.scheduled) and not step.has_forks
         if self._row_sizes and is_decode:
             # Rows of a prompt go through large tiles there (attention/tile_scheduler.py), which decode steps have none of.
@@ -535,8 +547,9 @@ class Runner:
         self.backend.plan(batch, captured=True)
         return self.graphs.replay(size, is_decode)
 
-    def _choose(self, step: LiveStep, wanted: _WantedRows) -> Choosing:
+    def _choose(self, flight: _Flight, wanted: _WantedRows) -> Choosing:
         """Run the model for a step that wants only rows that are chosen from, and begin to choose."""
+        step = flight.step
         num_logits, found = len(wanted.logit_rows), self._graph_for(step, wanted)
         if not step.scheduled:
             return self.sampler.launch(None, [], self.eos_token_ids)
@@ -546,7 +559,13 @@ class Runner:
             if not num_logits:
                 self.model.hidden(batch, plan)
                 return self.sampler.launch(None, [], self.eos_token_ids)
-            logits_SV, argmax_S = self.model.step_logits(batch, plan)[:num_logits], None
+            if wanted.pooled:
+                hidden_RH = self.model.hidden(batch, plan)
+                flight.pooled = self._send_pooled(hidden_RH, wanted)
+                logits_RV = self.model.logits(hidden_RH)
+            else:
+                logits_RV = self.model.step_logits(batch, plan)
+            logits_SV, argmax_S = logits_RV[:num_logits], None
         else:
             logits_SV = self._replay(step, wanted, *found)[:num_logits]
             argmax_S = self.sampler.argmax_S[:num_logits]
@@ -561,6 +580,7 @@ class Runner:
 
     def _prompt_results(self, step: LiveStep, wanted: _WantedRows, hidden_RH: torch.Tensor | None) -> StepResult:
         """From final hidden states; None: another stage has them."""
+        pooled = None if hidden_RH is None else self._send_pooled(hidden_RH, wanted)
         prompts = [
             self._prompt_logprobs(item, *rows, hidden_RH) if rows[1] else ()
             for item, rows in zip(step.scheduled, wanted.prompt_rows, strict=True)
@@ -569,7 +589,14 @@ class Runner:
         for row, choice in zip(wanted.sampled, wanted.choices, strict=True):
             logits_1V = self._logits_of(hidden_RH, row, 1)
             samples += self.sampler.launch(logits_1V, [choice], self.eos_token_ids).read()
-        return _result_of(step, samples, prompts)
+        return _result_of(step, samples, prompts, _read_pooled(pooled))
+
+    def _send_pooled(self, hidden_RH: torch.Tensor, wanted: _WantedRows) -> PooledCopy | None:
+        """Begin to copy pooled rows to the host; ranks that follow copy none."""
+        if not wanted.pooled or self.sampler.is_follower:
+            return None
+        assert self._pooled_rows is not None, "pooled rows need buffers on the host"
+        return self._pooled_rows.send(hidden_RH, wanted.pooled)
 
     def _logits_of(self, hidden_RH: torch.Tensor | None, first_row: int, num_rows: int) -> torch.Tensor:
         if hidden_RH is None:
@@ -632,11 +659,18 @@ def _absent(num_rows: int) -> torch.Tensor:
     return torch.empty((num_rows, 0))
 
 
+def _read_pooled(copy: PooledCopy | None) -> list[bytes]:
+    return [] if copy is None else copy.read()
+
+
 def _result_of(
-    step: LiveStep, samples: Iterable[SequenceSample], prompts: SequenceABC[tuple[TokenLogprobs, ...]] | None = None
+    step: LiveStep,
+    samples: Iterable[SequenceSample],
+    prompts: SequenceABC[tuple[TokenLogprobs, ...]] | None = None,
+    pooled: Iterable[bytes] = (),
 ) -> StepResult:
     """What was chosen, by sequence: of proposals the longest run that was chosen too, and the token behind it."""
-    own_samples = iter(samples)
+    own_samples, vectors = iter(samples), iter(pooled)
     results = []
     for index, item in enumerate(step.scheduled):
         prompt = () if prompts is None else prompts[index]
@@ -648,5 +682,6 @@ def _result_of(
             refused = (nth for nth, token_id in enumerate(item.proposals) if own[nth].token_id != token_id)
             del own[next(refused, len(item.proposals)) + 1 :]
         logprobs = tuple(sample.logprobs for sample in own if sample.logprobs is not None)
-        results.append(SequenceResult(tuple(sample.token_id for sample in own), logprobs, prompt))
+        vector = next(vectors, b"") if item.sequence.is_pooled else b""
+        results.append(SequenceResult(tuple(sample.token_id for sample in own), logprobs, prompt, vector))
     return StepResult(tuple(results))

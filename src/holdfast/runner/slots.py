@@ -137,6 +137,7 @@ class Slots:
             admitted.seed,
             max_tokens=self._limits.max_model_len,
             bad_word_ids=admitted.bad_word_ids,
+            is_pooled=admitted.is_pooled,
             slot=admitted.slot,
             num_stored=admitted.num_stored,
             tables=[[] for _ in self._groups],

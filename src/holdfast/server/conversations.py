@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fastapi import Request
 
@@ -161,7 +161,14 @@ async def _held(
         raise rule.refused(error) from error
 
 
-def cache_salt(request: Request, fields: SamplingFields) -> str | None:
+class Salted(Protocol):
+    """A request that may say with whom it shares cached prefixes."""
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+
+def cache_salt(request: Request, fields: Salted) -> str | None:
     """The key's own salt and the request's, so that neither can reach what another key has cached."""
     own, asked = record_of(request).cache_salt, fields.cache_salt
     return asked if own is None else own if asked is None else f"{own}:{asked}"[:256]

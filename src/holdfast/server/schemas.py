@@ -234,7 +234,7 @@ class ChatCompletionRequest(SamplingFields):
 PromptText = Annotated[Text, Field(min_length=1)]
 
 
-def _prompt_kind(value: object) -> str:
+def prompt_kind(value: object) -> str:
     """Which of the four a prompt is, by its first part: faults are told of that one alone."""
     if not isinstance(value, list):
         return "text"
@@ -250,7 +250,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[TokenPrompt, Tag("ids")]
         | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
         | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("lists")],
-        Discriminator(_prompt_kind),
+        Discriminator(prompt_kind),
     ]
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None

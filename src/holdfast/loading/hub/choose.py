@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.names import HubName
-from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE
+from holdfast.loading.sources.files import CONFIG_FILE, MANIFEST_FILE, POOLING_FILES
 from holdfast.loading.sources.safetensors import INDEX_FILE, PICKLE_ENDINGS, SINGLE_FILE
 from holdfast.models.settings import listed
 
@@ -19,6 +19,7 @@ SETTINGS_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    *POOLING_FILES,
 )
 """All that is read beside weights."""
 PREFERRED_TAGS = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0")

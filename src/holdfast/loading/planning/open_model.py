@@ -27,6 +27,19 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PoolingSettings:
+    """How hidden states become embeddings: of the last token, to unit length, unless files of the model say otherwise."""
+
+    is_embedding: bool = False
+    """The model was made for embeddings: files of sentence-transformers are there, or it was saved without a head."""
+    normalizes: bool = True
+    refusal: str = ""
+    """Why its embeddings cannot be computed here, in words."""
+    has_head: bool = True
+    """False if no token can be chosen, because the checkpoint has no language-model head."""
+
+
 @dataclass(frozen=True)
 class OpenModel:
     """A model on disk, known from its headers alone: what it is, what its parameters are, and where they come from."""
@@ -42,6 +55,8 @@ class OpenModel:
     """The open file, whose tokenizer is in it; None for a folder."""
     stored: StoredSchemes | None = None
     """How the checkpoint has its matrices quantized already, as its settings say; None where it has not."""
+    pooling: PoolingSettings = PoolingSettings()
+    """How hidden states become embeddings, as its files say."""
     label: str = ""
     """What a model of the Hub is called, whose folder in the cache has the name of a commit; nothing for a path."""
 

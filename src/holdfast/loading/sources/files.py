@@ -87,6 +87,9 @@ QUANTIZATION_KEY = "quantization_config"
 """In it: how the checkpoint is quantized already."""
 MANIFEST_FILE = "holdfast-weights.json"
 """A folder that has it holds weights that were saved quantized (loading/quantized/manifest.py)."""
+MODULES_FILE = "modules.json"
+"""What sentence-transformers does with hidden states (loading/pooling.py)."""
+POOLING_FILES = (MODULES_FILE, "1_Pooling/config.json")
 
 
 def read_json_object(path: Path) -> dict[str, object]:
