@@ -42,7 +42,7 @@ from holdfast.models.declaration import HeadGeometry, StepShape
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import WeightGroup
 from holdfast.planning.resolve import Resolved, compressed_pages
-from holdfast.planning.target import Target
+from holdfast.planning.target import PROCESS_VOCABULARY, TOKEN_BYTES, Target, tokenizer_bytes
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.request.sampling_params import MAX_LOGPROBS
 
@@ -307,6 +307,8 @@ def _result_bytes() -> int:
 
 PROCESS_OWNER = "python and torch"
 """Of a host's memory; beside it stand an engine's own tensors."""
+TOKENIZER_OWNER = "tokenizer"
+"""Of a host's memory, if the process that will hold it could not be measured."""
 LIBRARY_BYTES = 32 * 2**20
 """The workspace that torch gives to cuBLAS on the one stream that an engine uses; next to nothing where products are invariant."""
 ROUNDING_BYTES = 26 * 2**20
@@ -649,6 +651,17 @@ def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSp
     return terms if biased is None else [*terms, *key_bias_terms((biased,) * num_layers)]
 
 
+def _tokenizer_terms(layout: Layout) -> list[Term]:
+    """A vocabulary that is larger than the one in the process's bytes; rank 0 alone has a tokenizer."""
+    vocab_size = layout.declared.vocab_size
+    num_bytes = tokenizer_bytes(vocab_size)
+    # A process that was measured had its tokenizer by then.
+    if not num_bytes or layout.target.present_bytes or layout.mesh.rank:
+        return []
+    reason = f"a vocabulary of {vocab_size:,} tokens: {TOKEN_BYTES} bytes for each beyond {PROCESS_VOCABULARY:,}, as measured"
+    return [Term(TOKENIZER_OWNER, num_bytes, reason)]
+
+
 def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[Term]:
     """What a device costs whatever the model, and what loading takes for a while."""
     target, limits = layout.target, resolved.limits
@@ -656,6 +669,7 @@ def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[
     if target.kind != "cuda":
         if target.context_bytes:
             terms.append(Term(PROCESS_OWNER, target.context_bytes, "the process itself: libraries, code, vocabulary"))
+            terms += _tokenizer_terms(layout)
         return terms
     context_bytes = target.context_bytes - (SPLIT_K_BYTES if layout.is_invariant else 0)
     terms.append(Term("cuda context", context_bytes, "CUDA, its libraries' handles and the code of kernels"))
