@@ -64,7 +64,7 @@ def test_every_advice_works(wanted: PlanRequest) -> None:
     could = [item for item in listed if item.fits]
     assert smallest == ([] if fits else could[:1])
     told = smallest_changes(listed)
-    assert len(told) == min(3, len({tuple(name for name, _ in item.settings) for item in could}))
+    assert len(told) == min(3, len({tuple(name for name, _ in item.lasting or item.settings) for item in could}))
     assert all(item in could for item in told)
     if any(item.kind == WEIGHTS for item in could):
         assert any(item.kind == WEIGHTS for item in told), "weights in fewer bits are among them where they fit"
@@ -85,7 +85,8 @@ def test_every_advice_works(wanted: PlanRequest) -> None:
         (plan_request("Llama-3.1-8B", RTX4090, max_model_len=131072), "max_model_len"),
         (plan_request("Qwen3-8B", HOST, max_model_len=64, memory_utilization=0.98), "dtype"),
         (plan_request("Qwen3-32B", RTX4090), "quantization"),
-        (plan_request("Llama-3.1-70B", RTX4090), "gpu"),
+        (plan_request("Llama-3.1-70B", RTX4090), "tensor_parallel_size"),
+        (plan_request("SmolLM2-135M", memory_target("900MiB"), max_model_len=8192), "gpu"),
         (plan_request("Qwen3-8B", H200, kv_cache_memory="1MiB", max_model_len=4096), "kv_cache_memory"),
         (plan_request("Qwen3-0.6B", HOST, memory_limit="1GiB", max_model_len=64), "memory_limit"),
     ],

@@ -64,7 +64,7 @@ svg rect{stroke:var(--page);stroke-width:.6}svg g g:hover rect{stroke:var(--text
 svg .planned rect{fill-opacity:.35}svg .planned text,svg .free text{fill:var(--text)}.free{fill:var(--empty)}
 .swatch{display:inline-block;width:.8em;height:.8em;margin-right:.5em;border-radius:2px}
 .verdict{font-size:1.25rem;font-weight:600;margin:1rem 0 .4rem;padding:.5rem .8rem;border-left:4px solid var(--quiet);background:var(--empty)}
-.verdict.fits{border-color:var(--mark)}h3{font-size:.95rem;margin:1.2rem 0 .3rem;color:var(--quiet);font-weight:600}
+.verdict.fits{border-color:var(--mark)}.group td{padding-top:.9rem;color:var(--quiet);font-weight:600}
 .command{background:var(--empty);padding:.5rem .8rem;overflow-x:auto}details{margin:.8rem 0}summary{color:var(--quiet);cursor:pointer}
 #readout{min-height:1.5em;font-variant-numeric:tabular-nums}code{font:13px ui-monospace,monospace}
 """
@@ -565,30 +565,32 @@ def _sweep_bars(cells: Sequence[Cell], colour: dict[str, str]) -> list[Bar]:
 
 
 def _alternative_parts(view: PlanView) -> list[Html]:
-    """A table for each group of changes, as a terminal shows them; then those that are not worth a line there."""
+    """Changes in the groups in which a terminal shows them; those that are not worth a line there are folded."""
+    has_speed = any(item.speed for item in view.alternatives)
+    heading = ("change", "tokens", *(("tokens/s",) if has_speed else ()), "concurrency", "")
+    rows: list[tuple[str, tuple[str, ...]]] = []
     listed = [item for item in view.alternatives if is_worth_a_line(item, view)]
-    others = [item for item in view.alternatives if not is_worth_a_line(item, view)]
-    groups = [(title, list(group)) for title, group in groupby(listed, key=lambda item: COSTS[item.kind])]
-    parts = [
-        part
-        for title, group in groups
-        for part in (tag("h3", title), table(_HEADING, (_alternative_row(item, view) for item in group), 3))
-    ]
+    for title, group in groupby(listed, key=lambda item: COSTS[item.kind]):
+        rows.append(("group", (title, *("" for _ in heading[1:]))))
+        rows += (_alternative_row(item, view, has_speed) for item in group)
+    parts = [table(heading, rows, len(heading) - 2)]
+    others = [_alternative_row(item, view, has_speed) for item in view.alternatives if item not in listed]
     if others:
-        rows = table(_HEADING, (_alternative_row(item, view) for item in others), 3)
         words = f"{len(others)} that {'is' if len(others) == 1 else 'are'} not enough alone, or no better"
-        parts.append(tag("details", tag("summary", words), rows))
+        parts.append(tag("details", tag("summary", words), table(heading, others, len(heading) - 2)))
     return parts
 
 
-_HEADING = ("change", "tokens", "tokens/s", "concurrency", "")
-
-
-def _alternative_row(item: "Alternative", view: PlanView) -> tuple[str, tuple[str, ...]]:
-    words = concurrency_words(item, view.max_model_len) if item.fits else ""
-    name, note = ("smallest", "the smallest change") if item.is_smallest else ("", "")
+def _alternative_row(item: "Alternative", view: PlanView, has_speed: bool) -> tuple[str, tuple[str, ...]]:
+    tokens = f"{item.kv_tokens:,}" if item.fits else "does not fit"
     speed = "" if item.speed is None else rate_words(item.speed.one_stream.middle)
-    return name, (item.change, f"{item.kv_tokens:,}" if item.fits else "does not fit", speed, words, note)
+    words = concurrency_words(item, view.max_model_len) if item.fits else ""
+    note = "the smallest change" if item.is_smallest else ""
+    return "smallest" if item.is_smallest else "", (
+        *(item.change, tokens),
+        *((speed,) if has_speed else ()),
+        *(words, note),
+    )
 
 
 def eval_page(view: EvalView) -> str:

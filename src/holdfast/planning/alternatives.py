@@ -367,7 +367,7 @@ def _short(change: _Change) -> str:
     (option, value), *_ = change.settings
     words = {
         "memory_utilization": f"{value} of the memory",
-        "max_num_batched_tokens": f"steps of {value} tokens",
+        "max_num_batched_tokens": f"steps of {value}",
         "max_num_seqs": f"{value} sequences",
         "enforce_eager": "no graphs",
     }
