@@ -28,12 +28,11 @@ from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.key_bias import KeyBias
+from holdfast.memory.device_rates import H200_READ_BYTES_PER_SECOND as READ_BYTES_PER_SECOND
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import arena_bytes
 from holdfast.quant.formats import KV_FORMATS
 
-READ_BYTES_PER_SECOND = 4.37e12
-"""An H200, measured: float32 sum of 2 GiB."""
 ROTATED_BYTES = 1.2e9
 """Keys and values of all layers of a measurement together: many times the L2 cache."""
 MAX_LAYERS = 40

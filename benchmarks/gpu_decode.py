@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distinct_experts import count_experts, shown_experts, unread_bytes
 from gpu_records import Budget, keep, leave, make_record, options, print_table, run_child, write_record
 
+from holdfast.memory.device_rates import H200_READ_BYTES_PER_SECOND as READ_BYTES_PER_SECOND
+
 if TYPE_CHECKING:
     from gpu_engines import OpenEngine
 
-READ_BYTES_PER_SECOND = 4.37e12
-"""An H200, measured: float32 sum of 2 GiB."""
 MODES = {"default": "holdfast", "invariant": "holdfast, batch invariant", "transformers": "transformers"}
 """Processes, and the names of their engines in the record."""
 MIN_SECONDS = 20.0

@@ -25,10 +25,10 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference
 from holdfast.kernels.latent.latent_projection import absorb_queries, project_values
 from holdfast.kernels.latent.write_latent import LatentNorm
+from holdfast.memory.device_rates import H200_FLOPS_PER_SECOND as FLOPS_PER_SECOND
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import formats_of
 
-FLOPS_PER_SECOND = 790e12
 MAX_ERROR = 0.02
 MAX_LAYERS = 24
 ROW_TOKENS = 64

@@ -19,7 +19,7 @@ from holdfast.config import EngineConfig
 from holdfast.loading.execution.execute import LoadReport
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import LoadPlan
-from holdfast.loading.quantized.cache import CACHE_VARIABLE
+from holdfast.memory.cache_folder import CACHE_VARIABLE
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.weight_load import WeightLoad, plan_weights

@@ -1,7 +1,7 @@
 """What several GPUs would give, predicted from what one gave: python benchmarks/predict_ranks.py [--no-record]
 
 Nothing of it ran on several GPUs. Times of one H200 are read from the committed records; what ranks tell each other is taken
-from tables that others measured on eight H200 (`SUM_US`, `ALL_TO_ALL_US`: sources beside them).
+from tables that others measured on eight H200 (`SUM_US` of planning/exchange_time.py, `ALL_TO_ALL_US`: sources beside them).
 
     T(n) = F + (T1 - F) / n + sums          F: what of a step does not shrink with its share (launches, norms, small kernels)
 
@@ -14,40 +14,24 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_records import RECORDS, ROOT, command, print_table, record_name, today, versions
 
 from holdfast.cli import bench_record
+from holdfast.memory.device_rates import H200_FLOPS_PER_SECOND
 from holdfast.models.catalogue import find_model
+from holdfast.planning.exchange_time import NETWORK_BYTES_PER_SECOND, NETWORK_SECONDS, gather_seconds, sum_seconds
 
 NEVER_RAN = "predicted: nothing of this record ran on several GPUs"
 SIZES = (2, 4, 8)
-SUM_US: Mapping[int, tuple[tuple[int, float], ...]] = {
-    2: ((4096, 4.64), (16384, 4.62), (65536, 4.82), (262144, 6.34), (524288, 8.43), (1048576, 12.44), (4194304, 42.99)),
-    4: ((4096, 4.77), (16384, 4.92), (65536, 5.81), (262144, 10.48), (524288, 12.1), (1048576, 17.8), (4194304, 51.77)),
-    8: (
-        (4096, 5.14),
-        (16384, 5.67),
-        (65536, 7.94),
-        (262144, 11.14),
-        (524288, 14.07),
-        (1048576, 18.11),
-        (4194304, 48.39),
-    ),
-}
-"""bfloat16 elements and microseconds of an all-reduce among so many H200 over NVLink inside a graph: vLLM 0.24.0's own kernel as
-aiconfigurator 0.12.0 (Apache-2.0) has it in h200_sxm/comm/vllm/0.24.0/custom_allreduce_perf, some of its rows."""
 ALL_TO_ALL_US: Mapping[int, tuple[float, float]] = {8: (35.1, 67.7), 16: (118, 195), 32: (155, 273), 64: (173, 314)}
 """Dispatch and combine of 128 rows of 7168 to 8 experts each, fp8 there and bfloat16 back. 8: an H200 node, SGLang 0.5.12's
 table in aiconfigurator 0.12.0; more: DeepEP V1's own table of H800 with one 400 Gb/s card each."""
-NETWORK_BYTES_PER_SECOND, NETWORK_SECONDS = 50e9, 10e-6
-"""Between nodes, one way: a 400 Gb/s card a GPU, and aiconfigurator's latency of a message (h200_sxm.yaml)."""
 CUBLAS_SECONDS = 16.88e-3
 """All products of a Qwen3-32B step of one row by cuBLAS, in one graph on an H200, 2026-11-15; no record of ours has it."""
-FP8_FLOPS_PER_SECOND = 2 * 790e12
+FP8_FLOPS_PER_SECOND = 2 * H200_FLOPS_PER_SECOND
 """Twice what an H200 gave in bfloat16 (flops_per_second of the record of latent attention)."""
 GPU_BYTES = 139.8 * 2**30
 UTILIZATION, OTHER_BYTES = 0.98, 6 * 2**30
@@ -101,22 +85,6 @@ def one_gpu(batch: int) -> OneGpu:
 
 
 # --- what ranks tell each other
-
-
-def sum_seconds(num_elements: float, size: int) -> float:
-    """Of one all-reduce, between the two rows of the table that it lies between; beyond the last in proportion."""
-    table = SUM_US[size]
-    if num_elements <= table[0][0]:
-        return table[0][1] * 1e-6
-    for (low, low_us), (high, high_us) in pairwise(table):
-        if num_elements <= high:
-            return (low_us + (high_us - low_us) * (num_elements - low) / (high - low)) * 1e-6
-    return table[-1][1] * 1e-6 * num_elements / table[-1][0]
-
-
-def gather_seconds(num_elements: float, size: int) -> float:
-    """Every rank reads what all others have: as much as in a sum of one share, when each rank adds up for itself."""
-    return sum_seconds(num_elements / size, size)
 
 
 def shared_seconds(whole: float, fixed: float, exchanged: float, size: int) -> float:

@@ -10,9 +10,10 @@ import pytest
 
 from cli.cli_models import Here
 from holdfast.distributed.mesh import Mesh
-from holdfast.loading.quantized.cache import CACHE_VARIABLE, CacheSlot, cache_entries, find_cached
+from holdfast.loading.quantized.cache import CacheSlot, cache_entries, find_cached
 from holdfast.loading.quantized.source import open_quantized
 from holdfast.loading.sources.files import MANIFEST_FILE
+from holdfast.memory.cache_folder import CACHE_VARIABLE
 from holdfast.memory.sizes import format_bytes
 from holdfast.quant.weight_schemes import FP8, INT8, WeightRecipe
 from loading.saved_weights import loaded, plan_of, write_model

@@ -20,10 +20,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from holdfast.memory.cache_folder import private_folder
 from holdfast.observability.log import get_logger
 
 NATIVE_VARIABLE = "HOLDFAST_NATIVE"
-CACHE_VARIABLE = "HOLDFAST_CACHE"
 SOURCES = Path(__file__).parent / "native"
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 COMPILE_SECONDS = 120
@@ -148,21 +148,7 @@ def _library_path(compiler: str) -> Path:
         str(_openmp_library()),
     )
     identity.update("\n".join(facts).encode())
-    return _cache_folder() / f"kernels-{identity.hexdigest()}.so"
-
-
-def _cache_folder() -> Path:
-    """A folder only this user can write to: what lies there is executed."""
-    root = os.environ.get(CACHE_VARIABLE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "holdfast")
-    try:
-        folder = Path(root).expanduser()
-    except RuntimeError as error:
-        raise OSError(f"{root} names no folder here; set {CACHE_VARIABLE} to a folder of your own") from error
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise OSError(f"{folder} can be written by others; set {CACHE_VARIABLE} to a folder of your own")
-    return folder
+    return private_folder() / f"kernels-{identity.hexdigest()}.so"
 
 
 def _compile(build: NativeBuild, on_compile: OnCompile) -> None:

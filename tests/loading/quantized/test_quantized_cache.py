@@ -18,7 +18,6 @@ from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.quantized import cache as quantized_cache
 from holdfast.loading.quantized import writer as quantized_writer
 from holdfast.loading.quantized.cache import (
-    CACHE_VARIABLE,
     CacheSlot,
     cache_entries,
     cache_folder,
@@ -30,6 +29,7 @@ from holdfast.loading.quantized.cache import (
 from holdfast.loading.quantized.manifest import identify_source
 from holdfast.loading.sources.dummy import DummySource
 from holdfast.loading.sources.files import MANIFEST_FILE
+from holdfast.memory.cache_folder import CACHE_VARIABLE
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.weight_schemes import FP8, FP8_TENSOR, INT8, MXFP4, WeightRecipe
 from loading.saved_weights import (

@@ -29,6 +29,7 @@ from holdfast.loading.quantized.manifest import (
 from holdfast.loading.quantized.source import QuantizedSource, open_quantized, plan_from_cache
 from holdfast.loading.quantized.writer import plan_digest, remove_whole, sweep, whole_folder, write_weights
 from holdfast.loading.sources.files import MANIFEST_FILE
+from holdfast.memory.cache_folder import private_folder
 from holdfast.memory.sizes import format_bytes
 from holdfast.observability.log import get_logger
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from holdfast.quant.quantized_weight import QuantizedWeight
 
-CACHE_VARIABLE = "HOLDFAST_CACHE"
 MAX_CACHE_BYTES = 256 * 2**30
 """Of all entries; the one that was not used for longest goes first."""
 FREE_SHARE, FREE_BYTES = 20, 16 * 2**30
@@ -48,16 +48,7 @@ log = get_logger(__name__)
 
 def cache_folder() -> Path:
     """Where entries lie, made if need be: a folder only this user can write to, because what lies there is believed."""
-    root = os.environ.get(CACHE_VARIABLE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "holdfast")
-    try:
-        folder = Path(root).expanduser() / "weights"
-    except RuntimeError as error:
-        raise OSError(f"{root} names no folder here; set {CACHE_VARIABLE} to a folder of your own") from error
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise OSError(f"{folder} can be written by others; set {CACHE_VARIABLE} to a folder of your own")
-    return folder
+    return private_folder("weights")
 
 
 def cache_key(identity: SourceIdentity, plan: LoadPlan, mesh: Mesh = ALONE) -> str:

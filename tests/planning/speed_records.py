@@ -1,0 +1,217 @@
+"""Records of an H200 as cases of a predicted step: which rows are the speed of a whole engine, and which are not, and why."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+COUNTED_SINCE = "2026-11-18"
+"""Before, dummy weights sent rows to similar experts, and nothing counted how many (docs/log.md, uniform routing)."""
+WAITED = frozenset(
+    {
+        "h200-2026-11-15-decode",
+        "h200-2026-11-15-quantized-kv",
+        "h200-2026-11-16-before-after",
+        "h200-2026-11-16-before-after-again",
+        "h200-2026-11-16-quantized",
+        "h200-2026-11-17-before-after",
+        "h200-2026-11-17-groups",
+    }
+)
+"""Records of engines that waited for every step. Steps run ahead since, and reach the rate of their graph alone (adr/0013)."""
+NOT_ENGINES: Mapping[str, str] = {
+    "gpu-attention": "attention alone",
+    "gpu-compressed-attention": "attention alone",
+    "gpu-latent-attention": "attention alone",
+    "gpu-quantized-attention": "attention alone",
+    "gpu-sparse-attention": "attention alone",
+    "gpu-masks": "one kernel",
+    "gpu-exchange": "sums alone",
+    "gpu-fused-ranks": "two layers, ranks that share one GPU",
+    "gpu-ranks": "two layers, ranks that share one GPU",
+    "gpu-memory": "bytes",
+    "gpu-load": "the load of weights",
+    "gpu-invariance": "bits",
+    "gpu-tests": "tests",
+}
+"""Sections of which no row is the speed of a whole engine on a GPU of its own."""
+
+
+class SpeedCase(NamedTuple):
+    """One row: the settings of an engine, what it ran, and tokens/s or seconds."""
+
+    record: str
+    measure: str
+    date: str
+    model: str
+    options: tuple[tuple[str, Any], ...]
+    shapes: tuple[tuple[str, Any], ...]
+    batch: int
+    context: float
+    measured: float
+    """Tokens/s of decode, or seconds to the last first token if there are `prompt_rows`."""
+    prompt_rows: int = 0
+    distinct_experts: float | None = None
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether distinct experts are known: one row has top_k of them."""
+        return self.batch == 1 or self.date >= COUNTED_SINCE
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two records of the same measurement have in common."""
+        return self.model, self.options, self.shapes, self.batch, round(self.context / 200), self.prompt_rows
+
+
+Row = Mapping[str, Any]
+
+
+def _case(record: Row, row: Row, model: str, options: Row, batch: int, context: float, rate: float) -> SpeedCase:
+    return SpeedCase(
+        *(record["name"], row["measure"], record["date"], model, _frozen(options), (), batch, context, rate)
+    )
+
+
+def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((name, tuple(value) if isinstance(value, list) else value) for name, value in options.items()))
+
+
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "bfloat16": {},
+    "fp8": {"quantization": "fp8"},
+    "k8v4 pages": {"kv_cache_dtype": "turboquant_k8v4"},
+    "two ropes": {},
+}
+"""What stands between the model and the batch in a measure."""
+
+
+def _named(measure: str) -> tuple[str, dict[str, str], int]:
+    """A measure such as `Qwen3-32B, fp8, batch 1`."""
+    model, *words, batch = measure.split(", ")
+    return model, {k: v for word in words for k, v in WORDS[word].items()}, int(batch.removeprefix("batch "))
+
+
+def _rate(record: Row, row: Row, engine: str) -> float:
+    """The engine's, or that of its graph if it waited for every step."""
+    alone = row.get("graph_alone")
+    if record["name"] not in WAITED or alone is None:
+        return row["values"][engine]
+    return alone[engine] if isinstance(alone, dict) else alone
+
+
+def _context(record: Row) -> float:
+    """512 tokens of prompt, and the mean of both lengths of output."""
+    prompt, low, high = map(int, re.findall(r"\d+", record["context"]))
+    return prompt + (low + high) / 2
+
+
+def _decode(record: Row) -> Iterator[SpeedCase]:
+    for row in record["results"]:
+        context = 512 + (17 + 65) / 2
+        yield _case(record, row, record["model"], {}, row["batch"], context, _rate(record, row, "holdfast"))
+
+
+def _quantized_kv(record: Row) -> Iterator[SpeedCase]:
+    for row in record["results"]:
+        for name, rate in row["values"].items() if row["unit"] == "tokens/s" else ():
+            batch, context = 1, 512
+            if row["measure"] != "one stream":
+                batch, context = row["at_once"][name], int(row["measure"].rpartition(" ")[2])
+            options = {} if name == "bfloat16" else {"kv_cache_dtype": name}
+            yield _case(record, row, record["model"], options, batch, context, rate)
+
+
+def _before_after(record: Row) -> Iterator[SpeedCase]:
+    for row in record["results"]:
+        found = _case(record, row, *_named(row["measure"]), _context(record), _rate(record, row, "new"))
+        distinct = row.get("distinct_experts", {}).get("new")
+        yield found._replace(distinct_experts=None if distinct is None else distinct["measured"])
+
+
+def _overlap(record: Row) -> Iterator[SpeedCase]:
+    for row in record["results"]:
+        yield _case(record, row, *_named(row["measure"]), _context(record), _rate(record, row, "runs ahead"))
+
+
+def _quantized(record: Row) -> Iterator[SpeedCase]:
+    for row in record["results"]:
+        for scheme in row["values"]:
+            rate = _rate(record, row, scheme)
+            found = _case(record, row, row["model"], WORDS[scheme], row["batch"], _context(record), rate)
+            distinct = row.get("distinct_experts", {}).get(scheme)
+            yield found._replace(distinct_experts=None if distinct is None else distinct["measured"])
+
+
+def _groups(record: Row) -> Iterator[SpeedCase]:
+    """Rows of one engine follow its memory; the record names its engines in the same order."""
+    known = {**import_module("gpu_groups").CASES, **import_module("gpu_latent").CASES}
+    engines = iter(record["groups"])
+    engine = None
+    for row in record["results"]:
+        if row["measure"].endswith(", memory"):
+            engine = known[next(engines)]
+            assert row["measure"].startswith(engine.model), f"{row['measure']} is of {engine.model}"
+        found = re.search(r", decode, batch (\d+)(?:, context (\d+))?$", row["measure"])
+        if found is None:
+            continue
+        prompt = engine.prompt_tokens if found[2] is None else int(found[2])
+        context = prompt + sum(engine.lengths) / 2
+        case = _case(record, row, engine.model, engine.options, int(found[1]), context, _rate(record, row, "holdfast"))
+        distinct = row.get("distinct_experts")
+        yield case._replace(
+            shapes=_frozen(engine.shapes), distinct_experts=None if distinct is None else distinct["measured"]
+        )
+
+
+def _ngram(record: Row) -> Iterator[SpeedCase]:
+    """Without proposals: prompts of a few hundred tokens and answers of up to 200."""
+    model = record["model"].partition("-Instruct")[0]
+    for row in record["results"]:
+        yield _case(record, row, model, {}, 1, 400, row["values"]["plain"])
+
+
+def _shared_prompts(record: Row) -> Iterator[SpeedCase]:
+    """The engine that shares nothing. Of the other one forks and hits decide the time."""
+    for row in record["results"]:
+        rows, num_new = row["values"]["alone"], 3
+        prompt = sum(map(int, re.findall(r"(\d+) (?:tokens|of their own)", row["measure"])))
+        batch = rows // (prompt + num_new)
+        seconds = row["last_first_token_seconds"]["alone"]
+        found = _case(record, row, record["model"], {}, batch, prompt, seconds)
+        yield found._replace(prompt_rows=batch * prompt)
+
+
+READERS: Mapping[str, Callable[[Row], Iterator[SpeedCase]]] = {
+    "gpu-decode": _decode,
+    "gpu-quantized-kv": _quantized_kv,
+    "gpu-before-after": _before_after,
+    "gpu-overlap": _overlap,
+    "gpu-quantized": _quantized,
+    "gpu-groups": _groups,
+    "gpu-latent": _groups,
+    "ngram": _ngram,
+    "shared-prompts": _shared_prompts,
+}
+
+
+def read_records() -> list[dict[str, Any]]:
+    """Every record of an H200, with its name."""
+    paths = sorted(RECORDS.glob("h200-*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) | {"name": path.stem} for path in paths]
+
+
+def read_cases() -> list[SpeedCase]:
+    """Every row that is the speed of a whole engine; of a measurement that was made again later only the latest."""
+    cases = [case for record in read_records() for case in READERS.get(record["section"], lambda _: iter(()))(record)]
+    latest: dict[tuple[object, ...], str] = {}
+    for case in cases:
+        latest[case.key] = max(case.date, latest.get(case.key, ""))
+    return [case for case in cases if case.date == latest[case.key]]

@@ -1,0 +1,83 @@
+"""Predicted speed against every record of an H200 that has one: within 20 %, and no record is passed over."""
+
+from functools import cache
+
+import pytest
+
+from holdfast.config import EngineConfig
+from holdfast.memory.device_rates import sheet_rates
+from holdfast.models.blueprints.read import declare_config
+from holdfast.models.catalogue import find_model
+from holdfast.planning.fit import PlanRequest, settle
+from holdfast.planning.resolve import Resolved
+from holdfast.planning.step_time import StepLoad, rank_spec, step_seconds
+from holdfast.planning.terms import Layout
+from planning.plan_cases import H200
+from planning.speed_records import NOT_ENGINES, READERS, SpeedCase, read_cases, read_records
+
+TOLERANCE = 1.2
+RATES = sheet_rates("h200")
+CASES = read_cases()
+
+
+@cache
+def settled(model: str, options: tuple, shapes: tuple) -> tuple[Layout, Resolved]:
+    name, config = find_model(model)
+    changed = {key: list(value) if isinstance(value, tuple) else value for key, value in shapes}
+    declared = declare_config(dict(config) | changed, name)
+    return settle(PlanRequest(EngineConfig.from_options(**dict(options)), declared, H200))
+
+
+def predict(case: SpeedCase, distinct: float | None = None) -> float:
+    layout, resolved = settled(case.model, case.options, case.shapes)
+    if not case.prompt_rows:
+        load = StepLoad(case.batch, case.context, distinct_experts=distinct)
+        return case.batch / step_seconds(layout, resolved, RATES, load)
+    rows, num_prompts = resolved.limits.max_num_batched_tokens, case.batch
+    seconds, left = 0.0, case.prompt_rows
+    while left:
+        step = min(rows, left)
+        seconds += step_seconds(
+            layout, resolved, RATES, StepLoad(0, 0, step, -(-step * num_prompts // case.prompt_rows))
+        )
+        left -= step
+    return seconds
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.record.removeprefix('h200-')}: {case.measure}")
+def test_prediction_is_within_20_percent_of_record(case: SpeedCase) -> None:
+    predicted = predict(case, case.distinct_experts)
+    layout, _ = settled(case.model, case.options, case.shapes)
+    spec = rank_spec(layout.declared, layout.mesh)
+    experts = None if spec is None else spec.experts
+    if experts is None or experts.scoring == "softmax" or case.is_counted or case.distinct_experts is not None:
+        assert case.measured / TOLERANCE <= predicted <= case.measured * TOLERANCE
+        return
+    # Biased routers sent rows to fewer experts than uniform ones would: the rate lies between those of both ends.
+    assert predicted <= case.measured * TOLERANCE
+    assert case.measured / TOLERANCE <= predict(case, experts.top_k)
+
+
+def test_every_record_is_read_or_has_a_reason() -> None:
+    for record in read_records():
+        section = record["section"]
+        assert (section in READERS) != (section in NOT_ENGINES), f"{record['name']}: say how {section} is to be read"
+        has_rates = any(row["unit"] == "tokens/s" for row in record["results"])
+        assert not has_rates or section in READERS or "ranks" in section, f"{record['name']} has rates"
+
+
+def test_every_rate_of_a_record_is_a_case() -> None:
+    used = {
+        (case.record, case.measure)
+        for record in read_records()
+        if record["section"] in READERS
+        for case in READERS[record["section"]](record)
+    }
+    for record in read_records():
+        if record["section"] in READERS:
+            missing = [
+                row["measure"]
+                for row in record["results"]
+                if row["unit"] in ("tokens/s", "rows") and (record["name"], row["measure"]) not in used
+            ]
+            assert not missing, f"{record['name']}: {missing}"
