@@ -110,12 +110,12 @@ def read_plan(options: PlanOptions, engine: Given) -> Planned:
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     config = replace(config, tensor_parallel_size=asked_ranks if ranks is None else ranks)
     if config.max_num_seqs is not None:
-        return Planned(*_placed(config, declared, target), purpose or "serve", Beside())
+        return Planned(*place(config, declared, target), purpose or "serve", Beside())
     one = replace(config, max_num_seqs=ONE_SEQUENCE)
     if purpose in ("chat", "run"):
-        return Planned(*_placed(one, declared, target), purpose, Beside())
-    request, all_ranks = _placed(config, declared, target)
-    chat, chat_ranks = _placed(one, declared, target)
+        return Planned(*place(one, declared, target), purpose, Beside())
+    request, all_ranks = place(config, declared, target)
+    chat, chat_ranks = place(one, declared, target)
     if try_fit(request) is not None:
         return Planned(request, all_ranks, "serve", Beside(chat=chat))
     fit = try_fit(chat) if purpose is None else None
@@ -124,7 +124,7 @@ def read_plan(options: PlanOptions, engine: Given) -> Planned:
     return Planned(chat, chat_ranks, "chat", Beside(many=request))
 
 
-def _placed(config: EngineConfig, declared: DeclaredModel, target: Target) -> tuple[PlanRequest, RankPlans | None]:
+def place(config: EngineConfig, declared: DeclaredModel, target: Target) -> tuple[PlanRequest, RankPlans | None]:
     """The request of the rank that decides for all, and all plans if there are several ranks and every one fits."""
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         check_ranks(config, declared)

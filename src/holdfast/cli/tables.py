@@ -33,7 +33,9 @@ COSTS = {
 """What stands over changes of a kind."""
 VERDICT_STYLES = {"fits": "bold green", "does_not_fit": "bold", "cannot_start": "bold"}
 WORTH = 1.01
-"""A change that gives less than one part in a hundred is not worth a line."""
+"""Tokens: a change that gives less than one part in a hundred more is not worth a line."""
+WORTH_SPEED = 1.1
+"""Speed, which is an estimate: likewise."""
 LEAST_NOTE = 12
 UNKNOWN_COLUMNS = 80
 """Where a terminal says that it has none, rich would print nothing."""
@@ -396,7 +398,7 @@ def is_worth_a_line(item: "Alternative", view: "PlanView") -> bool:
     """Whether a change fits, and gives more tokens, a longer context or more speed than the plan; or is another GPU."""
     if not item.fits or not view.fits or item.kind == "gpu":
         return item.fits
-    is_faster = item.speed is not None and view.speed is not None and _rate(item.speed) > WORTH * _rate(view.speed)
+    is_faster = item.speed is not None and view.speed is not None and _rate(item.speed) > WORTH_SPEED * _rate(view.speed)
     return is_faster or item.kv_tokens > WORTH * view.kv_tokens or item.max_model_len > view.max_model_len
 
 

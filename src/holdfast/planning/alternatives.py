@@ -133,10 +133,14 @@ def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
     weights = _tried_all(_weight_changes(request))
     listed += [item for _, item in formats]
     listed += _combined_pages(request, formats) if is_short and not _is_whole(listed, wanted) else []
-    is_short = is_short and not _is_whole(listed, wanted)
+    # Weights in fewer bits are offered if they fit in any way.
+    needs_help = fit is None and not any(item.fits for _, item in weights)
+    is_short = needs_help or (is_short and not _is_whole(listed, wanted))
     listed += [item for _, item in weights]
     listed += _combined_weights(request, weights) if is_short else []
-    listed += _possible(_rank_changes(request))
+    ranks = _tried_all(_rank_changes(request))
+    listed += _combined_ranks(request, ranks) if not any(item.fits for item in listed) and fit is None else []
+    listed += [item for _, item in ranks]
     if fit is not None or request.target.kind == "cuda" or not any(item.fits for item in listed):
         listed += _gpu_alternatives(request, fit)
     if fit is not None:
@@ -164,12 +168,12 @@ def best_change(listed: Iterable[Alternative]) -> Alternative | None:
 def smallest_changes(listed: Iterable[Alternative], num_changes: int = NUM_CHANGES) -> tuple[Alternative, ...]:
     """The changes that cost least; weights in fewer bits are among them if they fit.
 
-    One for each set of options; a change with settings that cost no quality counts as the change alone.
+    One for each option that changes more than speed, and for each set of those that do not.
     """
     by_options: dict[tuple[str, ...], Alternative] = {}
     for item in listed:
         if item.fits:
-            by_options.setdefault(tuple(name for name, _ in item.lasting or item.settings), item)
+            by_options.setdefault(tuple(name for name, _ in item.lasting[:1] or item.settings), item)
     distinct = list(by_options.values())
     first, rest = distinct[:num_changes], distinct[num_changes:]
     quantized = next((item for item in rest if item.kind == WEIGHTS), None)
@@ -472,6 +476,21 @@ def _combined_weights(request: PlanRequest, weights: Sequence[tuple[_Change, Alt
         found = _enough(request, [joined, *(_with_levers(request, _joined(change, other)) for other in pages)])
         if found:
             return found
+    return []
+
+
+def _combined_ranks(request: PlanRequest, ranks: Sequence[tuple[_Change, Alternative]]) -> list[Alternative]:
+    """The fewest GPUs that hold weights in fewer bits, as they are and with all that costs no quality, if these are fewer."""
+    for change, item in ranks:
+        if item.fits:
+            break
+        for name in narrower_schemes(request):
+            settings = (*change.settings, ("quantization", name))
+            words = f"{change.words} with weights in {name}"
+            joined = _Change(words, settings, RANKED, in_scheme(change.request, name))
+            found = [item for item in _possible([joined, _with_levers(request, joined)]) if item.fits]
+            if found:
+                return found
     return []
 
 

@@ -42,7 +42,7 @@ from holdfast.models.declaration import HeadGeometry, StepShape
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import WeightGroup
 from holdfast.planning.resolve import Resolved, compressed_pages
-from holdfast.planning.target import PROCESS_VOCABULARY, TOKEN_BYTES, Target, tokenizer_bytes
+from holdfast.planning.target import TOKEN_BYTES, Target, tokenizer_bytes
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.request.sampling_params import MAX_LOGPROBS
 
@@ -652,14 +652,12 @@ def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSp
 
 
 def _tokenizer_terms(layout: Layout) -> list[Term]:
-    """A vocabulary that is larger than the one in the process's bytes; rank 0 alone has a tokenizer."""
-    vocab_size = layout.declared.vocab_size
-    num_bytes = tokenizer_bytes(vocab_size)
-    # A process that was measured had its tokenizer by then.
-    if not num_bytes or layout.target.present_bytes or layout.mesh.rank:
+    """The vocabulary, if the process that will hold it was not measured with it; rank 0 alone has a tokenizer."""
+    if layout.target.present_bytes or layout.mesh.rank:
         return []
-    reason = f"a vocabulary of {vocab_size:,} tokens: {TOKEN_BYTES} bytes for each beyond {PROCESS_VOCABULARY:,}, as measured"
-    return [Term(TOKENIZER_OWNER, num_bytes, reason)]
+    vocab_size = layout.declared.vocab_size
+    reason = f"{vocab_size:,} tokens of {TOKEN_BYTES} bytes each, as measured"
+    return [Term(TOKENIZER_OWNER, tokenizer_bytes(vocab_size), reason)]
 
 
 def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[Term]:
