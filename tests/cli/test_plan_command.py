@@ -118,7 +118,9 @@ def test_plan_that_cannot_start_exits_with_three(here: Here, asked: tuple[str, .
 
 
 def test_plan_for_chat_assumes_one_sequence(here: Here) -> None:
-    serve, chat, run = (record(here, "Qwen3-8B", "--gpu", "rtx4090", "--for", name) for name in ("serve", "chat", "run"))
+    serve, chat, run = (
+        record(here, "Qwen3-8B", "--gpu", "rtx4090", "--for", name) for name in ("serve", "chat", "run")
+    )
     assert (serve["for"], chat["for"], run["for"]) == ("serve", "chat", "run")
     assert chat["kv_tokens"] == run["kv_tokens"] > serve["kv_tokens"]
     assert chat["best_command"] == "holdfast chat Qwen/Qwen3-8B"

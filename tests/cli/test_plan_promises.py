@@ -4,6 +4,7 @@ import io
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -88,7 +89,9 @@ def test_plan_commands_give_the_tokens_beside_them(model: str, gpu: str) -> None
 
 
 @pytest.mark.parametrize("gpu", ["rtx3080", pytest.param("2xrtx3080", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("purpose", [*PURPOSES[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in PURPOSES[1:])])
+@pytest.mark.parametrize(
+    "purpose", [*PURPOSES[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in PURPOSES[1:])]
+)
 def test_plan_for_a_command_gives_what_the_command_opens(purpose: str, gpu: str) -> None:
     planned = read_plan(PlanOptions(model="Qwen3-8B", gpu=gpu, purpose=purpose), {"kv_cache_dtype": "fp8"})
     view = view_of(planned.request, "Qwen3-8B", planned.ranks, planned.purpose, planned.beside)
@@ -104,16 +107,21 @@ def refuse_to_open(config: EngineConfig, *rest: object) -> None:
     raise OpenedError(config)
 
 
-@pytest.mark.parametrize("command", ["chat", "run"])
-def test_chat_and_run_open_one_sequence(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+RUN = RunOptions("model", "Hello", None, raw=False, quiet=True, as_json=False)
+
+
+@pytest.mark.parametrize(
+    "opens",
+    [lambda: chat_module.chat("model", None, {}, {}), lambda: run_module.run(RUN, {}, {})],
+    ids=["chat", "run"],
+)
+def test_chat_and_run_open_one_sequence(opens: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a plan assumes of them is what they do."""
     for module in (chat_module, run_module):
         monkeypatch.setattr(module, "open_quietly", refuse_to_open)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello")))
     with pytest.raises(OpenedError) as caught:
-        if command == "chat":
-            chat_module.chat("model", None, {}, {})
-        run_module.run(RunOptions("model", "Hello", None, raw=False, quiet=True, as_json=False), {}, {})
+        opens()
     assert caught.value.args[0].max_num_seqs == ONE_SEQUENCE
 
 

@@ -260,12 +260,14 @@ SPEED = SpeedEstimate(Range(38.0, 44.2), 12, Range(390.0, 451.0), Range(0.21, 0.
 
 
 def test_plan_lines_tell_speed_where_it_is_known() -> None:
-    shown = FITTING._replace(speed=SPEED, alternatives=tuple(item._replace(speed=SPEED) for item in FITTING.alternatives))
+    shown = FITTING._replace(
+        speed=SPEED, alternatives=tuple(item._replace(speed=SPEED) for item in FITTING.alternatives)
+    )
     assert shown.verdict == f"YES: {FITTING.kv_tokens:,} tokens, about 41 tokens/s for one stream"
     text = text_of(shown)
     assert re.search(r"one stream +38 to 44 tokens/s\n", text)
     assert re.search(r"12 streams +390 to 450 tokens/s together\n", text)
-    assert re.search(r"first token +0.21 to 0.26 s\n", text)
+    assert re.search(r"first token +210 to 260 ms\n", text)
     assert "Contexts of 1,024 tokens." in text
     assert re.search(r"take h100 +[\d,]+ tokens +41 tokens/s", text)
     record = shown.as_dict()

@@ -17,8 +17,8 @@ from holdfast.planning.target import (
     device_target,
     gpu_target,
     measure_process,
-    tokenizer_bytes,
     memory_target,
+    tokenizer_bytes,
 )
 
 GIB = 1024**3

@@ -232,7 +232,9 @@ def test_a_second_engine_fits_into_what_is_left_or_refuses(build: TinyBuilder, m
             return 160 * MIB - sum(storage.nbytes() for one in taken if (storage := one()) is not None)
 
         monkeypatch.setattr(
-            building, "device_target", lambda device, vocab_size=0: Target("cpu", "cpu", 160 * MIB, left_bytes(), 0, "a dummy")
+            building,
+            "device_target",
+            lambda device, vocab_size=0: Target("cpu", "cpu", 160 * MIB, left_bytes(), 0, "a dummy"),
         )
         first = build(memory_utilization=1.0, **LARGE)
         second = build(**OPEN)

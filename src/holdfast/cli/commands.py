@@ -535,8 +535,7 @@ COMMANDS = (
         "from the one that decides); with --sweep also sweep.",
         (
             "holdfast plan Qwen3-32B --gpu h200",
-            "holdfast plan Qwen3-8B --gpu rtx4060ti-16g --for chat",
-            "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",
+            "holdfast plan path/to/model --memory 24GiB --for chat --max-model-len 32K --json",
             "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
         ),
         PLAN_SETTINGS,

@@ -44,6 +44,7 @@ FITS, DOES_NOT_FIT, CANNOT_START = "fits", "does_not_fit", "cannot_start"
 """What a plan may come to."""
 SMALL_SHARE = 0.01
 """Of the memory: owners below it share one row, unless all are shown."""
+NEVER_SMALL = ("weights", KV_OWNER)
 
 
 def asked_words(request: PlanRequest, resolved: Resolved) -> str:
@@ -242,7 +243,7 @@ class PlanView(NamedTuple):
     def folded_rows(self) -> tuple[OwnerRow, ...]:
         """The same with small owners in one row, at the end."""
         whole = max(self.budget_bytes, *self.phase_bytes.values(), 1)
-        small = [row for row in self.rows if row.peak_bytes < SMALL_SHARE * whole and row.owner != KV_OWNER]
+        small = [row for row in self.rows if row.peak_bytes < SMALL_SHARE * whole and row.owner not in NEVER_SMALL]
         if len(small) < 2:
             return self.rows
         sums = {phase: sum(row.phase_bytes.get(phase, 0) for row in small) for phase in PHASES}

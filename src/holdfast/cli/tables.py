@@ -263,8 +263,15 @@ def speed_rows(speed: "SpeedEstimate") -> tuple[tuple[str, str], ...]:
     return (
         ("one stream", f"{range_words(speed.one_stream)} tokens/s"),
         (streams, f"{range_words(speed.batch)} tokens/s together"),
-        ("first token", f"{range_words(speed.first_token_seconds)} s"),
+        ("first token", _seconds_words(speed.first_token_seconds)),
     )
+
+
+def _seconds_words(bounds: "Range") -> str:
+    """Milliseconds below a second."""
+    if bounds.high >= 1:
+        return f"{range_words(bounds)} s"
+    return f"{range_words(bounds._replace(low=1e3 * bounds.low, high=1e3 * bounds.high))} ms"
 
 
 def range_words(bounds: "Range") -> str:
@@ -398,7 +405,9 @@ def is_worth_a_line(item: "Alternative", view: "PlanView") -> bool:
     """Whether a change fits, and gives more tokens, a longer context or more speed than the plan; or is another GPU."""
     if not item.fits or not view.fits or item.kind == "gpu":
         return item.fits
-    is_faster = item.speed is not None and view.speed is not None and _rate(item.speed) > WORTH_SPEED * _rate(view.speed)
+    is_faster = (
+        item.speed is not None and view.speed is not None and _rate(item.speed) > WORTH_SPEED * _rate(view.speed)
+    )
     return is_faster or item.kv_tokens > WORTH * view.kv_tokens or item.max_model_len > view.max_model_len
 
 

@@ -48,7 +48,14 @@ LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED = "lever", "context", "format", "we
 KINDS = (LEVER, CONTEXT, FORMAT, WEIGHTS, RANKED, GPU)
 """Changes in the order in which a person makes them: settings that cost speed at most, a shorter context, pages and then
 weights in fewer bits, more of the same GPU, another GPU."""
-LEVERS = ("memory_utilization", "memory_limit", "kv_cache_memory", "max_num_batched_tokens", "max_num_seqs", "enforce_eager")
+LEVERS = (
+    "memory_utilization",
+    "memory_limit",
+    "kv_cache_memory",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "enforce_eager",
+)
 """Options that change no answer."""
 
 LEFT_OUT = ""

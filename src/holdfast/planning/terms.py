@@ -666,7 +666,8 @@ def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[
     terms = [] if layout.staging is None else [layout.staging]
     if target.kind != "cuda":
         if target.context_bytes:
-            terms.append(Term(PROCESS_OWNER, target.context_bytes, "the process itself: libraries, code, vocabulary"))
+            held = "libraries, code, vocabulary" if target.present_bytes else "libraries and code"
+            terms.append(Term(PROCESS_OWNER, target.context_bytes, f"the process itself: {held}"))
             terms += _tokenizer_terms(layout)
         return terms
     context_bytes = target.context_bytes - (SPLIT_K_BYTES if layout.is_invariant else 0)
