@@ -14,13 +14,13 @@ from holdfast.cli.layout import CONTINUED, FULL, LIGHT, Line, Table, aligned, fi
 from holdfast.cli.plan_view import CANNOT_START, DOES_NOT_FIT, FITS, PlanView, sweep, view_of
 from holdfast.cli.tables import (
     LATER,
-    is_worth_a_line,
     memory_lines,
     owner_lines,
     plan_lines,
     quality_lines,
     refusal_lines,
     sweep_lines,
+    worthwhile,
 )
 from holdfast.errors import PlanChange, PlanRow, PlanTable
 from holdfast.memory.report import MemoryReport, MemoryRow
@@ -77,8 +77,8 @@ def test_a_plan_at_any_width_keeps_every_word_and_every_status(place: int, num_c
     assert view.verdict.startswith({FITS: "YES: ", DOES_NOT_FIT: "NO: ", CANNOT_START: "CANNOT START: "}[view.status])
     assert ("KV cache size: " in text) == view.fits
     assert (LATER in flat) == (LATER in " ".join(view.not_in_this_version))
-    for item in view.alternatives:
-        assert not is_worth_a_line(item, view) or f"{item.kv_tokens:,} tokens" in text
+    for item in worthwhile(view):
+        assert f"{item.kv_tokens:,} tokens" in text
     check(owner_lines(view), num_columns)
 
 

@@ -26,7 +26,6 @@ from holdfast.cli.tables import (
     group_rows,
     headings,
     held_words,
-    is_worth_a_line,
     kl_words,
     meaning,
     note_words,
@@ -34,6 +33,7 @@ from holdfast.cli.tables import (
     rate_words,
     speed_rows,
     start_words,
+    worthwhile,
 )
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.ledger import Entry
@@ -569,7 +569,7 @@ def _alternative_parts(view: PlanView) -> list[Html]:
     has_speed = any(item.speed for item in view.alternatives)
     heading = ("change", "tokens", *(("tokens/s",) if has_speed else ()), "concurrency", "")
     rows: list[tuple[str, tuple[str, ...]]] = []
-    listed = [item for item in view.alternatives if is_worth_a_line(item, view)]
+    listed = worthwhile(view)
     for title, group in groupby(listed, key=lambda item: COSTS[item.kind]):
         rows.append(("group", (title, *("" for _ in heading[1:]))))
         rows += (_alternative_row(item, view, has_speed) for item in group)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import gt
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from holdfast.cli.layout import EIGHTHS, FULL, LIGHT, OTHER, SMALLEST, Line, Table, fitted, table_lines
@@ -259,10 +260,10 @@ def _start_lines(view: "PlanView") -> list[Line]:
 
 def speed_rows(speed: "SpeedEstimate") -> tuple[tuple[str, str], ...]:
     """What is estimated, and between which bounds."""
-    streams = "1 stream" if speed.batch_size == 1 else f"{speed.batch_size:,} streams"
+    streams = f"{speed.batch_size:,} streams"
     return (
         ("one stream", f"{range_words(speed.one_stream)} tokens/s"),
-        (streams, f"{range_words(speed.batch)} tokens/s together"),
+        *(((streams, f"{range_words(speed.batch)} tokens/s together"),) if speed.batch_size > 1 else ()),
         ("first token", _seconds_words(speed.first_token_seconds)),
     )
 
@@ -375,7 +376,7 @@ def _differences(differs: "Mapping[str, int]") -> str:
 
 def alternative_lines(view: "PlanView") -> list[Line]:
     """Changes by what they cost, the least first; the smallest that fits is marked."""
-    listed = [item for item in view.alternatives if is_worth_a_line(item, view)]
+    listed = worthwhile(view)
     rows = [
         (
             f"{SMALLEST if item.is_smallest else OTHER} {item.change}",
@@ -401,18 +402,32 @@ def alternative_lines(view: "PlanView") -> list[Line]:
     return lines
 
 
-def is_worth_a_line(item: "Alternative", view: "PlanView") -> bool:
-    """Whether a change fits, and gives more tokens, a longer context or more speed than the plan; or is another GPU."""
-    if not item.fits or not view.fits or item.kind == "gpu":
-        return item.fits
-    is_faster = (
-        item.speed is not None and view.speed is not None and _rate(item.speed) > WORTH_SPEED * _rate(view.speed)
-    )
-    return is_faster or item.kv_tokens > WORTH * view.kv_tokens or item.max_model_len > view.max_model_len
+def worthwhile(view: "PlanView") -> "list[Alternative]":
+    """Changes that fit, and that give more than the plan, or than a change of the same option before them.
+
+    Another GPU may give less: it may be cheaper.
+    """
+    before: dict[str | None, list[tuple[float, ...]]] = {}
+    found = []
+    for item in view.alternatives:
+        known = before.setdefault(item.option, [])
+        if item.option is None or item.kind in ("gpu", "context"):
+            known.clear()
+        bounds = [_worth(view.kv_tokens, view.max_model_len, view.speed)] * view.fits if item.kind != "gpu" else []
+        gives = (item.kv_tokens, item.max_model_len, _rate(item.speed))
+        if item.fits and all(any(map(gt, gives, bound)) for bound in (*bounds, *known)):
+            found.append(item)
+            known.append(_worth(item.kv_tokens, item.max_model_len, item.speed))
+    return found
 
 
-def _rate(speed: "SpeedEstimate") -> float:
-    return speed.one_stream.middle
+def _worth(kv_tokens: int, max_model_len: int, speed: "SpeedEstimate | None") -> tuple[float, ...]:
+    """Tokens, context and tokens/s, each as many as another change must exceed."""
+    return WORTH * kv_tokens, max_model_len, WORTH_SPEED * _rate(speed)
+
+
+def _rate(speed: "SpeedEstimate | None") -> float:
+    return 0.0 if speed is None else speed.one_stream.middle
 
 
 def concurrency_words(item: "Alternative", max_model_len: int) -> str:

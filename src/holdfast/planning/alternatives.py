@@ -326,7 +326,9 @@ def list_levers(request: PlanRequest, fit: Fit | None) -> list[Alternative]:
     for item in _possible(_together(helping)):
         if best is None or _is_worth(item, best.max_model_len, best.kv_tokens):
             best = item
-    return [*([] if best is None else [best]), *alone]
+    if best is None or not all(_is_worth(best, item.max_model_len, item.kv_tokens) for item in alone):
+        return alone
+    return [best, *alone]
 
 
 def _is_worth(item: Alternative, max_model_len: int, kv_tokens: int) -> bool:
