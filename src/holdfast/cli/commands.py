@@ -535,7 +535,7 @@ COMMANDS = (
         "from the one that decides); with --sweep also sweep.",
         (
             "holdfast plan Qwen3-32B --gpu h200",
-            "holdfast plan path/to/model --memory 24GiB --for chat --max-model-len 32K --json",
+            "holdfast plan path/to/model --memory 24GiB --for chat --json",
             "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
         ),
         PLAN_SETTINGS,
