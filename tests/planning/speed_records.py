@@ -162,6 +162,7 @@ def _groups(record: Row) -> Iterator[SpeedCase]:
         found = re.search(r", decode, batch (\d+)(?:, context (\d+))?$", row["measure"])
         if found is None:
             continue
+        assert engine is not None, f"{row['measure']} comes before the memory of an engine"
         prompt = engine.prompt_tokens if found[2] is None else int(found[2])
         context = prompt + sum(engine.lengths) / 2
         case = _case(record, row, engine.model, engine.options, int(found[1]), context, _rate(record, row, "holdfast"))

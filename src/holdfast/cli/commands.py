@@ -293,7 +293,7 @@ def _run_eval_weights(own: Given, engine: Given, sampling: Given) -> None:
 def _run_doctor(own: Given, engine: Given, sampling: Given) -> int:
     from holdfast.cli.doctor import doctor
 
-    return doctor(own["as_json"])
+    return doctor(own["as_json"], own["measure"])
 
 
 def _run_completion(own: Given, engine: Given, sampling: Given) -> None:
@@ -550,11 +550,18 @@ COMMANDS = (
     Command(
         ("doctor",),
         "Tell what is here (torch, CUDA, Triton, GPUs, a compiler, caches, models) and what is missing for what.",
-        (Option("as_json", "Print one JSON object and nothing else.", panel=OUTPUT, flags=("--json",)),),
+        (
+            Option(
+                "measure",
+                "Time how fast the CPU and every GPU read memory and multiply, a few seconds each. The rates are kept in "
+                "the cache folder, and holdfast plan tells speeds by them.",
+            ),
+            Option("as_json", "Print one JSON object and nothing else.", panel=OUTPUT, flags=("--json",)),
+        ),
         _run_doctor,
-        "Exits with 0 where a model can run, on a GPU or on a CPU, and with 1 where none can. It changes nothing and "
-        "asks nothing of a network.",
-        ("holdfast doctor", "holdfast doctor --json"),
+        "Exits with 0 where a model can run, on a GPU or on a CPU, and with 1 where none can. Without --measure it "
+        "changes nothing. It asks nothing of a network.",
+        ("holdfast doctor", "holdfast doctor --measure", "holdfast doctor --json"),
     ),
     Command(
         ("completion",),

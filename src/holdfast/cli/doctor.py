@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from holdfast import __version__
 from holdfast.cli.layout import aligned, wrapped
+from holdfast.cli.measure import measure, rate_rows
 from holdfast.cli.terminal import dumps, write_answer
 from holdfast.errors import HoldfastError
 from holdfast.loading.model_files import INSTALL, find_default_model
@@ -109,15 +110,22 @@ class Ability(NamedTuple):
     words: str
 
 
-def doctor(as_json: bool) -> int:
-    """Print what is here and what follows; 0 where a model can run."""
+def doctor(as_json: bool, measures: bool = False) -> int:
+    """Print what is here and what follows, and how fast devices are if asked; 0 where a model can run."""
     facts = gather()
     can = abilities(facts)
+    found = measure() if measures else None
     if as_json:
-        record = {"facts": asdict(facts), "abilities": [ability._asdict() for ability in can]}
+        record: dict[str, object] = {"facts": asdict(facts), "abilities": [ability._asdict() for ability in can]}
+        if found is not None:
+            record["measured"] = {**found._asdict(), "devices": [device._asdict() for device in found.devices]}
         write_answer(dumps(record) + "\n")
     else:
-        write_answer("\n".join((*report_lines(facts, can, shutil.get_terminal_size().columns), "")))
+        columns = shutil.get_terminal_size().columns
+        lines = report_lines(facts, can, columns)
+        if found is not None:
+            lines = ["measured", *_table(rate_rows(found), columns), "", *lines]
+        write_answer("\n".join((*lines, "")))
     return 0 if can_run(can) else 1
 
 

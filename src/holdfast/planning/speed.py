@@ -1,5 +1,6 @@
 """Speed of a plan: tokens/s of one stream and of a batch, time to the first token, from bytes, FLOPs and the device; no torch."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.memory.device_rates import (
@@ -70,6 +71,8 @@ ON_MEASURED_GPU = 0.75, 1.15
 ON_OTHER_GPU = 0.65, 1.15
 """Neither are."""
 ON_MEASURED_CPU, ON_OTHER_CPU = (0.75, 1.3), (0.4, 1.8)
+GUESSED = 0.8
+"""Factor on the low bound for a part of a step that no record has: exchange between ranks, launches without graphs."""
 
 
 def estimate_speed(request: PlanRequest, fit: Fit) -> SpeedEstimate | None:
@@ -78,6 +81,8 @@ def estimate_speed(request: PlanRequest, fit: Fit) -> SpeedEstimate | None:
     if device is None:
         return None
     layout, resolved = fit.layout, fit.resolved
+    for guess in _guesses(layout, device.rates):
+        device = device._replace(slowest=GUESSED * device.slowest, words=f"{device.words}; {guess}")
     context = min(SPEED_CONTEXT, resolved.limits.max_model_len)
     batch_size = _batch_size(fit, context)
 
@@ -91,14 +96,20 @@ def estimate_speed(request: PlanRequest, fit: Fit) -> SpeedEstimate | None:
     return SpeedEstimate(tokens_per_second(1), batch_size, tokens_per_second(batch_size), first, assumption)
 
 
+def _guesses(layout: Layout, rates: Rates) -> Iterator[str]:
+    """Parts of a step that nothing was measured for, in words."""
+    if layout.mesh.tensor_size > 1:
+        links = {"nvlink": "NVLink as published for H200", "pcie": "PCIe, assumed", "host": "gloo, assumed"}
+        yield f"exchange of {layout.mesh.tensor_size} ranks over {links[rates.link]}"
+    if layout.enforce_eager and rates.kind == "cuda":
+        yield "launches without graphs, assumed"
+
+
 def decode_rate(layout: Layout, resolved: Resolved, rates: Rates, num_sequences: int, context: float) -> float:
-    """Tokens/s of so many sequences together; stages work on parts of them at once."""
+    """Tokens/s of so many sequences together. Every stage works on a part of them, and a token passes all stages."""
     num_stages = layout.mesh.num_stages
-    rows = -(-num_sequences // num_stages)
-    seconds = step_seconds(layout, resolved, rates, StepLoad(rows, context))
-    return num_sequences / (
-        seconds * -(-num_sequences // rows) if num_sequences >= num_stages else seconds * num_stages
-    )
+    load = StepLoad(-(-num_sequences // num_stages), context)
+    return num_sequences / (num_stages * step_seconds(layout, resolved, rates, load))
 
 
 def first_token_seconds(layout: Layout, resolved: Resolved, rates: Rates, prompt: int) -> float:

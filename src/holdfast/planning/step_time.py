@@ -1,6 +1,6 @@
 """Seconds of one step of an engine: bytes and FLOPs of products and attention, launches, exchange; no torch.
 
-    step = fixed + layers * launches + products + attention + exchange
+    step = fixed + layers * launches + products + attention + exchange, or the host's time if that is longer
 
 A product reads its weights or multiplies them, whichever takes longer; near the crossing it takes more than either, hence
 the Euclidean norm of both. On a CPU a core either loads or multiplies, so both add up. Shares are of the device's rates
@@ -51,6 +51,9 @@ QUERY_LATENT_SECONDS = 8e-6
 """Queries with a latent of their own have one more product and norm: GLM-4.7-Flash (h200-2026-11-17-latent), R1 (-latent-r1)."""
 FEW_ROWS_SECONDS = 15e-6
 """A fused layer of 2 to 16 rows above one of a single row: Qwen3-32B at batch 8 (h200-2026-11-16-quantized, its graph)."""
+HOST_SECONDS, HOST_SEQUENCE_SECONDS = 300e-6, 20e-6
+"""Host time of a step, and of each of its sequences, which runs beside the device: what steps that wait take longer than
+steps that run ahead, 0.3 ms at batch 1 and 2.6 ms at 128 (h200-2026-11-17-overlap)."""
 EAGER_LAYER_SECONDS = 150e-6
 """Host time of one layer that no graph holds; the device waits if it is faster. Assumed: no record is without graphs."""
 CPU_LAYER_SECONDS = 60e-6
@@ -126,9 +129,14 @@ def step_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: StepLoa
     row_bytes = layout.declared.hidden_size * DTYPE_BYTES[resolved.dtype]
     seconds += exchange_seconds(layout.mesh, num_layers, load.rows, row_bytes, rates.link)
     has_graph = not layout.enforce_eager and load.rows <= (TOKEN_BUCKETS[-1] if load.prompt_rows else MAX_GRAPH_ROWS)
-    if rates.kind == "cpu" or has_graph:
+    if rates.kind == "cpu":
         return seconds
-    return max(seconds, num_layers * EAGER_LAYER_SECONDS)
+    host = (
+        HOST_SECONDS
+        + load.logit_rows * HOST_SEQUENCE_SECONDS
+        + (0.0 if has_graph else num_layers * EAGER_LAYER_SECONDS)
+    )
+    return max(seconds, host)
 
 
 def rank_spec(declared: DeclaredModel, mesh: Mesh) -> ModelSpec | None:
