@@ -28,7 +28,6 @@ MODELS = ("Qwen3-8B", "Qwen3-30B-A3B", "gpt-oss-20b", "DeepSeek-V2-Lite", "phi-4
 """Dense, with experts, with windows and sinks, with latents, and one that is planned only."""
 QUICK = {
     ("gpt-oss-20b", "rtx4060ti-16g"),
-    ("gpt-oss-20b", "rtx4060ti-8g"),
     ("Qwen3-8B", "rtx3080-12g"),
     ("DeepSeek-V2-Lite", "rtx4090"),
     ("phi-4", "t4"),
