@@ -321,13 +321,21 @@ GGUF_CHECKS = (
 PLAN_CHECKS = (
     Check(
         PLAN,
+        "the answer first, then the best command, then what else would fit",
+        "at-80-columns holdfast plan Qwen3-32B --gpu rtx4090",
+        (
+            r"(?s)\ANO: 42\.17 GiB short on rtx4090",
+            r"(?s)what fits best.*17,456 tokens.*holdfast serve Qwen/Qwen3-32B --quantization mxfp4",
+            "(?s)changes answers a little.*more of this GPU.*another GPU",
+        ),
+        codes=(1,),
+        is_shown=True,
+    ),
+    Check(
+        PLAN,
         "levers that cost no quality first, then formats, then GPUs",
         CHEAPEST,
-        (
-            r"(?s)costs no quality.*17,456.*changes answers a little.*another GPU",
-            "the first of these, for 17,456",
-        ),
-        is_shown=True,
+        (r"^YES: 5,088 tokens", "(?s)costs no quality.*17,456.*changes answers a little.*another GPU"),
     ),
     Check(
         PLAN,
@@ -339,8 +347,9 @@ PLAN_CHECKS = (
         PLAN,
         "a GPU below compute capability 8.0 is marked, and none is advised",
         "holdfast plan Qwen3-8B --gpu v100",
-        (r"does not run: needs compute capability 8\.0", r"take \w+"),
+        (r"^CANNOT START: ", r"does not run: needs compute capability 8\.0", r"take \w+"),
         (r"take (v100|t4|p100|rtx20)",),
+        codes=(3,),
     ),
     Check(
         PLAN,
@@ -369,7 +378,7 @@ PLAN_CHECKS = (
     Check(
         PLAN,
         "names as people type them: GPUs",
-        "for gpu in 4090 2x4090 H100-PCIe 'rtx 4090' A100_40GB; do holdfast plan Qwen3-8B --gpu \"$gpu\" | head -1; done",
+        "for gpu in 4090 2x4090 H100-PCIe 'rtx 4090' A100_40GB; do holdfast plan Qwen3-8B --gpu \"$gpu\" | head -2; done",
         ("on NVIDIA GeForce RTX 4090", "on each of 2 x NVIDIA GeForce RTX 4090", "on NVIDIA H100 PCIe", "A100"),
         ("^error",),
     ),
@@ -377,7 +386,7 @@ PLAN_CHECKS = (
         PLAN,
         "names as people type them: models",
         "for model in llama2-7b Llama-3.3-70B qwen3-4b-instruct-2507 gpt-oss:20b gemma-3-27b mixtral-8x7b phi-4 "
-        'kimi-k2 deepseek-v3; do holdfast plan "$model" --gpu b200 2>&1 | head -1; done',
+        'kimi-k2 deepseek-v3; do holdfast plan "$model" --gpu b200 2>&1 | head -2; done',
         ("(?i)llama-2-7b", "(?i)gpt-oss-20b", "(?i)mixtral", "(?i)kimi"),
         ("^error: model",),
     ),

@@ -1,6 +1,7 @@
 """Pages: well formed and harmless whatever the names in them; boxes, bars, dots and lines to scale; no colour twice."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from holdfast.cli.page import (
     HEIGHT,
     MAP_ROWS,
     MAX_BOXES,
+    STYLE,
     WIDTH,
     Bar,
     Html,
@@ -41,7 +43,8 @@ from holdfast.cli.page import (
     with_small_ones_gathered,
     write_page,
 )
-from holdfast.cli.plan_view import Cell, sweep, view_of
+from holdfast.cli.plan_view import Cell, Start, sweep, view_of
+from holdfast.cli.tables import alternative_lines
 from holdfast.errors import ConfigError
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import PHASES
@@ -221,10 +224,16 @@ def test_no_two_names_share_a_colour() -> None:
     assert min(math.dist(*pair) for pair in combinations(parts.values(), 2)) > 25, "and no two look alike"
 
 
+def rows_under(document: Element, heading: str) -> list[Element]:
+    """Rows of every table whose first column is called so."""
+    tables = [table for table in document.all("table") if table.all("th")[0].text == heading]
+    return [row for table in tables for row in table.all("tbody")[0].all("tr")]
+
+
 @pytest.mark.parametrize("asked", [("Qwen3-32B", "h200"), ("Qwen3-30B-A3B", "h200")], ids=" ".join)
 def test_every_owner_of_a_plan_has_a_colour_of_its_own(asked: tuple[str, str]) -> None:
     planned = view_of(plan_request(*asked), None)
-    rows = read_page(plan_page(planned, ())).all("tbody")[0].all("tr")[:-1]
+    rows = rows_under(read_page(plan_page(planned, ())), "owner")[:-1]
     found = [row.all("span")[1].attributes["style"] for row in rows]
     assert len(found) == len(planned.rows) == len(set(found))
 
@@ -242,7 +251,7 @@ def test_the_bars_of_a_sweep_have_colours_that_no_owner_has() -> None:
     asked = plan_request("Qwen3-32B", "h200")
     cells = sweep(asked)
     document = read_page(plan_page(view_of(asked, None), cells))
-    rows = document.all("tbody")[0].all("tr")[:-1]
+    rows = rows_under(document, "owner")[:-1]
     owners = {row.all("span")[1].attributes["style"].removeprefix("background:") for row in rows}
     drawn = {box.attributes["fill"] for box in document.all("svg")[-1].all("rect") if "fill" in box.attributes}
     drawn |= {box.attributes["fill"] for box in document.all("svg")[-1].all("g") if "fill" in box.attributes}
@@ -409,7 +418,9 @@ def test_a_plan_that_does_not_fit_is_drawn_whole() -> None:
     document = read_page(plan_page(planned, sweep(asked)))
     serve = document.all("svg")[2]
     assert sum(int(box.attributes["data-bytes"]) for box in boxes_of(serve)) == planned.phase_bytes["serve"]
-    assert "It does not fit: " in document.text
+    (verdict,) = [part for part in document.all("p") if "verdict" in part.attributes.get("class", "")]
+    assert verdict.text == planned.verdict == f"NO: {planned.short_words} on l4"
+    assert document.all("p")[0] is verdict
     assert (
         f"serve: {planned.phase_bytes['serve'] / 2**30:.2f} GiB, {planned.short_bytes / 2**30:.2f} GiB short"
         in document.text
@@ -418,12 +429,37 @@ def test_a_plan_that_does_not_fit_is_drawn_whole() -> None:
 
 def test_the_tables_say_what_the_terminal_says() -> None:
     document = read_page(plan_page(VIEW, CELLS))
-    owners, ways = document.all("tbody")
-    assert [row.all("td")[0].text for row in owners.all("tr")] == [*(row.owner for row in VIEW.rows), "total"]
-    assert [row.all("td")[0].text for row in ways.all("tr")] == [item.change for item in VIEW.alternatives]
-    assert VIEW.asked in document.text
-    assert VIEW.kv_words in document.text
-    assert VIEW.command in document.all("code")[0].text
+    owners, ways = rows_under(document, "owner"), rows_under(document, "change")
+    assert [row.all("td")[0].text for row in owners] == [*(row.owner for row in VIEW.rows), "total"]
+    changes = [row.all("td")[0].text for row in ways if row.attributes.get("class") != "group"]
+    assert sorted(changes) == sorted(item.change for item in VIEW.alternatives)
+    shown = [line.text.strip() for line in alternative_lines(VIEW)]
+    titles = [row.all("td")[0].text for row in ways if row.attributes.get("class") == "group"]
+    assert titles == [line for line in shown if line in titles] == list(dict.fromkeys(titles))
+    for words in (VIEW.verdict, VIEW.asked, VIEW.kv_words, *(choice.reason for choice in VIEW.choices)):
+        assert words in document.text
+    assert [part.text for part in document.all("code")] == [start.command for start in VIEW.starts]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_plan_page_text_has_contrast_aa(theme: str) -> None:
+    """Text and marks against the page and against the area of a verdict and a command."""
+    blocks = re.findall(r":root\{([^}]*)\}", STYLE)
+    assert len(blocks) == 2
+    names = dict(re.findall(r"--(\w+):(#\w+)", blocks[0])) | (
+        dict(re.findall(r"--(\w+):(#\w+)", blocks[1])) if theme == "dark" else {}
+    )
+
+    def luminance(colour: str) -> float:
+        digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+        parts = [part / 255 for part in bytes.fromhex(digits)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for text in ("text", "quiet", "mark"):
+        for ground in ("page", "empty"):
+            low, high = sorted(luminance(names[name]) for name in (text, ground))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
 
 
 def test_bars_of_the_chart_are_to_one_scale() -> None:
@@ -445,7 +481,8 @@ def test_bars_of_the_chart_are_to_one_scale() -> None:
 
 
 def test_names_are_escaped_in_a_plan() -> None:
-    planned = VIEW._replace(model=HOSTILE, asked=HOSTILE, budget_reason=HOSTILE, command=HOSTILE)
+    starts = (Start(HOSTILE, HOSTILE, 5, None),)
+    planned = VIEW._replace(model=HOSTILE, asked=HOSTILE, budget_reason=HOSTILE, device=HOSTILE, starts=starts)
     document = read_page(plan_page(planned, (Cell(HOSTILE, HOSTILE, 5, True, True),)))
     assert len(document.all("script")) == 1
     assert HOSTILE in document.all("h1")[0].text

@@ -16,7 +16,7 @@ import pytest
 from cli.cli_models import Here, finish, make_model, refuse, start
 from cli.page_reader import read_page
 from holdfast.api.llm import LLM
-from holdfast.cli.plan import NO_DEVICE, PlanOptions, read_request, read_target
+from holdfast.cli.plan import NO_DEVICE, PlanOptions, read_plan, read_target
 from holdfast.errors import ConfigError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import find_default_model
@@ -35,17 +35,19 @@ def record(here: Here, *arguments: object, code: int = 0) -> dict:
 def test_a_plan_that_fits(here: Here) -> None:
     ended = here("plan", "Qwen3-32B", "--gpu", "h200")
     assert (ended.code, ended.err) == (0, "")
-    assert "weights" in ended.out
+    first, asked, blank, title, command, *_ = ended.out.splitlines()
+    assert first.startswith("YES: 25")
+    assert asked.startswith("Qwen3-32B on NVIDIA H200: weights in bfloat16")
+    assert (blank, title.partition(":")[0], command) == ("", "to serve it", "  holdfast serve Qwen/Qwen3-32B")
     assert "KV cache size: " in ended.out
-    assert "to start it" in ended.out
     assert "\x1b" not in ended.out
 
 
 def test_a_plan_that_does_not_fit_exits_with_one_and_the_table(here: Here) -> None:
     ended = here("plan", "Llama-3.1-70B", "--gpu", "rtx4090")
     assert (ended.code, ended.err) == (1, "")
-    assert "it does not fit: " in ended.out
-    assert "the smallest change" in ended.out
+    assert re.fullmatch(r"NO: [\d.]+ GiB short on rtx4090", ended.out.splitlines()[0])
+    assert "what fits best: share it among 2 GPUs with weights in mxfp4, " in ended.out
     found = record(here, "Llama-3.1-70B", "--gpu", "rtx4090", code=1)
     assert found["fits"] is False
     assert found["kv_tokens"] == 0
@@ -85,18 +87,81 @@ def test_every_command_that_is_advised_prints_what_it_promises(here: Here, asked
         assert (found["kv_tokens"], found["max_model_len"]) == (way["kv_tokens"], way["max_model_len"]), way["command"]
 
 
-def test_the_cheapest_levers_are_offered_first_as_a_command(here: Here) -> None:
-    out = here("plan", "Qwen3-32B", "--gpu", "rtx4090", "--quantization", "mxfp4").out
-    assert "KV cache size: 5,088 tokens" in out
-    command = out.partition("the first of these, for 17,456 tokens\n")[2].partition("\n")[0]
-    assert "KV cache size: 17,456 tokens" in here(*shlex.split(command)[1:]).out
+def test_plan_that_does_not_fit_names_the_best_command_first(here: Here) -> None:
+    """The figure of the issue: mxfp4 alone gives 5,088 tokens, with settings that cost no quality 17,456."""
+    out = here("plan", "Qwen3-32B", "--gpu", "rtx4090").out
+    title, command = out.splitlines()[3:5]
+    assert title.startswith("what fits best: keep weights in mxfp4 with 0.98 of the memory")
+    assert "17,456 tokens" in title
+    options = shlex.split(command)
+    assert options[:3] == ["holdfast", "serve", "Qwen/Qwen3-32B"]
+    assert here("plan", "Qwen3-32B", "--gpu", "rtx4090", *options[3:]).out.startswith("YES: 17,456 tokens")
 
 
-def test_a_gpu_that_is_too_old_is_marked(here: Here) -> None:
-    out = here("plan", "Qwen3-8B", "--gpu", "v100-32g").out
-    assert "planned only" in out
-    assert "does not run: needs compute capability 8.0" in out
-    assert "holdfast chat" not in out
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("Qwen3-8B", "--gpu", "v100-32g"), "this version does not run on v100-32g; it would fit: "),
+        (("GLM-4.5", "--gpu", "h200"), "this version does not run GLM-4.5; nor does it fit: "),
+        (("DeepSeek-V4-Flash", "--gpu", "8xh200"), "does not run DeepSeek-V4-Flash on several GPUs; it would fit: "),
+    ],
+)
+def test_plan_that_cannot_start_exits_with_three(here: Here, asked: tuple[str, ...], words: str) -> None:
+    ended = here("plan", *asked)
+    assert ended.code == 3
+    assert ended.out.startswith("CANNOT START: ")
+    assert words in ended.out.splitlines()[0]
+    assert "holdfast " not in ended.out
+    found = record(here, *asked, code=3)
+    assert (found["status"], found["best_command"], found["command"]) == ("cannot_start", None, None)
+    assert found["not_in_this_version"][0] in ended.out
+
+
+def test_plan_for_chat_assumes_one_sequence(here: Here) -> None:
+    serve, chat, run = (
+        record(here, "Qwen3-8B", "--gpu", "rtx4090", "--for", name) for name in ("serve", "chat", "run")
+    )
+    assert (serve["for"], chat["for"], run["for"]) == ("serve", "chat", "run")
+    assert chat["kv_tokens"] == run["kv_tokens"] > serve["kv_tokens"]
+    assert chat["best_command"] == "holdfast chat Qwen/Qwen3-8B"
+    assert run["best_command"] == "holdfast run Qwen/Qwen3-8B -p Hello"
+    assert record(here, "Qwen3-8B", "--gpu", "rtx4090")["for"] == "serve"
+    four = record(here, "Qwen3-8B", "--gpu", "rtx4090", "--for", "chat", "--max-num-seqs", "4")
+    assert four["best_command"] == "holdfast chat Qwen/Qwen3-8B --max-num-seqs 4"
+    assert all("--for chat" in way["command"] for way in chat["alternatives"])
+
+
+def test_plan_that_fits_one_chat_alone_says_so(here: Here) -> None:
+    asked = ("Qwen3-8B", "--memory", "18.76GiB", "--max-model-len", "256")
+    assert record(here, *asked, "--for", "serve", code=1)["status"] == "does_not_fit"
+    found = record(here, *asked)
+    assert (found["status"], found["for"]) == ("fits", "chat")
+    assert found["verdict"].startswith(f"YES, for one chat: {found['kv_tokens']:,} tokens")
+    assert found["choices"][0] == {
+        "name": "for",
+        "value": "chat",
+        "reason": "one sequence fits, and up to 256 at once do not",
+    }
+    assert found["best_command"] == "holdfast chat Qwen/Qwen3-8B --max-model-len 256"
+    out = here("plan", *asked).out
+    assert "to serve it: raise memory_utilization to 0.98" in out
+    assert "--max-num-seqs 256" not in out
+    assert record(here, *asked, "--max-num-seqs", "256", code=1)["for"] == "serve", "a number that was asked stays"
+
+
+def test_plan_folds_small_owners_unless_all_are_asked(here: Here) -> None:
+    asked = ("plan", "Qwen3-8B", "--gpu", "rtx4090")
+    folded, all_owners = here(*asked).out, here(*asked, "--owners").out
+    assert re.search(r"^\d+ small owners +[\d.]+ MiB", folded, re.MULTILINE)
+    assert "small owners" not in all_owners
+    assert "workspace of cuBLAS" in all_owners
+    assert "workspace of cuBLAS" not in folded
+
+
+def test_plan_for_an_unknown_command_is_refused(here: Here) -> None:
+    ended = here("plan", "Qwen3-8B", "--gpu", "h200", "--for", "bench")
+    assert (ended.code, ended.out) == (2, "")
+    assert "--for 'bench' was asked; a plan is for chat, run, serve; leave it out" in ended.err
 
 
 def test_json_is_all_that_is_printed_and_has_the_documented_names(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +182,7 @@ QUICK = list(CATALOGUE)[::4]
 def test_every_model_of_the_catalogue_is_planned(here: Here, model: str) -> None:
     ended = here("plan", model, "--gpu", "h200", "--json")
     found = json.loads(ended.out)
-    assert ended.code == (0 if found["fits"] else 1)
+    assert ended.code == (3 if found["not_in_this_version"] else 0 if found["fits"] else 1)
     assert found["model"] == model
     exact = open_declared(model).kv_bytes_per_token("bfloat16" if model != "OPT-125m" else "float16")
     assert found["kv_bytes_per_token"] == exact
@@ -143,7 +208,7 @@ def test_a_folder_a_file_and_nothing_at_all(here: Here, tmp_path: Path) -> None:
 def test_without_a_device_the_plan_is_for_this_machine_and_says_so(here: Here) -> None:
     ended = here("plan", "--max-model-len", "128", "--max-num-seqs", "1")
     assert ended.code == 0
-    assert "on the CPU of this machine" in ended.out.splitlines()[0]
+    assert "on the CPU of this machine" in ended.out.splitlines()[1]
     assert ended.out.splitlines()[-1] == NO_DEVICE
     assert "--device cpu" in ended.out
     assert NO_DEVICE not in here("plan", "Qwen3-8B", "--memory", "80GiB").out
@@ -189,7 +254,8 @@ def test_plan_of_too_little_kv_cache_memory_does_not_fit(here: Here, tiny: Path)
     asked = ("plan", tiny, "--kv-cache-memory", "80KiB", "--max-model-len", "161")
     ended = here(*asked)
     assert ended.code == 1
-    assert "it does not fit: 8.00 KiB short of kv_cache_memory; the smallest change that fits: leave out" in ended.out
+    assert ended.out.startswith("NO: 8.00 KiB short of kv_cache_memory on the CPU of this machine\n")
+    assert "what fits best: leave out kv_cache_memory" in ended.out
     found = record(here, *asked[1:], code=1)
     assert (found["fits"], found["short_bytes"], found["kv_tokens"]) == (False, 8192, 0)
     first = next(item for item in found["alternatives"] if item["is_smallest"])
@@ -206,8 +272,8 @@ def test_quantized_pages_are_planned_to_be_run(here: Here) -> None:
     assert found["kv_bytes_per_token"] == 60 * 8 * 132 + 4 * 8 * 260
     choices = {choice["name"]: choice["value"] for choice in found["choices"]}
     assert (choices["kv_protected_layers"], choices["page_tokens"]) == ("4", "64")
-    assert found["command"] == "holdfast chat Qwen/Qwen3-32B --kv-cache-dtype turboquant_4bit_nc --max-num-seqs 256"
-    assert "KV pages in turboquant_4bit_nc, 4 of 64 layers in fp8," in here("plan", *asked).out.splitlines()[0]
+    assert found["command"] == "holdfast serve Qwen/Qwen3-32B --kv-cache-dtype turboquant_4bit_nc"
+    assert "KV pages in turboquant_4bit_nc, 4 of 64 layers in fp8," in here("plan", *asked).out.splitlines()[1]
     listed = record(here, *asked, "--kv-protected-layers", "0,1,63")
     assert listed["kv_bytes_per_token"] == 61 * 8 * 132 + 3 * 8 * 260
     assert "--kv-protected-layers 0,1,63" in listed["command"]
@@ -506,10 +572,10 @@ def test_a_terminal_gets_colour_and_lines_that_fit_it_and_whole_commands() -> No
     lines = shown_lines(shown)
     assert max(map(len, lines)) <= 60
     assert not any("…" in line for line in lines)
-    first = next(place for place, line in enumerate(lines) if "holdfast chat" in line)
+    first = next(place for place, line in enumerate(lines) if "holdfast serve" in line)
     last = next(place for place in range(first, len(lines)) if not lines[place].endswith("\\"))
     command = "\n".join(lines[first : last + 1]).replace("\\\n", "")  # as a shell reads it
-    assert shlex.split(command) == shlex.split("holdfast chat Qwen/Qwen3-8B --max-model-len 8192 --max-num-seqs 256"), (
+    assert shlex.split(command) == shlex.split("holdfast serve Qwen/Qwen3-8B --max-model-len 8192"), (
         "what is continued is one command for a shell"
     )
     assert b"\x1b[" in shown
@@ -529,4 +595,4 @@ def test_a_request_is_checked_before_a_model_is_looked_for(monkeypatch: pytest.M
 
     monkeypatch.setattr(builtins, "open", never)
     with pytest.raises(ConfigError, match="kv_cache_dtype='fp9'"):
-        read_request(PlanOptions(model="no/such/model", gpu="h200"), {"kv_cache_dtype": "fp9"})
+        read_plan(PlanOptions(model="no/such/model", gpu="h200"), {"kv_cache_dtype": "fp9"})

@@ -10,17 +10,8 @@ from pathlib import Path
 import pytest
 
 from cli.plan_requests import plan_request
-from holdfast.cli.plan_view import (
-    Cell,
-    PlanView,
-    asked_words,
-    plain_number,
-    plan_command,
-    start_command,
-    sweep,
-    token_words,
-    view_of,
-)
+from holdfast.cli.plan_commands import plan_command, start_command
+from holdfast.cli.plan_view import Cell, PlanView, asked_words, plain_number, sweep, token_words, view_of
 from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
@@ -82,21 +73,23 @@ def test_rows_are_groups_that_add_up_to_the_phases() -> None:
 
 
 def test_the_command_is_there_where_it_would_work() -> None:
-    assert view_of(FITTING, None).command == "holdfast chat --max-model-len 8192 --max-num-seqs 256"
+    assert view_of(FITTING, None).command == "holdfast serve --max-model-len 8192"
     changed = view_of(TOO_LONG, None)
     smallest = next(item for item in changed.alternatives if item.is_smallest)
     assert smallest.option == "max_model_len"
     assert f"--max-model-len {smallest.value}" in (changed.command or "")
     assert view_of(TOO_LARGE, None).command == (
-        "holdfast chat --quantization mxfp4 --memory-utilization 0.98 --max-num-batched-tokens 2048 --max-num-seqs 4"
+        "holdfast serve --quantization mxfp4 --memory-utilization 0.98 --max-num-batched-tokens 2048 --max-num-seqs 4"
     )
-    assert view_of(plan_request("Llama-3.1-70B", "l4"), None).command is None, "another GPU is no option"
+    other = view_of(plan_request("SmolLM2-135M", memory="900MiB", max_model_len=8192), None)
+    assert other.command is None, "another GPU is no option"
+    assert other.best_command == "holdfast plan --gpu rtx4060ti-8g --max-model-len 8192"
     ranks = replace(FITTING, mesh=Mesh(tensor_size=2))
-    assert "--tensor-parallel-size 2 " in (view_of(ranks, None).command or "")
+    assert "--tensor-parallel-size 2" in (view_of(ranks, None).command or "")
     v4 = replace(ranks, declared=plan_request("DeepSeek-V4-Flash").declared)
     assert view_of(v4, None).command is None, "nothing runs it yet"
     quantized = replace(FITTING, config=FITTING.config.with_quantization("fp8"))
-    assert "--quantization fp8 " in (view_of(quantized, None).command or "")
+    assert "--quantization fp8" in (view_of(quantized, None).command or "")
     revised = replace(FITTING, config=EngineConfig(revision="v9"))
     view = view_of(revised, "Qwen/Qwen3-8B")
     assert all("Qwen/Qwen3-8B " in command for command in (view.command or "", *filter(None, view.commands)))
@@ -106,6 +99,11 @@ def test_the_command_is_there_where_it_would_work() -> None:
 def test_json_has_stable_names_and_plain_values() -> None:
     record = json.loads(json.dumps(view_of(FITTING, None).as_dict()))
     assert list(record) == [
+        "verdict",
+        "status",
+        "for",
+        "speed",
+        "best_command",
         "model",
         "target",
         "fits",
@@ -142,6 +140,7 @@ def test_json_has_stable_names_and_plain_values() -> None:
         "max_model_len",
         "max_concurrency",
         "is_smallest",
+        "speed",
     }
 
 
@@ -200,13 +199,12 @@ def test_bytes_of_a_token() -> None:
 
 
 def test_only_what_was_asked_is_repeated() -> None:
-    assert start_command(plan_request(), "Qwen3-8B") == "holdfast chat Qwen/Qwen3-8B --max-num-seqs 256"
-    assert (
-        start_command(replace(plan_request(), target=cpu_target()), None)
-        == "holdfast chat --device cpu --max-num-seqs 64"
-    )
-    alone = start_command(plan_request(max_num_seqs=1), "Qwen3-8B")
-    assert alone == "holdfast chat Qwen/Qwen3-8B --max-num-seqs 1", "one is a number here, not a switch"
+    assert start_command(plan_request(), "Qwen3-8B") == "holdfast serve Qwen/Qwen3-8B"
+    assert start_command(replace(plan_request(), target=cpu_target()), None) == "holdfast serve --device cpu"
+    alone = plan_request(max_num_seqs=1)
+    assert start_command(alone, "Qwen3-8B") == "holdfast serve Qwen/Qwen3-8B --max-num-seqs 1", "no switch"
+    assert start_command(alone, "Qwen3-8B", None, "chat") == "holdfast chat Qwen/Qwen3-8B"
+    assert start_command(alone, "Qwen3-8B", None, "run") == "holdfast run Qwen/Qwen3-8B -p Hello"
     full = plan_request(
         dtype="float16",
         max_model_len=8192,
@@ -242,12 +240,12 @@ def test_ranks_of_several_nodes_are_started_by_a_launcher() -> None:
         asked = plan_request(tensor_parallel_size=2, pipeline_parallel_size=2, nnodes=nnodes)
         return start_command(asked, "Qwen3-8B") or ""
 
-    assert told(None).startswith("holdfast chat Qwen/Qwen3-8B ")
+    assert told(None).startswith("holdfast serve Qwen/Qwen3-8B ")
     command = told(2)
     assert command == (
         "torchrun --nnodes 2 --node-rank NODE --nproc-per-node 2 --master-addr FIRST_NODE --master-port 29500 "
         "-m holdfast serve Qwen/Qwen3-8B --tensor-parallel-size 2 --pipeline-parallel-size 2 --nnodes 2 "
-        "--max-num-seqs 256 --no-core-process"
+        "--no-core-process"
     )
     assert "--nnodes 3 --node-rank NODE --nproc-per-node ITS_RANKS " in told(3)
 
@@ -255,7 +253,7 @@ def test_ranks_of_several_nodes_are_started_by_a_launcher() -> None:
 def test_no_protected_layers_are_repeated_too() -> None:
     command = start_command(plan_request(kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=0), "Qwen3-8B")
     assert command is not None
-    assert "--kv-protected-layers 0 " in command
+    assert command.endswith("--kv-protected-layers 0")
     assert "--kv-protected-dtype" not in command
 
 
@@ -296,7 +294,7 @@ def test_a_change_is_part_of_the_command(option: str, value: object, words: str)
     command = start_command(plan_request(max_model_len=4096), "Qwen3-8B", change(option, value))
     assert command is not None
     assert words in command
-    assert command.count("--max-num-seqs") == 1
+    assert command.count("--max-num-seqs") == (option == "max_num_seqs")
     assert "true" not in command
 
 

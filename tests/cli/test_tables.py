@@ -22,11 +22,13 @@ from holdfast.cli.tables import (
     plan_lines,
     quality_cells,
     quality_lines,
+    rate_words,
     refusal_lines,
     show_beside,
 )
 from holdfast.errors import PlanRow, PlanTable
 from holdfast.memory.report import MemoryReport, MemoryRow, RankMemory
+from holdfast.planning.speed import Range, SpeedEstimate
 
 
 def test_cells_are_padded_and_numbers_are_to_the_right() -> None:
@@ -197,49 +199,95 @@ def test_bars_are_shares_of_the_budget() -> None:
 
 def test_what_fits_is_told_with_tokens_choices_and_a_command() -> None:
     text = text_of(FITTING)
-    assert text.splitlines()[0].startswith("Qwen3-32B on NVIDIA H200: weights in bfloat16")
+    verdict, asked = text.splitlines()[:2]
+    assert verdict.startswith(f"YES: {FITTING.kv_tokens:,} tokens")
+    assert asked.startswith("Qwen3-32B on NVIDIA H200: weights in bfloat16")
     assert "budget 125.82 GiB: 90% of the device's 139.80 GiB" in text
     assert f"KV cache size: {FITTING.kv_tokens:,} tokens (256.00 KiB each)" in text
     assert "Maximum concurrency for 40,960 tokens per request:" in text
     assert "chosen\n  dtype           bfloat16  the checkpoint's own" in text
     assert "what else would fit" in text
-    assert "to start it\n  holdfast chat Qwen/Qwen3-32B --max-num-seqs 256" in text
+    assert "\n  holdfast serve Qwen/Qwen3-32B\n" in text
     assert "short" not in text
 
 
 def test_what_does_not_fit_is_the_table_with_the_shortfall_and_the_smallest_change() -> None:
     text = text_of(TOO_LONG)
     assert re.search(r"left or short .* -\d", text)
-    assert "it does not fit: " in text
+    assert text.startswith(f"NO: {TOO_LONG.short_words} on rtx4090\n")
     smallest = next(item for item in TOO_LONG.alternatives if item.is_smallest)
-    assert f"the smallest change that fits: {smallest.change}" in text
+    assert f"what fits best: {smallest.change}: {smallest.kv_tokens:,} tokens" in text
     assert "costs no quality" not in [line.text for line in alternative_lines(TOO_LONG)], "no lever is enough"
     marked = [line for line in alternative_lines(TOO_LONG) if "→" in line.text]
     assert len(marked) == 1
     assert smallest.change in marked[0].text
     assert marked[0].style == "green"
-    assert f"to start it with that change\n  holdfast chat Qwen/Qwen3-8B --max-model-len {smallest.value}" in text
+    assert f"\n  holdfast serve Qwen/Qwen3-8B --max-model-len {smallest.value}\n" in text
 
 
 def test_changes_stand_under_what_they_cost() -> None:
     view = view_of(plan_request("Qwen3-32B", "rtx4090", quantization="mxfp4"), "Qwen3-32B")
     lines = [line.text for line in alternative_lines(view)]
-    titles = ["costs no quality", "changes answers a little", "another GPU", "more GPUs"]
+    titles = ["costs no quality", "changes answers a little", "more of this GPU", "another GPU"]
     assert [line for line in lines if line in titles] == titles
-    assert re.search(r"raise memory_utilization to 0.98, .* 17,456 tokens ", lines[1])
-    text = text_of(view)
-    assert (
-        "the first of these, for 17,456 tokens\n  holdfast plan Qwen3-32B --gpu rtx4090 --quantization mxfp4 --" in text
+    assert re.search(r"raise memory_utilization to 0.98 with .* 17,456 tokens ", lines[1])
+    assert "shortened from the model's own 40,960" in text_of(view)
+
+
+def test_plan_lines_hide_changes_that_give_nothing() -> None:
+    """All sequences of a small model are at their longest on an H200: pages in fewer bits give no token more."""
+    small = view_of(plan_request("SmolLM2-135M", "h200"), None)
+    formats = [item for item in small.alternatives if item.kind == "format"]
+    assert {item.kv_tokens for item in formats} == {small.kv_tokens}
+    text = "\n".join(line.text for line in alternative_lines(small))
+    assert "keep KV pages in fp8" not in text
+    assert re.search(r"\d+ other changes are not enough alone, or give no more", text)
+
+
+def test_plan_lines_folded_fit_eighty_columns() -> None:
+    for shown in (FITTING, TOO_LONG, TOO_LARGE):
+        lines = [line.text for line in owner_lines(shown, has_all=False)]
+        assert max(map(len, lines)) <= 80
+        folded = next(line for line in lines if " small owners" in line)
+        small = shown.folded_rows[-1]
+        assert folded.startswith(small.owner)
+        assert sum(row.peak_bytes < 0.01 * max(shown.phase_bytes.values()) for row in shown.rows) > 2
+        for phase in ("load", "capture", "serve"):
+            assert sum(row.phase_bytes.get(phase, 0) for row in shown.folded_rows) == shown.phase_bytes[phase]
+
+
+SPEED = SpeedEstimate(Range(38.0, 44.2), 12, Range(390.0, 451.0), Range(0.21, 0.26), "Contexts of 1,024 tokens.")
+
+
+def test_plan_lines_tell_speed_where_it_is_known() -> None:
+    shown = FITTING._replace(
+        speed=SPEED, alternatives=tuple(item._replace(speed=SPEED) for item in FITTING.alternatives)
     )
-    assert "shortened from the model's own 40,960" in text
+    assert shown.verdict == f"YES: {FITTING.kv_tokens:,} tokens, about 41 tokens/s for one stream"
+    text = text_of(shown)
+    assert re.search(r"one stream +38 to 44 tokens/s\n", text)
+    assert re.search(r"12 streams +390 to 450 tokens/s together\n", text)
+    assert re.search(r"first token +210 to 260 ms\n", text)
+    assert "Contexts of 1,024 tokens." in text
+    assert re.search(r"take h100 +[\d,]+ tokens +41 tokens/s", text)
+    record = shown.as_dict()
+    assert record["speed"]["one_stream"] == {"low": 38.0, "high": 44.2}  # type: ignore[index]
+    assert record["alternatives"][0]["speed"]["batch_size"] == 12  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"), [(0.004567, "0.0046"), (0.5, "0.5"), (9.96, "10"), (41.4, "41"), (1234.0, "1,200")]
+)
+def test_rate_words_have_two_digits(rate: float, words: str) -> None:
+    assert rate_words(rate) == words
 
 
 def test_a_model_that_cannot_run_says_why_and_offers_no_command() -> None:
     text = text_of(TOO_LARGE)
-    assert "it cannot be started: planned only" in text
+    assert text.startswith("CANNOT START: this version does not run GLM-4.5; nor does it fit: ")
     assert TOO_LARGE.not_in_this_version[0] in text
-    assert "holdfast chat" not in text
-    assert "of any length" in text.splitlines()[0]
+    assert "holdfast " not in text
+    assert "of any length" in text.splitlines()[1]
     assert "not enough alone" in text
 
 

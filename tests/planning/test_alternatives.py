@@ -15,7 +15,9 @@ from holdfast.planning.alternatives import (
     LEVER,
     RANKED,
     WEIGHTS,
+    Alternative,
     advice,
+    best_change,
     context_note,
     list_alternatives,
     plan_changes,
@@ -64,7 +66,7 @@ def test_every_advice_works(wanted: PlanRequest) -> None:
     could = [item for item in listed if item.fits]
     assert smallest == ([] if fits else could[:1])
     told = smallest_changes(listed)
-    assert len(told) == min(3, len({tuple(name for name, _ in item.settings) for item in could}))
+    assert len(told) == min(3, len({tuple(name for name, _ in item.lasting[:1] or item.settings) for item in could}))
     assert all(item in could for item in told)
     if any(item.kind == WEIGHTS for item in could):
         assert any(item.kind == WEIGHTS for item in told), "weights in fewer bits are among them where they fit"
@@ -85,7 +87,8 @@ def test_every_advice_works(wanted: PlanRequest) -> None:
         (plan_request("Llama-3.1-8B", RTX4090, max_model_len=131072), "max_model_len"),
         (plan_request("Qwen3-8B", HOST, max_model_len=64, memory_utilization=0.98), "dtype"),
         (plan_request("Qwen3-32B", RTX4090), "quantization"),
-        (plan_request("Llama-3.1-70B", RTX4090), "gpu"),
+        (plan_request("DeepSeek-R1", H200), "tensor_parallel_size"),
+        (plan_request("SmolLM2-135M", memory_target("900MiB"), max_model_len=8192), "gpu"),
         (plan_request("Qwen3-8B", H200, kv_cache_memory="1MiB", max_model_len=4096), "kv_cache_memory"),
         (plan_request("Qwen3-0.6B", HOST, memory_limit="1GiB", max_model_len=64), "memory_limit"),
     ],
@@ -95,6 +98,40 @@ def test_the_smallest_change(wanted: PlanRequest, option: str) -> None:
     smallest = next(item for item in list_alternatives(wanted) if item.is_smallest)
     assert smallest.option == option
     assert find_fit(changed(wanted, smallest)).kv_tokens == smallest.kv_tokens > 0
+
+
+def test_best_change_is_the_smallest_with_free_settings() -> None:
+    """The figure of the issue: mxfp4 alone gives 5,088 tokens, and three settings that change no answer 17,456."""
+    listed = list_alternatives(plan_request("Qwen3-32B", RTX4090))
+    weights = [item for item in listed if item.kind == WEIGHTS and item.fits]
+    assert [(item.kv_tokens, item.max_model_len) for item in weights] == [
+        (5088, 5088),
+        (17_456, 17_456),
+        (34_368, 34_368),
+        (45_568, 40_960),
+    ], "alone, with free settings, with pages in fp8 too, and with those that give the whole context"
+    assert weights[0].is_smallest
+    assert best_change(listed) == weights[1]
+    assert weights[1].lasting == weights[0].settings
+    assert best_change(item for item in listed if not item.fits) is None
+
+
+def test_best_change_leaves_graphs_on_unless_nothing_else_fits() -> None:
+    lever = Alternative("", (("memory_utilization", "0.98"),), LEVER, 10, 10, True)
+    eager = Alternative("", (("memory_utilization", "0.98"), ("enforce_eager", "true")), LEVER, 20, 20, True)
+    assert best_change([lever, eager]) == lever
+    assert best_change([eager]) == eager
+
+
+def test_smallest_change_joins_ranks_and_weights() -> None:
+    """Two GPUs with weights in four bits come before eight with all bits."""
+    wanted = plan_request("Llama-3.1-70B", RTX4090)
+    ranked = [item for item in list_alternatives(wanted) if item.kind == RANKED and item.fits]
+    assert ranked[0].settings == (("tensor_parallel_size", "2"), ("quantization", "mxfp4"))
+    assert ranked[0].is_smallest
+    assert ranked[-1].settings == (("tensor_parallel_size", "8"),)
+    for item in ranked:
+        assert find_fit(changed(wanted, item)).kv_tokens == item.kv_tokens
 
 
 @given(REQUESTS)

@@ -406,9 +406,14 @@ def test_a_plan() -> None:
             "Qwen3-32B",
             RTX4090,
             {},
-            r"keep weights in mxfp4 \(quantization=mxfp4\), or take \S+, or share it among 4 GPUs: each of them fits",
+            r"keep weights in mxfp4 \(quantization=mxfp4\), or share it among 4 GPUs, or take \S+: each of them fits",
         ),
-        ("Llama-3.1-70B", RTX4090, {}, r"take b200"),
+        (
+            "Llama-3.1-70B",
+            RTX4090,
+            {},
+            r"set tensor_parallel_size=2 and quantization=mxfp4, or take b200: each of them fits",
+        ),
         (
             "Qwen3-0.6B",
             HOST,

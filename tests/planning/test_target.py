@@ -18,6 +18,7 @@ from holdfast.planning.target import (
     gpu_target,
     measure_process,
     memory_target,
+    tokenizer_bytes,
 )
 
 GIB = 1024**3
@@ -27,7 +28,9 @@ GIB = 1024**3
 def test_a_gpu_by_name_is_free(key: str) -> None:
     gpu = GPUS[key]
     target = gpu_target(gpu)
-    assert (target.kind, target.name) == ("cuda", gpu.name)
+    assert (target.kind, target.key) == ("cuda", gpu.key)
+    sizes = {other.nominal_gb for other in GPUS.values() if other.name == gpu.name}
+    assert target.name == (gpu.name if len(sizes) == 1 else f"{gpu.name} ({gpu.nominal_gb} GB)")
     assert target.total_bytes == target.available_bytes == gpu.total_bytes
     assert target.held_by_others_bytes == 0
     assert target.context_bytes == gpu.context_bytes
@@ -78,6 +81,15 @@ def test_a_process_is_an_owner(monkeypatch, anonymous, files, num_bytes, present
     target = device_target("cpu")
     assert (target.context_bytes, target.present_bytes) == (num_bytes, present)
     assert target.total_bytes == target.available_bytes == 10 * GIB + present
+
+
+def test_process_with_a_large_vocabulary_is_counted(monkeypatch) -> None:
+    """A tokenizer of 262,144 tokens takes more than the bound on what a process may be beside it."""
+    monkeypatch.setattr("holdfast.planning.target.anonymous_bytes", lambda: 500 * MIB)
+    monkeypatch.setattr("holdfast.planning.target.file_bytes", lambda: 80 * MIB)
+    assert tokenizer_bytes(262_144) == 200 * MIB
+    assert measure_process(262_144).present_bytes == 500 * MIB
+    assert measure_process(32_000).present_bytes == MOST_ANONYMOUS_BYTES + 800 * 32_000
 
 
 @pytest.fixture

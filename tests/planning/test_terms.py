@@ -265,6 +265,11 @@ def test_owners_on_a_cpu() -> None:
     assert found["weights/embed"].num_bytes == 4 * 151936 * 1024
     process = by_owner(needs("Qwen3-0.6B", HOST._replace(context_bytes=300 * 2**20)))["python and torch"]
     assert (process.num_bytes, process.phases) == (300 * 2**20, PHASES)
+    unmeasured = HOST._replace(context_bytes=300 * 2**20)
+    tokenizer = by_owner(needs("Qwen3-0.6B", unmeasured))["tokenizer"]
+    assert (tokenizer.num_bytes, tokenizer.phases) == (800 * 151936, PHASES)
+    assert "151,936 tokens of 800 bytes" in tokenizer.reason
+    assert "tokenizer" not in by_owner(needs("Qwen3-0.6B", unmeasured._replace(present_bytes=1))), "it was measured"
     rows = DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"]
     assert found["rope/table"].num_bytes == 4 * 2 * rows * 64
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of tiny runners to the byte: what Python and torch hold is taken to be nothing."""
-    monkeypatch.setattr("holdfast.planning.target.measure_process", lambda: ProcessBytes(0, 0))
+    monkeypatch.setattr("holdfast.planning.target.measure_process", lambda vocab_size=0: ProcessBytes(0, 0))
 
 
 @pytest.fixture(scope="session")

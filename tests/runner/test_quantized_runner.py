@@ -70,14 +70,14 @@ def test_a_row_does_not_depend_on_its_company(build: TinyBuilder, scheme: str) -
 
 def test_quantized_products_that_are_not_shown_to_be_invariant_are_declined_on_a_gpu(build, monkeypatch) -> None:
     gpu = Target("cuda", "cuda:0", 2**34, 2**34, 2**20, "a dummy", capability=(9, 0))
-    monkeypatch.setattr(building, "device_target", lambda device: gpu)
+    monkeypatch.setattr(building, "device_target", lambda device, vocab_size=0: gpu)
     with pytest.raises(ConfigError, match=r"batch_invariant=True was asked; products with weights in fp8 .*leave out"):
         build(readable=False, quantization="fp8", batch_invariant=True, max_model_len=64)
 
 
 def test_a_gpu_that_cannot_multiply_codes_declines_before_a_weight_is_read(build, monkeypatch) -> None:
     old = Target("cuda", "cuda:0", 2**34, 2**34, 2**20, "a dummy", capability=(8, 0))
-    monkeypatch.setattr(building, "device_target", lambda device: old)
+    monkeypatch.setattr(building, "device_target", lambda device, vocab_size=0: old)
     with pytest.raises(ConfigError, match=r"quantization=fp8 was asked; cuda:0 has compute capability 8\.0.*try int8"):
         build(readable=False, quantization="fp8", max_model_len=64)
 

@@ -232,7 +232,9 @@ def test_a_second_engine_fits_into_what_is_left_or_refuses(build: TinyBuilder, m
             return 160 * MIB - sum(storage.nbytes() for one in taken if (storage := one()) is not None)
 
         monkeypatch.setattr(
-            building, "device_target", lambda device: Target("cpu", "cpu", 160 * MIB, left_bytes(), 0, "a dummy")
+            building,
+            "device_target",
+            lambda device, vocab_size=0: Target("cpu", "cpu", 160 * MIB, left_bytes(), 0, "a dummy"),
         )
         first = build(memory_utilization=1.0, **LARGE)
         second = build(**OPEN)
@@ -261,7 +263,7 @@ from runner.tiny_runners import TinyBuilder
 build = TinyBuilder(Path({str(build.folder)!r}))
 build(max_model_len=64)
 start = measure("cpu").allocated
-building.device_target = lambda device: Target("cpu", "cpu", 2**29, 2**29 - (measure("cpu").allocated - start), 0, "")
+building.device_target = lambda device, vocab_size=0: Target("cpu", "cpu", 2**29, 2**29 - (measure("cpu").allocated - start), 0, "")
 first, second = (build(memory_utilization=1.0, **{LARGE!r}) for _ in range(2))
 print(json.dumps([first.plan.memory.budget_bytes, second.plan.memory.budget_bytes, first.ledger.total_bytes]))
 """

@@ -546,25 +546,38 @@ COMMANDS = (
                 flags=("-tp", "--tensor-parallel-size"),
             ),
             Option("as_json", "Print one JSON object and nothing else.", panel=OUTPUT, flags=("--json",)),
+            Option(
+                "purpose",
+                "The command that is planned: chat and run take one sequence, serve up to 256 (64 on a CPU). Left out: serve, "
+                "and chat if only that fits.",
+                "COMMAND",
+                panel=MEMORY,
+                flags=("--for",),
+            ),
+            Option("owners", "Show every owner of memory, with its reason.", panel=OUTPUT),
             Option("sweep", "Chart tokens by KV format and weights.", panel=OUTPUT),
             Option("list_names", "List the models and GPUs that are known by name.", panel=OUTPUT, flags=("--list",)),
             _file("html", "--html", "Write a page with the plan and the sweep."),
         ),
         _run_plan,
-        "A folder whose weights are quantized already is counted as it would load: as stored, and with --quantization "
-        "and its own scheme also what its makers left plain in that scheme. What else would fit is listed by what it "
-        "costs: first what changes no answer (more of the memory, shorter steps, fewer sequences, no graphs), alone and "
-        "together, then formats and schemes, then other GPUs; each is a plan of its own, and the first is there as a "
-        "command. GPUs below compute capability 8.0 are planned for, marked, and never advised. Exits with 0 where it "
-        "fits and with 1 where it does not. --json prints: model, target, fits, short_bytes, budget (bytes, reason), "
+        "The first line is the answer: YES with tokens and speed, NO with what is short, CANNOT START if this version does "
+        "not run the model, or not on that GPU (compute capability below 8.0). Exits with 0, 1 and 3 for these; 2 is a "
+        "wrong command line. Then come the command that starts it, or that fits best, and what else would fit: "
+        "settings that change no answer (more of the memory, shorter steps, fewer sequences, no graphs), alone and "
+        "together, a shorter context, pages and weights in fewer bits, more of the same GPU, another GPU. Each is a plan "
+        "of its own. A folder whose weights are quantized already is counted as it would load: as stored, and with "
+        "--quantization and its own scheme also what its makers left plain in that scheme. "
+        "--json prints: verdict (the first line), status (fits, does_not_fit or cannot_start), for, speed (one_stream, "
+        "batch_size, batch, first_token_seconds, assumption; null if unknown), best_command, model, target, fits, "
+        "short_bytes, budget (bytes, reason), "
         "kv_bytes_per_token, kv_tokens, max_model_len, context_note (which limit shortened it), max_concurrency, terms "
         "(owner, bytes, phases, reason), phases (bytes to load, capture and serve), choices, alternatives (change, "
-        "settings, command and what it gives), not_in_this_version, command, notes (what a name left open); of several ranks "
-        "also ranks (rank, layers, total_bytes, own_pages, and by owner what differs from the one that decides); with --sweep "
-        "also sweep.",
+        "settings, command, speed and what it gives), not_in_this_version, command (with the smallest change), notes (what "
+        "a name left open); of several ranks also ranks (rank, layers, total_bytes, own_pages, and by owner what differs "
+        "from the one that decides); with --sweep also sweep.",
         (
             "holdfast plan Qwen3-32B --gpu h200",
-            "holdfast plan path/to/model --memory 24GiB --max-model-len 32K --json",
+            "holdfast plan path/to/model --memory 24GiB --for chat --json",
             "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
         ),
         PLAN_SETTINGS,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.cli.options import ARGUMENTS, Option, Setting, flag
+from holdfast.cli.plan_commands import PURPOSES
 from holdfast.cli.terminal import write_answer
 from holdfast.config import DTYPES, LOAD_FORMATS, WEIGHT_CACHES
 from holdfast.errors import ConfigError, shown
@@ -35,6 +36,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "formats": ("all", *(name for name, kv_format in ALL_KV_FORMATS.items() if kv_format.is_quantized)),
     "schemes": ("all", *WEIGHT_SCHEMES),
     "gpu": tuple(GPUS),
+    "purpose": PURPOSES,
     "against": ("transformers",),
     "log_format": ("text", "json"),
     "host": ("127.0.0.1", "0.0.0.0"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli.plan_view import Cell, PlanView
 from holdfast.cli.tables import (
+    COSTS,
     GROUP_HEADING,
     LATER,
     SERVE,
@@ -29,6 +30,10 @@ from holdfast.cli.tables import (
     meaning,
     note_words,
     quality_cells,
+    rate_words,
+    speed_rows,
+    start_words,
+    worthwhile,
 )
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.ledger import Entry
@@ -39,6 +44,7 @@ from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
     from holdfast.eval.kv_quality import Quality
+    from holdfast.planning.alternatives import Alternative
 
 VOID = ("meta",)
 DOCTYPE = b"<!doctype html>"
@@ -57,6 +63,9 @@ svg .axis{fill:var(--quiet);font-size:12px}svg .value{fill:var(--text);font-size
 svg rect{stroke:var(--page);stroke-width:.6}svg g g:hover rect{stroke:var(--text);stroke-width:1.5}
 svg .planned rect{fill-opacity:.35}svg .planned text,svg .free text{fill:var(--text)}.free{fill:var(--empty)}
 .swatch{display:inline-block;width:.8em;height:.8em;margin-right:.5em;border-radius:2px}
+.verdict{font-size:1.25rem;font-weight:600;margin:1rem 0 .4rem;padding:.5rem .8rem;border-left:4px solid var(--quiet);background:var(--empty)}
+.verdict.fits{border-color:var(--mark)}.group td{padding-top:.9rem;color:var(--quiet);font-weight:600}
+.command{background:var(--empty);padding:.5rem .8rem;overflow-x:auto}details{margin:.8rem 0}summary{color:var(--quiet);cursor:pointer}
 #readout{min-height:1.5em;font-variant-numeric:tabular-nums}code{font:13px ui-monospace,monospace}
 """
 SCRIPT = """
@@ -157,7 +166,7 @@ def _colours() -> Iterator[str]:
         tuple(round(255 * part) for part in colorsys.hls_to_rgb(hue / NUM_HUES, lightness, strength))
         for hue in range(NUM_HUES)
         for lightness in (0.58, 0.66, 0.74, 0.82, 0.88)
-        for strength in (0.35, 0.6, 0.85)
+        for strength in (0.25, 0.4, 0.55)
     ]
     candidates = [colour for colour in candidates if _luminance(colour) >= LEAST_LUMINANCE]
     taken = [tuple(bytes.fromhex(colour[1:])) for colour in PALETTE]
@@ -448,7 +457,7 @@ def _disk_parts(account: DiskAccount | None) -> list[Html]:
 
 
 def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
-    """Phases as strips to scale, owners by phase, the sweep as bars, and what else would fit."""
+    """The answer, what starts it and what else would fit; phases as strips to scale, owners by phase, the sweep as bars."""
     schemes = dict.fromkeys(cell.quantization for cell in cells)
     colour = colours([*ALWAYS, *(row.owner for row in view.rows), *(_scheme_name(scheme) for scheme in schemes)])
     phases = [
@@ -456,27 +465,54 @@ def plan_page(view: PlanView, cells: Sequence[Cell]) -> str:
         for phase in PHASES
         for part in (tag("h2", _phase_words(view, phase)), strips(_phase_parts(view, phase), colour, 1, phase))
     ]
-    start = [] if view.command is None else [tag("h2", "To start it"), tag("p", tag("code", view.command))]
     return page(
         f"Plan of {view.model}",
+        tag("p", view.verdict, class_=f"verdict {view.status}"),
         tag("p", view.asked),
-        tag("p", f"Budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
-        *_disk_parts(view.disk),
-        tag("p", tag("b", view.kv_words if view.fits else f"It does not fit: {view.short_words}")),
-        *([tag("p", view.context_note)] if view.context_note else []),
+        *(tag("p", reason) for reason in view.not_in_this_version),
+        *_start_parts(view),
+        *_speed_parts(view),
+        tag("h2", "What else would fit" if view.fits else "What would fit"),
+        *_alternative_parts(view),
         *phases,
         readout("a box"),
+        tag("p", f"Budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
+        *_disk_parts(view.disk),
+        tag("p", view.kv_words),
+        *([tag("p", view.context_note)] if view.context_note else []),
         tag("h2", "By owner and phase"),
         table(("owner", *PHASES, "why"), _owner_rows(view, colour), len(PHASES)),
         *_group_parts(view),
         tag("h2", "Tokens by KV format and weights"),
         bars(_sweep_bars(cells, colour), "Tokens by format"),
-        tag("h2", "What else would fit" if view.fits else "What would fit"),
-        table(("change", "tokens", "concurrency", ""), _alternative_rows(view), 2),
-        tag("p", f"* {LATER}: planned, so that it can be compared", class_="quiet"),
-        *start,
-        *(tag("p", f"It cannot be started, and is planned only: {reason}") for reason in view.not_in_this_version),
+        *([] if all(cell.runs for cell in cells) else [tag("p", f"* {LATER}: planned, to compare", class_="quiet")]),
+        *_choice_parts(view),
     )
+
+
+def _start_parts(view: PlanView) -> list[Html]:
+    """Each command below what it gives."""
+    return [
+        part
+        for start in view.starts
+        for part in (tag("h2", start_words(start)), tag("p", tag("code", start.command), class_="command"))
+    ]
+
+
+def _speed_parts(view: PlanView) -> list[Html]:
+    if view.speed is None:
+        return []
+    rows = (("", row) for row in speed_rows(view.speed))
+    return [
+        tag("h2", "Speed, estimated"),
+        table(("", "between"), rows, 0),
+        tag("p", view.speed.assumption, class_="quiet"),
+    ]
+
+
+def _choice_parts(view: PlanView) -> list[Html]:
+    rows = [("", (choice.name, choice.value, choice.reason)) for choice in view.choices]
+    return [tag("h2", "Chosen"), table(("setting", "value", "why"), rows, 0)] if rows else []
 
 
 def _group_parts(view: PlanView) -> list[Html]:
@@ -528,11 +564,33 @@ def _sweep_bars(cells: Sequence[Cell], colour: dict[str, str]) -> list[Bar]:
     return rows
 
 
-def _alternative_rows(view: PlanView) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for item in view.alternatives:
-        words = concurrency_words(item, view.max_model_len) if item.fits else ""
-        name, note = ("smallest", "the smallest change") if item.is_smallest else ("", "")
-        yield name, (item.change, f"{item.kv_tokens:,}" if item.fits else "does not fit", words, note)
+def _alternative_parts(view: PlanView) -> list[Html]:
+    """Changes in the groups in which a terminal shows them; those that are not worth a line there are folded."""
+    has_speed = any(item.speed for item in view.alternatives)
+    heading = ("change", "tokens", *(("tokens/s",) if has_speed else ()), "concurrency", "")
+    rows: list[tuple[str, tuple[str, ...]]] = []
+    listed = worthwhile(view)
+    for title, group in groupby(listed, key=lambda item: COSTS[item.kind]):
+        rows.append(("group", (title, *("" for _ in heading[1:]))))
+        rows += (_alternative_row(item, view, has_speed) for item in group)
+    parts = [table(heading, rows, len(heading) - 2)]
+    others = [_alternative_row(item, view, has_speed) for item in view.alternatives if item not in listed]
+    if others:
+        words = f"{len(others)} that {'is' if len(others) == 1 else 'are'} not enough alone, or no better"
+        parts.append(tag("details", tag("summary", words), table(heading, others, len(heading) - 2)))
+    return parts
+
+
+def _alternative_row(item: "Alternative", view: PlanView, has_speed: bool) -> tuple[str, tuple[str, ...]]:
+    tokens = f"{item.kv_tokens:,}" if item.fits else "does not fit"
+    speed = "" if item.speed is None else rate_words(item.speed.one_stream.middle)
+    words = concurrency_words(item, view.max_model_len) if item.fits else ""
+    note = "the smallest change" if item.is_smallest else ""
+    return "smallest" if item.is_smallest else "", (
+        *(item.change, tokens),
+        *((speed,) if has_speed else ()),
+        *(words, note),
+    )
 
 
 def eval_page(view: EvalView) -> str:

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from holdfast.cli.options import Given, read_count
-from holdfast.cli.plan_view import sweep, view_of
+from holdfast.cli.plan_commands import ONE_SEQUENCE, PURPOSES, Purpose
+from holdfast.cli.plan_view import CANNOT_START, DOES_NOT_FIT, FITS, Beside, sweep, view_of
 from holdfast.cli.tables import Line, plan_lines, show, sweep_lines
 from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
@@ -16,12 +17,13 @@ from holdfast.memory.devices import find_gpu, find_gpus
 from holdfast.memory.sizes import UNITS, parse_bytes
 from holdfast.models.catalogue import CATALOGUE, SAME, is_known, stored_as
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.alternatives import layers_note
-from holdfast.planning.fit import PlanRequest, settle
+from holdfast.planning.alternatives import layers_note, shortest_useful
+from holdfast.planning.fit import PlanRequest, settle, try_fit
 from holdfast.planning.ranks import RankPlans, check_ranks, sums_exactly, worst_request
 from holdfast.planning.target import Target, cpu_target, gpu_target, memory_target
 
-DOES_NOT_FIT = 1
+EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, CANNOT_START: 3}
+"""2 is for a wrong command line."""
 LEAST_BYTES = 2**20
 """Nobody plans for less; a smaller number lacks its unit."""
 NO_DEVICE = "no --gpu and no --memory was given, so this is a plan for the memory of this machine; try --gpu h200"
@@ -36,6 +38,8 @@ class PlanOptions(NamedTuple):
     tensor_parallel_size: str | None = None
     as_json: bool = False
     sweep: bool = False
+    owners: bool = False
+    purpose: str | None = None
     html: str | None = None
     list_names: bool = False
     model_config: str | None = None
@@ -43,7 +47,7 @@ class PlanOptions(NamedTuple):
 
 
 def plan(options: PlanOptions, engine: Given) -> int:
-    """Tell what fits; the exit code is 1 where it does not. Everything that was typed is checked first."""
+    """Tell what fits; the exit code says it too. Everything that was typed is checked first."""
     if options.list_names:
         from holdfast.cli.plan_names import show_names
 
@@ -54,8 +58,8 @@ def plan(options: PlanOptions, engine: Given) -> int:
         from holdfast.cli.page import page_file
 
         html = page_file(options.html, "--html")
-    request, ranks = read_ranks(options, engine)
-    view = view_of(request, options.model, ranks)
+    request, ranks, purpose, beside = read_plan(options, engine)
+    view = view_of(request, options.model, ranks, purpose, beside)
     cells = sweep(request) if options.sweep or html is not None else ()
     if html is not None:
         from holdfast.cli.page import plan_page, write_page
@@ -74,21 +78,31 @@ def plan(options: PlanOptions, engine: Given) -> int:
         record |= {"sweep": [cell._asdict() for cell in cells]} if options.sweep else {}
         write_answer(f"{dumps(record, indent=1)}\n")
     else:
-        lines = plan_lines(view)
+        lines = plan_lines(view, has_all_owners=options.owners)
         if options.sweep:
             lines += [Line(""), *sweep_lines(cells, request.target.name)]
         lines += [Line("")] * bool(notes) + [Line(note, "dim") for note in notes]
         show(lines)
-    return 0 if view.fits else DOES_NOT_FIT
+    return EXIT_CODES[view.status]
 
 
-def read_request(options: PlanOptions, engine: Given) -> PlanRequest:
-    """What was typed, checked; a model is looked for when the rest is sound."""
-    return read_ranks(options, engine)[0]
+class Planned(NamedTuple):
+    """What was typed, checked."""
+
+    request: PlanRequest
+    """Of the rank that decides for all, if there are several."""
+    ranks: RankPlans | None
+    """All plans, if there are several ranks and every one fits."""
+    purpose: Purpose
+    beside: Beside
 
 
-def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPlans | None]:
-    """The same of the rank that decides for all, and all plans where there are several ranks and every one fits."""
+def read_plan(options: PlanOptions, engine: Given) -> Planned:
+    """What was typed, checked; a model is looked for when the rest is sound.
+
+    A plan for nothing in particular is of as many sequences as an engine takes by default; of one if only that fits.
+    """
+    purpose = read_purpose(options.purpose)
     config = EngineConfig.from_options(**engine)
     target = read_target(options)
     asked_ranks = _asked_ranks(options, config.pipeline_parallel_size)
@@ -96,6 +110,23 @@ def read_ranks(options: PlanOptions, engine: Given) -> tuple[PlanRequest, RankPl
     declared = _declared(options, config.revision)
     # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
     config = replace(config, tensor_parallel_size=asked_ranks if ranks is None else ranks)
+    if config.max_num_seqs is not None:
+        return Planned(*place(config, declared, target), purpose or "serve", Beside())
+    one = replace(config, max_num_seqs=ONE_SEQUENCE)
+    if purpose in ("chat", "run"):
+        return Planned(*place(one, declared, target), purpose, Beside())
+    request, all_ranks = place(config, declared, target)
+    chat, chat_ranks = place(one, declared, target)
+    if try_fit(request) is not None:
+        return Planned(request, all_ranks, "serve", Beside(chat=chat))
+    fit = try_fit(chat) if purpose is None else None
+    if fit is None or fit.resolved.limits.max_model_len < shortest_useful(chat):
+        return Planned(request, all_ranks, "serve", Beside())
+    return Planned(chat, chat_ranks, "chat", Beside(many=request))
+
+
+def place(config: EngineConfig, declared: DeclaredModel, target: Target) -> tuple[PlanRequest, RankPlans | None]:
+    """The request of the rank that decides for all, and all plans if there are several ranks and every one fits."""
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         check_ranks(config, declared)
         return PlanRequest(config, declared, target), None
@@ -120,6 +151,14 @@ def _declared(options: PlanOptions, revision: str | None) -> DeclaredModel:
     from holdfast.models.blueprints.estimate import declare_estimate
 
     return declare_estimate(options.parameters, options.model)
+
+
+def read_purpose(typed: str | None) -> Purpose | None:
+    """The command that a plan is for; None if it was left out."""
+    found: Purpose | None = next((purpose for purpose in PURPOSES if purpose == typed), None)
+    if typed is not None and found is None:
+        raise ConfigError(f"--for {shown(typed)} was asked", f"a plan is for {', '.join(PURPOSES)}", "leave it out")
+    return found
 
 
 def _asked_ranks(options: PlanOptions, num_stages: int) -> str:

@@ -1,47 +1,50 @@
-"""PlanView: one value behind table, JSON and page of a plan, whether it fits or not; its words; the sweep; no torch."""
+"""PlanView: one value behind table, JSON and page of a plan, whether it fits or not; its verdict; the sweep; no torch."""
 
-import shlex
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from fractions import Fraction
-from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.config import EngineConfig
-from holdfast.distributed.exchange_plan import planned_nodes
+from holdfast.cli.plan_commands import Purpose, plan_command, start_command
+from holdfast.cli.tables import speed_words
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
-from holdfast.loading.hub.names import parse_hub_name
-from holdfast.memory.devices import PLANNED_GPUS
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
 from holdfast.memory.report import GroupAccount, page_words
-from holdfast.memory.sizes import UNITS, format_bytes
-from holdfast.models.catalogue import SOURCES
+from holdfast.memory.sizes import format_bytes
 from holdfast.planning.alternatives import (
-    LEFT_OUT,
     Alternative,
+    best_change,
     context_note,
     in_scheme,
     list_alternatives,
+    list_levers,
     narrower_schemes,
 )
 from holdfast.planning.disk_account import disk_account
-from holdfast.planning.fit import PlanRequest, RunnerPlan, find_fit, fit_runner, missing_here, settle, unfitting_runner
+from holdfast.planning.fit import (
+    PlanRequest,
+    RunnerPlan,
+    find_fit,
+    fit_runner,
+    missing_here,
+    settle,
+    try_fit,
+    unfitting_runner,
+)
 from holdfast.planning.ranks import RankPlans
 from holdfast.planning.resolve import KV_IS_ASKED, Choice, Resolved
+from holdfast.planning.speed import Range, SpeedEstimate, estimate_speed
+from holdfast.planning.target import too_old_words
 from holdfast.planning.terms import list_needs
 from holdfast.quant.formats import ALL_KV_FORMATS, formats_of
 from holdfast.quant.weight_schemes import UNQUANTIZED
 
-STARTING = (
-    *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
-    *("kv_cache_memory", "kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
-    *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
-    *("pipeline_parallel_size", "nnodes", "tensor_parallel_sums"),
-)
-"""Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
+FITS, DOES_NOT_FIT, CANNOT_START = "fits", "does_not_fit", "cannot_start"
+"""What a plan may come to."""
+SMALL_SHARE = 0.01
+"""Of the memory: owners below it share one row, unless all are shown."""
+NEVER_SMALL = ("weights", KV_OWNER)
 
 
 def asked_words(request: PlanRequest, resolved: Resolved) -> str:
@@ -94,106 +97,39 @@ def token_words(bytes_per_token: Fraction) -> str:
     return f"{float(bytes_per_token):,.2f} B on average"
 
 
-def start_command(request: PlanRequest, model: str | None, change: Alternative | None = None) -> str | None:
-    """A command that starts what is planned, with one change if need be; None where the change is another device."""
-    asked = _asked(request, change)
-    if asked is None or "gpu" in asked:
+def device_words(request: PlanRequest) -> str:
+    """The device in as few words as a person types."""
+    target, ranks = request.target, request.mesh.num_ranks
+    name = "the CPU of this machine" if target.kind == "cpu" else target.key or target.name
+    return name if ranks == 1 else f"each of {ranks} x {name}"
+
+
+def blocked_words(request: PlanRequest) -> str:
+    """What this version does not run, in words; empty if it runs all of the request."""
+    name = printable(request.declared.name)
+    if not missing_here(request):
+        return ""
+    if request.declared.not_runnable is not None:
+        return f"this version does not run {name}"
+    if too_old_words(request.target) is not None:
+        return f"this version does not run on {device_words(request)}"
+    return f"this version does not run {name} on several GPUs"
+
+
+def speed_dict(speed: SpeedEstimate | None) -> dict[str, object] | None:
+    """For a program: every range with its two bounds."""
+    if speed is None:
         return None
-    asked = _rank_options(request) | asked
-    # A chat is planned for one sequence unless it is told otherwise.
-    asked.setdefault("max_num_seqs", settle(request)[1].limits.max_num_seqs)
-    device = ["--device", "cpu"] if request.target.kind == "cpu" else []
-    words = [*_model_words(request, model), *device, *_option_words(asked)]
-    launcher = _launcher_words(request, asked)
-    if not launcher:
-        return shlex.join(["holdfast", "chat", *words])
-    return shlex.join([*launcher, "-m", "holdfast", "serve", *words, "--no-core-process"])
+    return {name: value._asdict() if isinstance(value, Range) else value for name, value in speed._asdict().items()}
 
 
-def _launcher_words(request: PlanRequest, asked: Mapping[str, object]) -> list[str]:
-    """What starts ranks on several nodes, on each of which it is typed; nothing where there is one."""
-    sizes = (int(str(asked.get(name, 1))) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
-    num_ranks, nnodes = prod(sizes), request.config.nnodes
-    if nnodes is None and request.target.kind == "cpu":
-        return []
-    counts = Counter(planned_nodes(num_ranks, nnodes))
-    if len(counts) == 1:
-        return []
-    num_local = str(counts[0]) if len(set(counts.values())) == 1 else "ITS_RANKS"
-    nodes = ["torchrun", "--nnodes", str(len(counts)), "--node-rank", "NODE", "--nproc-per-node", num_local]
-    return [*nodes, "--master-addr", "FIRST_NODE", "--master-port", "29500"]
+class Start(NamedTuple):
+    """A command that can be pasted, and what it gives."""
 
-
-def plan_command(request: PlanRequest, model: str | None, change: Alternative | None = None) -> str | None:
-    """A command that makes the same plan again, or the one that a change promises; None where plans have no such option."""
-    asked = _asked(request, change)
-    if asked is None:
-        return None
-    device: dict[str, object] = {}
-    if request.target.kind == "cuda":
-        key = next((gpu.key for gpu in PLANNED_GPUS.values() if gpu.name == request.target.name), None)
-        device = {"memory": _size_words(request.target.total_bytes)} if key is None else {"gpu": key}
-    if "gpu" in asked:
-        device = {"gpu": asked.pop("gpu")}
-    ranks = _rank_options(request)
-    words = ["holdfast", "plan", *(request.declared.typed or ([] if model is None else [model]))]
-    return shlex.join([*words, *_option_words(device | ranks | asked)])
-
-
-def _rank_options(request: PlanRequest) -> dict[str, object]:
-    return {} if request.tensor_parallel_size == 1 else {"tensor_parallel_size": request.tensor_parallel_size}
-
-
-def _asked(request: PlanRequest, change: Alternative | None) -> dict[str, object] | None:
-    """Options that are not at their default, with those of a change; None where a plan has no option for one of them."""
-    names = (*STARTING, "enable_expert_parallel", "batch_invariant", "enforce_eager", "max_num_seqs")
-    asked: dict[str, object] = {name: getattr(request.config, name) for name in names}
-    asked = {name: value for name, value in asked.items() if value != _default(name)}
-    if change is not None:
-        if not {name for name, _ in change.settings} <= {*names, "gpu", "tensor_parallel_size"}:
-            return None
-        asked |= dict(change.settings)
-    return {name: value for name, value in asked.items() if value != LEFT_OUT}
-
-
-def _option_words(asked: Mapping[str, object]) -> list[str]:
-    """Options as they are typed."""
-    words: list[str] = []
-    for name, value in asked.items():
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True and value != "true":
-            words.append(_typed(value))
-    return words
-
-
-def _size_words(num_bytes: int) -> str:
-    """A size that reads back to the byte."""
-    for unit in ("GiB", "MiB"):
-        if num_bytes % UNITS[unit.lower()] == 0:
-            return f"{num_bytes // UNITS[unit.lower()]}{unit}"
-    return f"{num_bytes}B"
-
-
-def _model_words(request: PlanRequest, model: str | None) -> list[str]:
-    """The path or the name on the Hub as it was typed; of a model that is known by name alone, its name there."""
-    if request.declared.typed:  # a config.json says nothing of where the weights are
-        return ["MODEL"]
-    if model is None:
-        return []
-    if Path(model).expanduser().exists() or parse_hub_name(model) is not None:
-        return [model]
-    return [SOURCES.get(request.declared.name, f"path/to/{request.declared.name}")]
-
-
-def _typed(value: object) -> str:
-    """A value as a person types it."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _default(name: str) -> object:
-    return EngineConfig.__dataclass_fields__[name].default
+    title: str
+    command: str
+    kv_tokens: int
+    speed: SpeedEstimate | None
 
 
 class OwnerRow(NamedTuple):
@@ -244,6 +180,40 @@ class PlanView(NamedTuple):
     """The bound that kv_cache_memory sets on pages; None if it is left out."""
     ranks: "tuple[RankRow, ...]" = ()
     """All of them, where there are several and each fits; everything else is of the one that decides for all."""
+    device: str = ""
+    """The device as a person types it."""
+    blocked: str = ""
+    """What this version does not run, in words; empty if it can be started."""
+    purpose: Purpose = "serve"
+    """The command that it is a plan for."""
+    is_few: bool = False
+    """More sequences at once do not fit, so that this is a plan for a chat."""
+    speed: SpeedEstimate | None = None
+    """None if it does not fit, or if nothing is known of the device's speed."""
+    starts: tuple[Start, ...] = ()
+    """Commands that start it, or what fits best, the best first."""
+
+    @property
+    def status(self) -> str:
+        """One of FITS, DOES_NOT_FIT and CANNOT_START."""
+        return CANNOT_START if self.blocked else FITS if self.fits else DOES_NOT_FIT
+
+    @property
+    def verdict(self) -> str:
+        """The answer, on one line."""
+        tokens, short = f"{self.kv_tokens:,} tokens", f"{self.short_words} on {self.device}"
+        if self.blocked:
+            would = f"it would fit: {tokens}" if self.fits else f"nor does it fit: {short}"
+            return f"CANNOT START: {self.blocked}; {would}"
+        if not self.fits:
+            return f"NO: {short}"
+        speed = f", {speed_words(self.speed)} for one stream" if self.speed is not None else ""
+        return f"YES{', for one chat' if self.is_few else ''}: {tokens}{speed}"
+
+    @property
+    def best_command(self) -> str | None:
+        """What starts it, or what fits best; None if this version starts nothing of it."""
+        return self.starts[0].command if self.starts else None
 
     @property
     def phase_bytes(self) -> dict[str, int]:
@@ -268,6 +238,18 @@ class PlanView(NamedTuple):
     @property
     def fits(self) -> bool:
         return self.short_bytes == 0
+
+    @property
+    def folded_rows(self) -> tuple[OwnerRow, ...]:
+        """The same with small owners in one row, at the end."""
+        whole = max(self.budget_bytes, *self.phase_bytes.values(), 1)
+        small = [row for row in self.rows if row.peak_bytes < SMALL_SHARE * whole and row.owner not in NEVER_SMALL]
+        if len(small) < 2:
+            return self.rows
+        sums = {phase: sum(row.phase_bytes.get(phase, 0) for row in small) for phase in PHASES}
+        names = ", ".join(row.owner for row in small)
+        folded = OwnerRow(f"{len(small)} small owners", {phase: size for phase, size in sums.items() if size}, names)
+        return (*(row for row in self.rows if row not in small), folded)
 
     @property
     def rows(self) -> tuple[OwnerRow, ...]:
@@ -298,6 +280,11 @@ class PlanView(NamedTuple):
     def as_dict(self) -> dict[str, object]:
         """For a program; names stay as they are."""
         return {
+            "verdict": self.verdict,
+            "status": self.status,
+            "for": self.purpose,
+            "speed": speed_dict(self.speed),
+            "best_command": self.best_command,
             "model": self.model,
             "target": self.target,
             "fits": self.fits,
@@ -329,6 +316,7 @@ class PlanView(NamedTuple):
                     "max_model_len": way.max_model_len,
                     "max_concurrency": round(way.max_concurrency, 4),
                     "is_smallest": way.is_smallest,
+                    "speed": speed_dict(way.speed),
                 }
                 for way, command in zip(self.alternatives, self.commands, strict=True)
             ],
@@ -352,10 +340,26 @@ class PlanView(NamedTuple):
         }
 
 
-def view_of(request: PlanRequest, model: str | None, ranks: RankPlans | None = None) -> PlanView:
+class Beside(NamedTuple):
+    """Plans beside the one that is shown, for the commands that need them."""
+
+    chat: PlanRequest | None = None
+    """That of one chat, if the plan is of more sequences and fits."""
+    many: PlanRequest | None = None
+    """That of as many sequences as an engine takes by default, if it does not fit and one chat does."""
+
+
+def view_of(
+    request: PlanRequest,
+    model: str | None,
+    ranks: RankPlans | None = None,
+    purpose: Purpose = "serve",
+    beside: Beside | None = None,
+) -> PlanView:
     """Plan, and put beside it what else would fit. A plan that does not fit is shown as the smallest that would do.
 
     Of several ranks the request is that of the one that decides for all; `ranks` are the plans of all of them."""
+    beside = Beside() if beside is None else beside
     try:
         plan, fits = fit_runner(request), True
     except MemoryPlanError:
@@ -363,7 +367,12 @@ def view_of(request: PlanRequest, model: str | None, ranks: RankPlans | None = N
     memory, resolved, listed = plan.memory, plan.resolved, list_alternatives(request)
     smallest = next((item for item in listed if item.is_smallest), None)
     can_start = not plan.not_in_this_version and (fits or smallest is not None)
-    return PlanView(
+    fit = try_fit(request) if fits else None
+    speed = None if fit is None else estimate_speed(request, fit)
+    started = None
+    if can_start:
+        started = start_command(request, model, None if fits else smallest, purpose)
+    view = PlanView(
         model=request.declared.name,
         target=request.target.name,
         asked=asked_words(request, resolved),
@@ -374,18 +383,64 @@ def view_of(request: PlanRequest, model: str | None, ranks: RankPlans | None = N
         kv_tokens=plan.kv_tokens if fits else 0,
         max_model_len=resolved.limits.max_model_len,
         max_concurrency=plan.max_concurrency if fits else 0.0,
-        choices=tuple(choice for choice in resolved.choices if choice.name != "memory"),
+        choices=(*_purpose_choices(beside), *(choice for choice in resolved.choices if choice.name != "memory")),
         alternatives=listed,
-        command=start_command(request, model, None if fits else smallest) if can_start else None,
+        command=started,
         not_in_this_version=plan.not_in_this_version,
         disk=disk_account(request.declared, resolved, request.mesh),
         context_note=context_note(request, plan, listed) if fits else "",
-        commands=tuple(plan_command(request, model, item) for item in listed),
+        commands=tuple(plan_command(request, model, item, purpose) for item in listed),
         groups=plan.groups,
         max_kv_bytes=resolved.max_kv_bytes if resolved.max_kv_reason == KV_IS_ASKED else None,
         tokens_without_groups=plan.tokens_without_groups if fits and plan.groups and not plan.states else 0,
         ranks=() if ranks is None else rank_rows(ranks),
+        device=device_words(request),
+        blocked=blocked_words(request),
+        purpose=purpose,
+        is_few=beside.many is not None,
+        speed=speed,
     )
+    if not can_start:
+        return view
+    return view._replace(starts=_starts(view, request, model, beside) if fits else _ways_out(view, request, model))
+
+
+def _purpose_choices(beside: Beside) -> tuple[Choice, ...]:
+    """Why a plan is one for a chat, if nothing said so."""
+    if beside.many is None:
+        return ()
+    num_seqs = settle(beside.many)[1].limits.max_num_seqs
+    return (Choice("for", "chat", f"one sequence fits, and up to {num_seqs} at once do not"),)
+
+
+TITLES: Mapping[Purpose, str] = {"serve": "to serve it", "chat": "to chat with it", "run": "to run one prompt"}
+
+
+def _starts(view: PlanView, request: PlanRequest, model: str | None, beside: Beside) -> tuple[Start, ...]:
+    """What starts a plan that fits; then one chat beside a server, or a server of few sequences beside a chat."""
+    assert view.command is not None, "what fits and runs can be started"
+    starts = [Start(TITLES[view.purpose], view.command, view.kv_tokens, view.speed)]
+    chat = None if beside.chat is None else try_fit(beside.chat)
+    if chat is not None and beside.chat is not None:
+        command = start_command(beside.chat, model, None, "chat")
+        if command is not None and command.startswith("holdfast chat"):
+            speed = estimate_speed(beside.chat, chat)
+            starts.append(Start("to chat with it, one sequence", command, chat.kv_tokens, speed))
+    if beside.many is not None:
+        fewer = best_change(list_levers(beside.many, None))
+        command = None if fewer is None else start_command(beside.many, model, fewer)
+        if fewer is not None and command is not None:
+            starts.append(Start(f"to serve it: {fewer.change}", command, fewer.kv_tokens, fewer.speed))
+    return tuple(starts)
+
+
+def _ways_out(view: PlanView, request: PlanRequest, model: str | None) -> tuple[Start, ...]:
+    """What fits best of a plan that does not; on another GPU the plan of it, since nothing starts that here."""
+    best = best_change(view.alternatives)
+    if best is None:
+        return ()
+    command = start_command(request, model, best, view.purpose) or plan_command(request, model, best, view.purpose)
+    return () if command is None else (Start(f"what fits best: {best.change}", command, best.kv_tokens, best.speed),)
 
 
 class RankRow(NamedTuple):

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import gt
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from holdfast.cli.layout import EIGHTHS, FULL, LIGHT, OTHER, SMALLEST, Line, Table, fitted, table_lines
@@ -15,9 +16,10 @@ from holdfast.memory.report import GroupAccount, MemoryReport, MemoryRow, RankMe
 from holdfast.memory.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from holdfast.cli.plan_view import Cell, OwnerRow, PlanView, RankRow
+    from holdfast.cli.plan_view import Cell, OwnerRow, PlanView, RankRow, Start
     from holdfast.eval.kv_quality import Quality
     from holdfast.planning.alternatives import Alternative
+    from holdfast.planning.speed import Range, SpeedEstimate
 
 NOTHING = "-"
 LATER = "not in this version"
@@ -26,10 +28,15 @@ COSTS = {
     "context": "another context",
     "format": "changes answers a little",
     "weights": "changes answers a little",
+    "ranks": "more of this GPU",
     "gpu": "another GPU",
-    "ranks": "more GPUs",
 }
 """What stands over changes of a kind."""
+VERDICT_STYLES = {"fits": "bold green", "does_not_fit": "bold", "cannot_start": "bold"}
+WORTH = 1.01
+"""Tokens: a change that gives less than one part in a hundred more is not worth a line."""
+WORTH_SPEED = 1.1
+"""Speed, which is an estimate: likewise."""
 LEAST_NOTE = 12
 UNKNOWN_COLUMNS = 80
 """Where a terminal says that it has none, rich would print nothing."""
@@ -201,23 +208,82 @@ def _memory_bar(row: MemoryRow, total_bytes: int) -> str:
     return FULL * num_held + LIGHT * (num_cells - num_held)
 
 
-def plan_lines(view: "PlanView") -> list[Line]:
-    """Everything that a person is told."""
+def plan_lines(view: "PlanView", has_all_owners: bool = False) -> list[Line]:
+    """Everything that a person is told: the answer, how to start it, what else would fit, then who takes what and why."""
     return [
-        Line(view.asked, "bold"),
+        Line(view.verdict, VERDICT_STYLES[view.status]),
+        Line(view.asked),
+        *(Line(reason) for reason in view.not_in_this_version),
+        *_start_lines(view),
+        *_section("speed, estimated", speed_lines(view.speed)),
+        *_section("what else would fit" if view.fits else "what would fit", alternative_lines(view)),
+        Line(""),
+        *owner_lines(view, has_all_owners),
         Line(f"budget {format_bytes(view.budget_bytes)}: {view.budget_reason}"),
         *disk_lines(view.disk),
         Line(""),
-        *owner_lines(view),
-        Line(""),
-        *_outcome(view),
+        Line(view.kv_words),
+        *([Line(view.context_note)] if view.context_note else []),
         *_section("ranks: the plan above is of the one with the fewest pages", rank_lines(view.ranks)),
         *_section("pages of one longest sequence, by cache group", group_lines(view.groups)),
         *_section("chosen", _choices(view)),
-        *_section("what else would fit" if view.fits else "what would fit", alternative_lines(view)),
-        *_first_command(view),
-        *_start(view),
     ]
+
+
+def rate_words(rate: float) -> str:
+    """A number of tokens a second, or of seconds, in two digits."""
+    rounded = float(f"{rate:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:.2g}"
+
+
+def speed_words(speed: "SpeedEstimate | None") -> str:
+    """The speed of one stream, in words; empty if it is unknown."""
+    return "" if speed is None else f"about {rate_words(speed.one_stream.middle)} tokens/s"
+
+
+def start_words(start: "Start") -> str:
+    """What a command is for, and what it gives."""
+    words = f"{start.title}: {start.kv_tokens:,} tokens"
+    return words if start.speed is None else f"{words}, {speed_words(start.speed)}"
+
+
+def _start_lines(view: "PlanView") -> list[Line]:
+    """Each command alone on its line, below what it gives."""
+    if not view.starts:
+        words = "nothing that can be changed makes it fit: take a smaller model"
+        return [] if view.fits or view.blocked else [Line(""), Line(words)]
+    lines = [Line("")]
+    for start in view.starts:
+        lines += [Line(start_words(start), "bold"), Line(f"  {start.command}", indent=2, is_command=True)]
+    return lines
+
+
+def speed_rows(speed: "SpeedEstimate") -> tuple[tuple[str, str], ...]:
+    """What is estimated, and between which bounds."""
+    streams = f"{speed.batch_size:,} streams"
+    return (
+        ("one stream", f"{range_words(speed.one_stream)} tokens/s"),
+        *(((streams, f"{range_words(speed.batch)} tokens/s together"),) if speed.batch_size > 1 else ()),
+        ("first token", _seconds_words(speed.first_token_seconds)),
+    )
+
+
+def _seconds_words(bounds: "Range") -> str:
+    """Milliseconds below a second."""
+    if bounds.high >= 1:
+        return f"{range_words(bounds)} s"
+    return f"{range_words(bounds._replace(low=1e3 * bounds.low, high=1e3 * bounds.high))} ms"
+
+
+def range_words(bounds: "Range") -> str:
+    """Two bounds in two digits each; one number if they are the same then."""
+    low, high = rate_words(bounds.low), rate_words(bounds.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def speed_lines(speed: "SpeedEstimate | None") -> list[Line]:
+    """The estimate with its assumption; nothing if nothing is known of the device's speed."""
+    return [] if speed is None else [*table_lines(Table(speed_rows(speed))), Line(speed.assumption, "dim")]
 
 
 def disk_lines(account: DiskAccount | None) -> list[Line]:
@@ -225,20 +291,28 @@ def disk_lines(account: DiskAccount | None) -> list[Line]:
     return [] if account is None else [Line(line) for line in account.lines]
 
 
-def owner_lines(view: "PlanView") -> list[Line]:
-    """Bytes of each owner in each phase; the bar is its share of the budget, light where it is gone while serving."""
+def owner_lines(view: "PlanView", has_all: bool = True) -> list[Line]:
+    """Bytes of each owner in each phase; the bar is its share of the budget, light where it is gone while serving.
+
+    All owners have a reason each; without them small owners are one row, and no row has a reason.
+    """
     whole = max(view.budget_bytes, *view.phase_bytes.values(), 1)
+    shown = view.rows if has_all else view.folded_rows
     rows = [
         (row.owner, *(_size_cell(row.phase_bytes.get(phase)) for phase in PHASES), _phase_bar(row, whole), row.reason)
-        for row in view.rows
+        for row in shown
     ]
     left = {phase: view.budget_bytes - num_bytes for phase, num_bytes in view.phase_bytes.items()}
     sums = [
         ("total", *(_size_cell(view.phase_bytes[phase]) for phase in PHASES), "", ""),
         ("left" if view.fits else "left or short", *(_size_cell(left[phase]) for phase in PHASES), "", "of the budget"),
     ]
-    *lines, last = _table([("owner", *PHASES, "", "why"), *rows, *sums], right=(1, 2, 3), bar=4, wraps=(5,))
-    return [*lines, last if view.fits else replace(last, style="bold red")]
+    cells = [("owner", *PHASES, "", "why"), *rows, *sums]
+    if has_all:
+        *lines, last = _table(cells, right=(1, 2, 3), bar=4, wraps=(5,))
+    else:
+        *lines, last = _table([row[:-1] for row in cells], right=(1, 2, 3), bar=4)
+    return [*lines, last if view.fits else replace(last, style="bold")]
 
 
 GROUP_HEADING = ("cache group", "layers", "tokens a page", "in prefill", "in decode", "padding of a page")
@@ -302,25 +376,58 @@ def _differences(differs: "Mapping[str, int]") -> str:
 
 def alternative_lines(view: "PlanView") -> list[Line]:
     """Changes by what they cost, the least first; the smallest that fits is marked."""
-    fitting = [item for item in view.alternatives if item.fits]
+    listed = worthwhile(view)
     rows = [
         (
             f"{SMALLEST if item.is_smallest else OTHER} {item.change}",
             f"{item.kv_tokens:,} tokens",
+            "" if item.speed is None else f"{rate_words(item.speed.one_stream.middle)} tokens/s",
             concurrency_words(item, view.max_model_len),
         )
-        for item in fitting
+        for item in listed
     ]
-    styles = ["green" if item.is_smallest else "" for item in fitting]
-    drawn = table_lines(Table(tuple(rows), right=(1,), wraps=(0, 2)), styles)
+    styles = ["green" if item.is_smallest else "" for item in listed]
+    table = Table(tuple(rows), right=(1, 2), wraps=(0, 3))
+    if not any(item.speed for item in listed):
+        table = Table(tuple((*row[:2], row[3]) for row in rows), right=(1,), wraps=(0, 2))
+    drawn = table_lines(table, styles)
     lines: list[Line] = []
-    for title, group in groupby(zip(fitting, drawn, strict=True), key=lambda pair: COSTS[pair[0].kind]):
+    for title, group in groupby(zip(listed, drawn, strict=True), key=lambda pair: COSTS[pair[0].kind]):
         lines += [Line(title, "italic"), *(line for _, line in group)]
-    num_others = len(view.alternatives) - len(fitting)
+    num_others = len(view.alternatives) - len(listed)
     if num_others:
-        are = "change is" if num_others == 1 else "changes are"
-        lines.append(Line(f"{num_others} other {are} not enough alone; --json lists them", "dim"))
+        are = ("change", "is", "gives") if num_others == 1 else ("changes", "are", "give")
+        words = f"{num_others} other {are[0]} {are[1]} not enough alone, or {are[2]} no more; --json lists them"
+        lines.append(Line(words, "dim"))
     return lines
+
+
+def worthwhile(view: "PlanView") -> "list[Alternative]":
+    """Changes that fit, and that give more than the plan, or than a change of the same option before them.
+
+    Another GPU may give less: it may be cheaper.
+    """
+    before: dict[str | None, list[tuple[float, ...]]] = {}
+    found = []
+    for item in view.alternatives:
+        known = before.setdefault(item.option, [])
+        if item.option is None or item.kind in ("gpu", "context"):
+            known.clear()
+        bounds = [_worth(view.kv_tokens, view.max_model_len, view.speed)] * view.fits if item.kind != "gpu" else []
+        gives = (item.kv_tokens, item.max_model_len, _rate(item.speed))
+        if item.fits and all(any(map(gt, gives, bound)) for bound in (*bounds, *known)):
+            found.append(item)
+            known.append(_worth(item.kv_tokens, item.max_model_len, item.speed))
+    return found
+
+
+def _worth(kv_tokens: int, max_model_len: int, speed: "SpeedEstimate | None") -> tuple[float, ...]:
+    """Tokens, context and tokens/s, each as many as another change must exceed."""
+    return WORTH * kv_tokens, max_model_len, WORTH_SPEED * _rate(speed)
+
+
+def _rate(speed: "SpeedEstimate | None") -> float:
+    return 0.0 if speed is None else speed.one_stream.middle
 
 
 def concurrency_words(item: "Alternative", max_model_len: int) -> str:
@@ -338,20 +445,12 @@ def _phase_bar(row: "OwnerRow", whole: int) -> str:
     return FULL * serving + LIGHT * (cells_of(row.peak_bytes, whole, BAR_CELLS) - serving)
 
 
-def _outcome(view: "PlanView") -> list[Line]:
-    if view.fits:
-        return [Line(view.kv_words, "bold"), *([Line(view.context_note)] if view.context_note else [])]
-    smallest = next((item for item in view.alternatives if item.is_smallest), None)
-    do = "no change that this version can make is enough; take a smaller model"
-    if smallest is not None:
-        do = f"the smallest change that fits: {smallest.change}"
-    return [Line(f"it does not fit: {view.short_words}; {do}", "bold red"), Line(view.kv_words)]
-
-
 def _choices(view: "PlanView") -> list[Line]:
     if not view.choices:
         return []
-    rows = tuple((choice.name, choice.value, choice.reason) for choice in view.choices)
+    # The note on the context says it already, with what lifts it; if even one token does not fit, nothing was chosen.
+    told = "max_model_len" if view.context_note or (not view.fits and view.max_model_len == 1) else ""
+    rows = tuple((choice.name, choice.value, choice.reason) for choice in view.choices if choice.name != told)
     return table_lines(Table(rows, wraps=(2,)))
 
 
@@ -360,26 +459,6 @@ def _section(title: str, lines: list[Line]) -> list[Line]:
         return []
     indented = (replace(line, text=f"  {line.text}".rstrip(), indent=line.indent + 2) for line in lines)
     return [Line(""), Line(title, "bold"), *indented]
-
-
-def _first_command(view: "PlanView") -> list[Line]:
-    """What makes the plan that costs least, as it can be pasted."""
-    pairs = [pair for pair in zip(view.alternatives, view.commands, strict=True) if pair[0].fits]
-    if not pairs:
-        return []
-    item, command = pairs[0]
-    if command is None or item.kind not in ("lever", "context"):
-        return []
-    return _section(f"the first of these, for {item.kv_tokens:,} tokens", [Line(command, is_command=True)])
-
-
-def _start(view: "PlanView") -> list[Line]:
-    if view.not_in_this_version:
-        return _section("it cannot be started: planned only", [Line(reason) for reason in view.not_in_this_version])
-    if view.command is None:
-        return []
-    title = "to start it" if view.fits else "to start it with that change"
-    return _section(title, [Line(view.command, is_command=True)])
 
 
 def sweep_lines(cells: "Sequence[Cell]", target: str) -> list[Line]:

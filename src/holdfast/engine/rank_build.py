@@ -337,7 +337,8 @@ def report(config: EngineConfig, model: OpenModel, rank: int, launched: Launched
     # Ranks of two nodes may both have cuda:0, and those that are told of as two nodes may be on one.
     is_cpu = device == "cpu"
     place = f"cpu of {node_name({})}" if is_cpu else f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    return report_rank(rank, device_target(device), headers_digest(model), place, node_name())
+    target = device_target(device, model.spec.vocab_size)
+    return report_rank(rank, target, headers_digest(model), place, node_name())
 
 
 def headers_digest(model: OpenModel) -> str:

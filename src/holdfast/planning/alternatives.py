@@ -19,6 +19,7 @@ from holdfast.planning.fit import (
     unfitting_runner,
 )
 from holdfast.planning.resolve import DEFAULT_UTILIZATION
+from holdfast.planning.speed import SpeedEstimate, estimate_speed
 from holdfast.planning.target import gpu_target, too_old_words
 from holdfast.quant.formats import DTYPE_BYTES, formats_of
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightScheme
@@ -37,16 +38,25 @@ ALIKE = 1.06
 """GPUs whose memory differs by less are one to a plan."""
 NUM_CHANGES = 3
 """That a refusal tells."""
-NUM_JOINT = 2
-"""Of changes of weights that only help along with others, so many are offered."""
+NUM_COMBINED = 2
+"""Combinations that are listed beside the one that gives the model's own context."""
 WORTH = 1.01
 """A lever that gives less than one part in a hundred is not worth a line."""
 USEFUL_TOKENS = 2048
 """A change after which an open context would shrink below this does not count as one that fits."""
 LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED = "lever", "context", "format", "weights", "gpu", "ranks"
-KINDS = (LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED)
-"""What a change costs, the least first: speed at most; long requests; answers that differ a little, by pages and by
-weights; money; more GPUs."""
+KINDS = (LEVER, CONTEXT, FORMAT, WEIGHTS, RANKED, GPU)
+"""Changes in the order in which a person makes them: settings that cost speed at most, a shorter context, pages and then
+weights in fewer bits, more of the same GPU, another GPU."""
+LEVERS = (
+    "memory_utilization",
+    "memory_limit",
+    "kv_cache_memory",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "enforce_eager",
+)
+"""Options that change no answer."""
 
 LEFT_OUT = ""
 """The value of an option that a change leaves out."""
@@ -68,6 +78,8 @@ class Alternative(NamedTuple):
     """The longest context then; 0 where it does not fit."""
     fits: bool
     is_smallest: bool = False
+    speed: SpeedEstimate | None = None
+    """None if it does not fit, or if nothing is known of the device's speed."""
 
     @property
     def max_concurrency(self) -> float:
@@ -81,6 +93,11 @@ class Alternative(NamedTuple):
     @property
     def value(self) -> str | None:
         return self.settings[0][1] if len(self.settings) == 1 else None
+
+    @property
+    def lasting(self) -> Settings:
+        """The settings that change more than speed."""
+        return tuple((name, value) for name, value in self.settings if name not in LEVERS)
 
     @property
     def advice(self) -> str:
@@ -101,42 +118,69 @@ class _Change(NamedTuple):
 
 
 def list_alternatives(request: PlanRequest) -> tuple[Alternative, ...]:
-    """Changes in the order in which a person would rather accept them.
+    """Changes in the order in which a person makes them.
 
-    Where the plan does not fit, the first that does is the smallest change:
+    If the plan does not fit, the first that does is the smallest change:
 
-    1. those that lose nothing but speed: more of the memory, shorter steps, fewer sequences at once, no graphs
-    2. a shorter context, since requests that stay below it are answered as before
-    3. another format of pages that runs here, since that changes answers a little; then weights in fewer bits, likewise
-    4. a larger GPU, since that costs money; never one that kernels do not run on, nor any to somebody with a CPU whom one
-       of the changes above helps
-    5. what this version does not have yet, to tell what is worth waiting for; never the smallest
+    1. settings that cost speed at most: more of the memory, shorter steps, fewer sequences at once, no graphs
+    2. a shorter context: requests below it are answered as before
+    3. pages in fewer bits, which changes answers a little; then weights in fewer bits
+    4. more of the same GPU
+    5. another GPU; never one that kernels do not run on, and on a CPU only if none of the changes above fits
 
-    Where the plan fits, no change is needed and none is marked; what all of the first kind give together comes first.
+    The first pages and the first weights that fit are listed once more with all settings that cost no quality, unless these
+    settings alone give the model's own context. If the plan fits, no change is marked as the smallest.
     """
     fit = try_fit(request)
     listed = list_levers(request, fit)
+    wanted = request.config.max_model_len or request.declared.max_position
+    is_short = fit is None or fit.resolved.limits.max_model_len < wanted
     listed += _possible(_context_changes(request, fit))
-    listed += _possible(_format_changes(request))
-    weights = list(_possible(_weight_changes(request)))
-    listed += weights
-    if fit is None and not any(item.fits for item in weights):
-        listed += _joint_changes(request)
+    formats = _tried_all(_format_changes(request))
+    weights = _tried_all(_weight_changes(request))
+    listed += [item for _, item in formats]
+    listed += _combined_pages(request, formats) if is_short and not _is_whole(listed, wanted) else []
+    # Weights in fewer bits are offered if they fit in any way.
+    needs_help = fit is None and not any(item.fits for _, item in weights)
+    is_short = needs_help or (is_short and not _is_whole(listed, wanted))
+    listed += [item for _, item in weights]
+    listed += _combined_weights(request, weights) if is_short else []
+    ranks = _tried_all(_rank_changes(request))
+    listed += _combined_ranks(request, ranks) if not any(item.fits for item in listed) and fit is None else []
+    listed += [item for _, item in ranks]
     if fit is not None or request.target.kind == "cuda" or not any(item.fits for item in listed):
         listed += _gpu_alternatives(request, fit)
-    listed += _possible(_rank_changes(request))
     if fit is not None:
         return tuple(listed)
     smallest = next((item for item in listed if item.fits), None)
     return tuple(item._replace(is_smallest=item is smallest) for item in listed)
 
 
+def _is_whole(listed: Iterable[Alternative], wanted: int) -> bool:
+    """Whether a change gives the context that is wanted."""
+    return any(item.max_model_len >= wanted for item in listed)
+
+
+def best_change(listed: Iterable[Alternative]) -> Alternative | None:
+    """The first change that fits with as much as costs no quality: the longest context, then the most tokens."""
+    fitting = [item for item in listed if item.fits]
+    if not fitting:
+        return None
+    alike = [item for item in fitting if item.kind == fitting[0].kind and item.lasting == fitting[0].lasting]
+    # Without graphs a stream is slower, which a longer context does not make up for.
+    quick = [item for item in alike if ("enforce_eager", "true") not in item.settings]
+    return max(quick or alike, key=lambda item: (item.max_model_len, item.kv_tokens))
+
+
 def smallest_changes(listed: Iterable[Alternative], num_changes: int = NUM_CHANGES) -> tuple[Alternative, ...]:
-    """The changes that cost least, one for each set of options; weights in fewer bits are among them where they fit."""
+    """The changes that cost least; weights in fewer bits are among them if they fit.
+
+    One for each option that changes more than speed, and for each set of those that do not.
+    """
     by_options: dict[tuple[str, ...], Alternative] = {}
     for item in listed:
         if item.fits:
-            by_options.setdefault(tuple(name for name, _ in item.settings), item)
+            by_options.setdefault(tuple(name for name, _ in item.lasting[:1] or item.settings), item)
     distinct = list(by_options.values())
     first, rest = distinct[:num_changes], distinct[num_changes:]
     quantized = next((item for item in rest if item.kind == WEIGHTS), None)
@@ -230,9 +274,14 @@ def _possible(changes: Iterable[_Change]) -> Iterator[Alternative]:
             yield _tried(change)
 
 
+def _tried_all(changes: Iterable[_Change]) -> list[tuple[_Change, Alternative]]:
+    """Each change that is possible, with what it gives."""
+    return [(change, item) for change in changes for item in _possible([change])]
+
+
 def _tried(change: _Change) -> Alternative:
     fit = try_fit(change.request)
-    if fit is not None and fit.resolved.limits.max_model_len < _shortest_useful(change.request):
+    if fit is not None and fit.resolved.limits.max_model_len < shortest_useful(change.request):
         fit = None
     return Alternative(
         change=change.words,
@@ -241,10 +290,11 @@ def _tried(change: _Change) -> Alternative:
         kv_tokens=0 if fit is None else fit.kv_tokens,
         max_model_len=0 if fit is None else fit.resolved.limits.max_model_len,
         fits=fit is not None,
+        speed=None if fit is None else estimate_speed(change.request, fit),
     )
 
 
-def _shortest_useful(request: PlanRequest) -> int:
+def shortest_useful(request: PlanRequest) -> int:
     """The context that a change must give: what was asked, or one that is worth starting an engine for."""
     return request.config.max_model_len or min(USEFUL_TOKENS, request.declared.max_position)
 
@@ -276,7 +326,9 @@ def list_levers(request: PlanRequest, fit: Fit | None) -> list[Alternative]:
     for item in _possible(_together(helping)):
         if best is None or _is_worth(item, best.max_model_len, best.kv_tokens):
             best = item
-    return [*([] if best is None else [best]), *alone]
+    if best is None or not all(_is_worth(best, item.max_model_len, item.kv_tokens) for item in alone):
+        return alone
+    return [best, *alone]
 
 
 def _is_worth(item: Alternative, max_model_len: int, kv_tokens: int) -> bool:
@@ -319,7 +371,20 @@ def _joined(change: _Change, other: _Change) -> _Change:
     config, (option, _) = change.request.config, other.settings[0]
     merged = change.request.with_config(replace(config, **{option: getattr(other.request.config, option)}))
     kind = max(change.kind, other.kind, key=KINDS.index)
-    return _Change(f"{change.words}, {other.words}", (*change.settings, *other.settings), kind, merged)
+    words = f"{change.words}{', ' if len(change.settings) > 1 else ' with '}{_short(other)}"
+    return _Change(words, (*change.settings, *other.settings), kind, merged)
+
+
+def _short(change: _Change) -> str:
+    """A change after another, in fewer words."""
+    (option, value), *_ = change.settings
+    words = {
+        "memory_utilization": f"{value} of the memory",
+        "max_num_batched_tokens": f"steps of {value}",
+        "max_num_seqs": f"{value} sequences",
+        "enforce_eager": "no graphs",
+    }
+    return words.get(option, change.words.removeprefix("keep "))
 
 
 def _needed_changes(request: PlanRequest) -> Iterator[_Change]:
@@ -332,7 +397,7 @@ def _memory_changes(request: PlanRequest) -> Iterator[_Change]:
     config, target = request.config, request.target
     if config.kv_cache_memory is not None:
         yield _set(request, "leave out kv_cache_memory", LEVER, "kv_cache_memory", None)
-    asked = request.with_config(replace(config, max_model_len=_shortest_useful(request), kv_cache_memory=None))
+    asked = request.with_config(replace(config, max_model_len=shortest_useful(request), kv_cache_memory=None))
     needed_bytes = unfitting_runner(asked).memory.peak_bytes
     if config.memory_limit is not None:
         limit = f"{-(-needed_bytes // MIB)}MiB"
@@ -405,20 +470,57 @@ def _weight_changes(request: PlanRequest) -> Iterator[_Change]:
         yield _Change(f"keep weights in {name}", settings, WEIGHTS, in_scheme(request, name))
 
 
-def _joint_changes(request: PlanRequest) -> list[Alternative]:
-    """Weights in fewer bits with all that costs no quality, and pages in fewer bits besides; the first that suffice."""
-    levers = [lever for lever in _levers(request) if lever.settings[0][0] != "enforce_eager"]
+def _combined_pages(request: PlanRequest, formats: Sequence[tuple[_Change, Alternative]]) -> list[Alternative]:
+    """The first pages in fewer bits that fit with all that costs no quality; and the first that give the model's own context."""
+    pages = [change for change, _ in formats if change.settings[0][0] == "kv_cache_dtype"]
+    return _enough(request, [_with_levers(request, change) for change in pages])
+
+
+def _combined_weights(request: PlanRequest, weights: Sequence[tuple[_Change, Alternative]]) -> list[Alternative]:
+    """The first weights in fewer bits that fit with all that costs no quality, as they are and with pages in fewer bits."""
     pages = [change for change in _format_changes(request) if change.settings[0][0] == "kv_cache_dtype"]
-    found: list[Alternative] = []
-    for weights in _weight_changes(request):
-        for change in (None, *pages):
-            joined = weights if change is None else _joined(weights, change)
-            for lever in levers:
-                joined = _joined(joined, lever)
-            found += (item for item in _possible([joined]) if item.fits)
-            if len(found) == NUM_JOINT:
+    first = next((change for change, item in weights if item.fits), None)
+    for change in (change for change, _ in weights) if first is None else [first]:
+        joined = _with_levers(request, change)
+        found = _enough(request, [joined, *(_with_levers(request, _joined(change, other)) for other in pages)])
+        if found:
+            return found
+    return []
+
+
+def _combined_ranks(request: PlanRequest, ranks: Sequence[tuple[_Change, Alternative]]) -> list[Alternative]:
+    """The fewest GPUs that hold weights in fewer bits, as they are and with all that costs no quality, if these are fewer."""
+    for change, item in ranks:
+        if item.fits:
+            break
+        for name in narrower_schemes(request):
+            settings = (*change.settings, ("quantization", name))
+            words = f"{change.words} with weights in {name}"
+            joined = _Change(words, settings, RANKED, in_scheme(change.request, name))
+            found = [item for item in _possible([joined, _with_levers(request, joined)]) if item.fits]
+            if found:
                 return found
+    return []
+
+
+def _enough(request: PlanRequest, changes: Sequence[_Change]) -> list[Alternative]:
+    """The first two that fit, and the first that gives the model's own context."""
+    found: list[Alternative] = []
+    for item in _possible(changes):
+        is_whole = item.max_model_len >= (request.config.max_model_len or request.declared.max_position)
+        if item.fits and (is_whole or len(found) < NUM_COMBINED):
+            found.append(item)
+        if is_whole:
+            break
     return found
+
+
+def _with_levers(request: PlanRequest, change: _Change) -> _Change:
+    """A change with all settings that cost neither quality nor the speed of one stream."""
+    for lever in _levers(request):
+        if lever.settings[0][0] != "enforce_eager":
+            change = _joined(change, lever)
+    return change
 
 
 def narrower_schemes(request: PlanRequest) -> list[str]:

@@ -36,6 +36,8 @@ class Target(NamedTuple):
     """What of the context was there before anything was asked of the device."""
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; None where it is unknown, and of a CPU."""
+    key: str = ""
+    """The GPU's key in memory/devices.py; empty for a size, a CPU and a device that is there."""
 
     @property
     def held_by_others_bytes(self) -> int:
@@ -44,7 +46,14 @@ class Target(NamedTuple):
 
 def gpu_target(gpu: Gpu) -> Target:
     """A GPU of a known kind, all of it free."""
-    return Target("cuda", gpu.name, gpu.total_bytes, gpu.total_bytes, gpu.context_bytes, gpu.source, 0, gpu.capability)
+    total_bytes, name = gpu.total_bytes, _sized_name(gpu)
+    return Target("cuda", name, total_bytes, total_bytes, gpu.context_bytes, gpu.source, 0, gpu.capability, gpu.key)
+
+
+def _sized_name(gpu: Gpu) -> str:
+    """The driver's name, with the memory if GPUs of other sizes share that name."""
+    sizes = {other.nominal_gb for other in GPUS.values() if other.name == gpu.name}
+    return gpu.name if len(sizes) < 2 else f"{gpu.name} ({gpu.nominal_gb} GB)"
 
 
 def memory_target(num_bytes: str | int) -> Target:
@@ -66,13 +75,16 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-PROCESS_BYTES = 304 * MIB
-"""What Python, torch and a tokenizer hold of a host: 227 MiB when all is imported, 264 with the default model's tokenizer,
-293 once it has answered; measured with torch for CPUs on Linux (aarch64)."""
+PROCESS_BYTES = 288 * MIB
+"""What Python and torch hold of a host, without a vocabulary: 240 MiB when all is imported, 264 once an engine has answered;
+with what an engine adds for later and rounds up. Measured with torch for CPUs on Linux (aarch64)."""
+TOKEN_BYTES = 800
+"""Bytes of a token in the tokenizers library: its text, its id and its merge, in hash tables. Measured with a BPE vocabulary of
+262,144 tokens: 752 after the file is read, 792 after an engine has started."""
 GROWTH_BYTES = 32 * MIB
 """Of these, what comes after a plan is made: threads, code that is used then, the C kernels; measured, 30 MiB."""
 MOST_ANONYMOUS_BYTES = 320 * MIB
-"""Python, torch and a large vocabulary take no more; what a process has beyond is its caller's, or another engine's."""
+"""Python and torch take no more, vocabulary apart; what a process has beyond is its caller's, or another engine's."""
 PROCESS_ROUNDING_BYTES = 16 * MIB
 """What is measured is rounded up to a multiple, so that two starts make one plan."""
 
@@ -96,12 +108,17 @@ def cpu_target(process: ProcessBytes = AS_MEASURED) -> Target:
     return Target("cpu", "cpu", available, available, process.num_bytes, reason, process.present_bytes)
 
 
-def measure_process() -> ProcessBytes:
+def tokenizer_bytes(vocab_size: int) -> int:
+    """Bytes that a tokenizer takes of a host."""
+    return TOKEN_BYTES * vocab_size
+
+
+def measure_process(vocab_size: int = 0) -> ProcessBytes:
     """This process, once torch is imported and before a weight is read; libraries are files, and cost no page cache twice."""
     anonymous, files = anonymous_bytes(), file_bytes()
     if anonymous is None or files is None:
         return AS_MEASURED
-    own_bytes = min(anonymous, MOST_ANONYMOUS_BYTES)
+    own_bytes = min(anonymous, MOST_ANONYMOUS_BYTES + tokenizer_bytes(vocab_size))
     units = -(-(own_bytes + files + GROWTH_BYTES) // PROCESS_ROUNDING_BYTES)
     return ProcessBytes(units * PROCESS_ROUNDING_BYTES, own_bytes)
 
@@ -148,15 +165,16 @@ def _unfit_here(index: int) -> str | None:
     return too_old_words(Target("cuda", name, 0, 0, 0, "", capability=capability))
 
 
-def device_target(device: str) -> Target:
+def device_target(device: str, vocab_size: int = 0) -> Target:
     """What is left for one engine on a device: the free memory, and what this process holds and would use for it.
 
+    `vocab_size` bounds what of a process on a CPU may be its tokenizer.
     Tensors of another engine in this process are somebody else's; what torch's allocator keeps without using it is not.
     """
     import torch
 
     if device == "cpu":
-        return cpu_target(measure_process())
+        return cpu_target(measure_process(vocab_size))
     where = torch.device(device)
     name = torch.cuda.get_device_name(where)
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == name), None)

@@ -42,7 +42,7 @@ from holdfast.models.declaration import HeadGeometry, StepShape
 from holdfast.models.declared_model import DeclaredModel
 from holdfast.models.declared_weights import WeightGroup
 from holdfast.planning.resolve import Resolved, compressed_pages
-from holdfast.planning.target import Target
+from holdfast.planning.target import TOKEN_BYTES, Target, tokenizer_bytes
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat
 from holdfast.request.sampling_params import MAX_LOGPROBS
 
@@ -327,6 +327,8 @@ def _pooled_terms(layout: "Layout", resolved: Resolved) -> list[Term]:
 
 PROCESS_OWNER = "python and torch"
 """Of a host's memory; beside it stand an engine's own tensors."""
+TOKENIZER_OWNER = "tokenizer"
+"""Of a host's memory, if the process that will hold it could not be measured."""
 LIBRARY_BYTES = 32 * 2**20
 """The workspace that torch gives to cuBLAS on the one stream that an engine uses; next to nothing where products are invariant."""
 ROUNDING_BYTES = 26 * 2**20
@@ -670,13 +672,24 @@ def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSp
     return terms if biased is None else [*terms, *key_bias_terms((biased,) * num_layers)]
 
 
+def _tokenizer_terms(layout: Layout) -> list[Term]:
+    """The vocabulary, if the process that will hold it was not measured with it; rank 0 alone has a tokenizer."""
+    if layout.target.present_bytes or layout.mesh.rank:
+        return []
+    vocab_size = layout.declared.vocab_size
+    reason = f"{vocab_size:,} tokens of {TOKEN_BYTES} bytes each, as measured"
+    return [Term(TOKENIZER_OWNER, tokenizer_bytes(vocab_size), reason)]
+
+
 def _device_terms(layout: Layout, resolved: Resolved, has_graphs: bool) -> list[Term]:
     """What a device costs whatever the model, and what loading takes for a while."""
     target, limits = layout.target, resolved.limits
     terms = [] if layout.staging is None else [layout.staging]
     if target.kind != "cuda":
         if target.context_bytes:
-            terms.append(Term(PROCESS_OWNER, target.context_bytes, "the process itself: libraries, code, vocabulary"))
+            held = "libraries, code, vocabulary" if target.present_bytes else "libraries and code"
+            terms.append(Term(PROCESS_OWNER, target.context_bytes, f"the process itself: {held}"))
+            terms += _tokenizer_terms(layout)
         return terms
     context_bytes = target.context_bytes - (SPLIT_K_BYTES if layout.is_invariant else 0)
     terms.append(Term("cuda context", context_bytes, "CUDA, its libraries' handles and the code of kernels"))

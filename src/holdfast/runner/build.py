@@ -50,7 +50,7 @@ from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
 from holdfast.planning.resolve import Resolved, by_key_bias, listed
 from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
-from holdfast.planning.terms import PROCESS_OWNER, PROMPT_ROWS, graph_sizes, mixed_sizes
+from holdfast.planning.terms import PROCESS_OWNER, PROMPT_ROWS, TOKENIZER_OWNER, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.runner.graphs import StepGraphs, warm_rows
 from holdfast.runner.invariance import invariant_sizes, padded_rows, products
@@ -67,7 +67,7 @@ from holdfast.runner.weight_load import WeightLoad, plan_weights
 
 log = get_logger(__name__)
 
-HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER)
+HELD_OUTSIDE = ("cuda context", "libraries", "allocator", "cuda graphs", PROCESS_OWNER, TOKENIZER_OWNER)
 """Owners without a tensor of ours: they are taken to hold what the plan says, and the device's word on all is beside it."""
 COMPILING_CPU, COMPILING_GPU = "Compiling CPU kernels", "Compiling GPU kernels"
 CAPTURING = "Capturing CUDA graphs"
@@ -121,7 +121,7 @@ def build_runner(
         compile_native(_telling(on_prepare))
     if config.batch_invariant and device != "cpu":
         os.environ.update(SMALL_WORKSPACE)  # read by torch when it makes its first handle
-    target = target or device_target(device)
+    target = target or device_target(device, model.spec.vocab_size)
     profile = PhaseProfile(torch.device(device))
     on_prepare(Preparing(PLANNING, 0, 0))
     load, plan = plan_model(config, model, target, uses_cache=True, mesh=mesh, agreed=agreed)
