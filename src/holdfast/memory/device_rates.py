@@ -84,6 +84,26 @@ SHEETS: Mapping[str, SheetRates] = {
     "gb200": SheetRates(8000, 8192, 7.81, 2500.0, 5000.0, has_nvlink=True),
     "b300": SheetRates(8000, 8192, 7.81, 2250.0, 4500.0, has_nvlink=True),
     "gb300": SheetRates(8000, 8192, 7.81, 2500.0, 5000.0, has_nvlink=True),
+    # Laptops at their boost clock: a low power limit multiplies slower and reads as fast.
+    "rtx3060-laptop": SheetRates(336, 192, 14, 26.2),
+    "rtx3070-laptop": SheetRates(448, 256, 14, 33.2),
+    "rtx3070ti-laptop": SheetRates(448, 256, 14, 35.0),
+    "rtx3080-laptop-8g": SheetRates(448, 256, 14, 42.0),
+    "rtx3080-laptop-16g": SheetRates(448, 256, 14, 42.0),
+    "rtx3080ti-laptop": SheetRates(512, 256, 16, 47.2),
+    "rtx4050-laptop": SheetRates(192, 96, 16, 24.3, 48.5),
+    "rtx4060-laptop": SheetRates(256, 128, 16, 29.1, 58.2),
+    "rtx4070-laptop": SheetRates(256, 128, 16, 40.1, 80.2),
+    "rtx4080-laptop": SheetRates(432, 192, 18, 67.7, 135.4),
+    "rtx4090-laptop": SheetRates(576, 256, 18, 79.4, 158.8),
+    "rtx5050-laptop": SheetRates(384, 128, 24, 27.2, 54.5),
+    "rtx5060-laptop": SheetRates(384, 128, 24, 33.4, 66.9),
+    "rtx5070-laptop": SheetRates(384, 128, 24, 43.3, 86.5),
+    "rtx5070ti-laptop": SheetRates(672, 192, 28, 52.3, 104.6),
+    "rtx5080-laptop": SheetRates(896, 256, 28, 70.3, 140.5),
+    "rtx5090-laptop": SheetRates(896, 256, 28, 90.7, 181.4),
+    # DGX Spark: LPDDR5X that CPU and GPU share; a quarter of what it gives in fp4, dense.
+    "gb10": SheetRates(273, 256, 8.53, 125.0, 250.0),
     # Before Ampere: float16.
     "t4": SheetRates(320, 256, 10, 65.0),
     "rtx2080ti": SheetRates(616, 352, 14, 53.8),
@@ -93,7 +113,7 @@ SHEETS: Mapping[str, SheetRates] = {
     "p100": SheetRates(732, 4096, 1.43, 18.7),
     "p40": SheetRates(346, 384, 7.2, 11.8),
 }
-"""Every GPU of `GPUS`, by its key."""
+"""Every GPU of `PLANNED_GPUS`, by its key."""
 H200_READ_BYTES_PER_SECOND = 4.37e12
 """Measured on an H200: a float32 sum of 2 GiB."""
 H200_FLOPS_PER_SECOND = 790e12

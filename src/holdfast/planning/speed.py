@@ -15,7 +15,7 @@ from holdfast.memory.device_rates import (
     sheet_rates,
     with_measured,
 )
-from holdfast.memory.devices import GPUS, H200
+from holdfast.memory.devices import H200, PLANNED_GPUS
 from holdfast.planning.fit import Fit, PlanRequest
 from holdfast.planning.resolve import Resolved
 from holdfast.planning.step_time import StepLoad, step_seconds
@@ -142,7 +142,7 @@ def find_device_speed(target: Target, measured: tuple[Measured, ...] | None = No
             return DeviceSpeed(assumed, *ON_OTHER_CPU, words)
         rates = with_measured(assumed, cpu)
         return DeviceSpeed(rates, *ON_MEASURED_CPU, f"{_told(rates)} as holdfast doctor measured on {cpu.date}")
-    gpu = GPUS.get(target.key) or next((gpu for gpu in GPUS.values() if gpu.name == target.name), None)
+    gpu = PLANNED_GPUS.get(target.key) or next((gpu for gpu in PLANNED_GPUS.values() if gpu.name == target.name), None)
     if gpu is None or gpu.is_too_old:
         return None
     rates = sheet_rates(gpu.key)
