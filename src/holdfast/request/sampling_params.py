@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import wraps
-from typing import TypeVar
+from enum import StrEnum
 
 from holdfast.errors import KeywordError, RequestError, shown
 from holdfast.request.structured import StructuredOutputs
-from holdfast.request.vllm_names import SAMPLING_NAMES, own_structured, settle
+from holdfast.request.vllm_names import SAMPLING_NAMES, own_structured, settle, with_vllm_names
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -22,27 +21,20 @@ MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_SEED = 2**64
 MAX_PRIORITY = 2**31 - 1
 _SOUND = "_is_sound"
-_Params = TypeVar("_Params", bound=type)
 
 
-def _with_vllm_names(params_class: _Params) -> _Params:
-    """The same class, whose fields are given by name: vLLM's other names are taken or refused in words."""
-    construct = params_class.__init__
+class RequestOutputKind(StrEnum):
+    """What each output of AsyncLLM.generate and LLMEngine.step holds."""
 
-    @wraps(construct)
-    def settled_init(self: object, *values: object, **options: object) -> None:
-        if values:
-            raise KeywordError(
-                f"SamplingParams({shown(values[0])}, ...) was asked", "its fields have names", "write temperature=0.8"
-            )
-        names = {field.name for field in fields(params_class)}
-        construct(self, **settle(own_structured(options), names, SAMPLING_NAMES, KeywordError).options)
-
-    params_class.__init__ = settled_init
-    return params_class
+    CUMULATIVE = "cumulative"
+    """The answer so far."""
+    DELTA = "delta"
+    """What was added since the last one."""
+    FINAL_ONLY = "final_only"
+    """The whole answer, once."""
 
 
-@_with_vllm_names
+@with_vllm_names(SAMPLING_NAMES, own_structured)
 @dataclass(kw_only=True, unsafe_hash=True)
 class SamplingParams:
     """How one request wants its tokens chosen. Names and meanings are those that vLLM's users type.
@@ -107,6 +99,10 @@ class SamplingParams:
     """Requests that wait start in this order, the lowest number first, and in order of arrival among equals. Where pages run
     out, the highest number gives way first. As long as lower numbers keep coming, higher ones wait."""
 
+    output_kind: RequestOutputKind | str = RequestOutputKind.CUMULATIVE
+    """What each output of AsyncLLM.generate and LLMEngine.step holds: cumulative, delta or final_only. LLM.generate gives whole
+    answers, and stream gives deltas, whatever this says."""
+
     def __post_init__(self) -> None:
         if self.seed == -1 and not isinstance(self.seed, bool):
             _set(self, "seed", None)
@@ -162,6 +158,13 @@ class SamplingParams:
                 raise RequestError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
                 )
+        if self.output_kind not in tuple(RequestOutputKind):
+            raise RequestError(
+                f"output_kind={shown(self.output_kind)} was asked",
+                f"{', '.join(RequestOutputKind)} work",
+                "pass one, or a RequestOutputKind",
+            )
+        _set(self, "output_kind", RequestOutputKind(self.output_kind))
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop was asked with detokenize=False", "there is no text to look in", "use stop_token_ids"
