@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -86,10 +87,10 @@ def _add_foreign(group: argparse._ArgumentGroup, name: str, foreign: Foreign) ->
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """argparse's parser, which takes --max_model_len for --max-model-len."""
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Dashes in names of options, whatever was typed."""
-        import sys
-
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args([_dashed(argument) for argument in given], namespace)
 
