@@ -158,13 +158,7 @@ class SamplingParams:
                 raise RequestError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
                 )
-        if self.output_kind not in tuple(RequestOutputKind):
-            raise RequestError(
-                f"output_kind={shown(self.output_kind)} was asked",
-                f"{', '.join(RequestOutputKind)} work",
-                "pass one, or a RequestOutputKind",
-            )
-        _set(self, "output_kind", RequestOutputKind(self.output_kind))
+        _set(self, "output_kind", _output_kind(self.output_kind))
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop was asked with detokenize=False", "there is no text to look in", "use stop_token_ids"
@@ -229,6 +223,13 @@ def _number(params: SamplingParams, name: str, low: float, high: float, low_excl
         words = f"above {low:g} and at most {high:g}" if low_excluded else f"from {low:g} to {high:g}"
         raise RequestError(f"{name}={shown(value)} was asked", f"a finite number {words} works", "change it")
     _set(params, name, float(value))
+
+
+def _output_kind(kind: object) -> RequestOutputKind:
+    if kind not in tuple(RequestOutputKind):
+        works = f"{', '.join(RequestOutputKind)} work"
+        raise RequestError(f"output_kind={shown(kind)} was asked", works, "pass one, or a RequestOutputKind")
+    return RequestOutputKind(kind)  # type: ignore[arg-type]
 
 
 def _strings(strings: object, name: str, most: int) -> tuple[str, ...]:

@@ -391,9 +391,14 @@ SERVER_NAMES: Mapping[str, Foreign] = {
 _CONFIG = "pass options of LLM by name: LLM(model, max_model_len=4096)"
 _INTERNAL = "it is a part inside of vLLM: docs/from_vllm.md lists what a program may use here"
 PARSERS_OF_VLLM = frozenset(
-    "apertus cohere_command3 cohere_command4 dots ernie45 functiongemma gemma4 gigachat3 granite granite4 holo2 hunyuan_a13b "
-    "hy_v3 inkling internlm jamba kimi_k3 lfm2 ling3 llama4_pythonic longcat mimo minicpm5 minimax_m2 minimax_m2_append_think "
-    "minimax_m3 mistral muse_glimmer nemotron_v3 olmo3 phi4_mini_json poolside_v1 pythonic seed_oss step3 step3p5 xlam".split()
+    (
+        *("apertus", "cohere_command3", "cohere_command4", "dots", "ernie45", "functiongemma", "gemma4"),
+        *("gigachat3", "granite", "granite4", "holo2", "hunyuan_a13b", "hy_v3", "inkling"),
+        *("internlm", "jamba", "kimi_k3", "lfm2", "ling3", "llama4_pythonic", "longcat"),
+        *("mimo", "minicpm5", "minimax_m2", "minimax_m2_append_think", "minimax_m3", "mistral", "muse_glimmer"),
+        *("nemotron_v3", "olmo3", "phi4_mini_json", "poolside_v1", "pythonic", "seed_oss", "step3"),
+        *("step3p5", "xlam"),
+    )
 )
 """Formats of tools and reasoning that have a name in vLLM and none here."""
 ABSENT_NAMES: Mapping[str, str] = {
