@@ -21,6 +21,10 @@ MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_SEED = 2**64
 MAX_PRIORITY = 2**31 - 1
 _SOUND = "_is_sound"
+_SWITCHES = (
+    *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"),
+    "skip_reading_prefix_cache",
+)
 
 
 class RequestOutputKind(StrEnum):
@@ -150,10 +154,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(self, name, 0, MAX_LOGPROBS)
-        for name in (
-            *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"),
-            "skip_reading_prefix_cache",
-        ):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"

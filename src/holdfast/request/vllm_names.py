@@ -431,7 +431,7 @@ ABSENT_MODULES: Mapping[str, str] = {
     **dict.fromkeys(("pooling_params", "entrypoints.pooling"), _ENCODE),
     "distributed.weight_transfer": "open the model anew",
     **dict.fromkeys(("distributed.kv_transfer", "distributed.kv_events"), "keys and values stay in this process"),
-    "v1.sample.logits_processor": "use logit_bias, bad_words or allowed_token_ids",
+    "v1.sample": "use logit_bias, bad_words or allowed_token_ids",
     "v1.metrics": "use llm.stats() and llm.memory; a server has /metrics",
     "model_executor": "a model family is a row of holdfast/models/families.py: CONTRIBUTING.md has the recipe",
     "tokenizers": "use llm.get_tokenizer()",
@@ -443,7 +443,7 @@ ABSENT_MODULES: Mapping[str, str] = {
     "usage": "leave it out: nothing is reported to anybody",
     "entrypoints.openai": "use holdfast serve [MODEL], or AsyncLLM in a program",
     **dict.fromkeys(("entrypoints", "v1", "worker", "core", "executor", "attention", "compilation"), _INTERNAL),
-    **dict.fromkeys(("plugins", "utils", "model_inspection", "forward_context", "config.kv_transfer"), _INTERNAL),
+    **dict.fromkeys(("plugins", "utils", "model_inspection", "forward_context"), _INTERNAL),
 }
 """Modules that programs import from vLLM and that are none here, and what to do; the longest beginning of a path counts."""
 
