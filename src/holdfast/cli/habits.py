@@ -267,7 +267,7 @@ class Typed:
         name, equals, value = typed.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         given = value if equals else None
-        own = flag(SHORT_FLAGS[name]) if name in SHORT_FLAGS else name
+        own = flag(SHORT_FLAGS[name]) if name in SHORT_FLAGS and name not in self._takes_value else name
         if own in self._takes_value:
             self._left.append(f"{own}{equals}{value}")
             if self._takes_value[own] and not equals and self._waiting and self._waiting[0] not in self._takes_value:
