@@ -437,6 +437,7 @@ ABSENT_MODULES: Mapping[str, str] = {
     "tokenizers": "use llm.get_tokenizer()",
     "transformers_utils": "use llm.get_tokenizer()",
     "entrypoints.chat_utils": "use llm.chat, or llm.get_tokenizer().apply_chat_template",
+    "utils.print_utils": "print it in the program",
     "benchmarks": "use holdfast bench latency, throughput or serve",
     "envs": "options of LLM and of holdfast serve stand for environment variables",
     "platforms": "use torch.cuda; holdfast doctor tells what is here",
