@@ -61,7 +61,6 @@ EXAMPLES = (
     Example("features/context_extension/context_extension_offline.py"),
     Example("features/lora/multilora_offline.py"),
     Example("features/logits_processor/custom.py"),
-    Example("features/prompt_embed/prompt_embed_offline.py"),
     Example("features/data_parallel/data_parallel_offline.py", "--model MODEL -dp 1"),
     Example("generate/trace_replay_offline.py"),
     Example("generate/multimodal/vision_language_offline.py"),

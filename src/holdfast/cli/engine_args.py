@@ -92,7 +92,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Dashes in names of options, whatever was typed."""
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_dashed(argument) for argument in given], namespace)
+        return super().parse_known_args([_dashed(argument) for argument in given], namespace or argparse.Namespace())
 
 
 def _dashed(argument: str) -> str:
