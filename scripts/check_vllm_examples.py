@@ -26,6 +26,7 @@ SERVED_NAME = "smollm2"
 READY_SECONDS = 180.0
 _OWNERS = "facebook|meta-llama|Qwen|mistralai|lmsys|deepseek-ai|microsoft|google|intfloat|BAAI|jinaai|jason9693|TinyLlama|NousResearch"
 _MODEL = re.compile(rf"""(["'])(?:{_OWNERS})/[\w.-]+\1""")
+_SERVER = re.compile(r"(?:localhost|0\.0\.0\.0|127\.0\.0\.1):8000")
 _PACKAGE = re.compile(r"^(\s*)(from|import) vllm\b", re.MULTILINE)
 _ERROR = re.compile(r"^(?:[\w.]+\.)?(\w+(?:Error|Exception|Exit))(?:: (.*))?$")
 
@@ -85,7 +86,8 @@ EXAMPLES = (
 def rewrite(text: str, model: str, port: int) -> str:
     """The same script for this package, a model and a port."""
     text = _PACKAGE.sub(r"\1\2 holdfast", text)
-    return _MODEL.sub(lambda match: repr(model), text).replace("localhost:8000", f"127.0.0.1:{port}")
+    text = _MODEL.sub(lambda match: repr(model), text)
+    return _SERVER.sub(f"127.0.0.1:{port}", text)
 
 
 def outcome(code: int | None, error: str) -> str:

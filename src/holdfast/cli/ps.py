@@ -13,8 +13,8 @@ from holdfast.cli.tables import show
 from holdfast.cli.terminal import FAILED, for_terminal, write_line
 from holdfast.errors import ConfigError, shown
 from holdfast.memory.sizes import format_bytes
-from holdfast.server.keys import ONE_KEY_VARIABLE
 
+KEY_VARIABLE = "HOLDFAST_API_KEY"
 TIMEOUT_SECONDS = 5.0
 HEADING = ("port", "model", "memory", "KV pages in use", "sequences", "state")
 
@@ -24,7 +24,7 @@ def ps(ports: str) -> int:
     numbers = read_counts(ports, "--port")
     if max(numbers) > 65535:
         raise ConfigError(f"--port {shown(ports)} was asked", "ports are from 1 to 65535", "write --port 8000,8001")
-    key = os.environ.get(ONE_KEY_VARIABLE) or None
+    key = os.environ.get(KEY_VARIABLE) or None
     urls = [Url("127.0.0.1", port, "", is_secure=False, api_key=key) for port in dict.fromkeys(numbers)]
     found = asyncio.run(_ask_all(urls))
     rows = [_row(port, facts) for port, facts in found.items() if isinstance(facts, Mapping)]
@@ -46,7 +46,7 @@ def _facts(error: str | None, words: str, body: bytes) -> Mapping[str, Any] | st
     if error is not None and error.startswith("no connection"):
         return "no server answers; start one with holdfast serve [MODEL]"
     if error in ("HTTP 401", "HTTP 403"):
-        return f"a server wants a key; set {ONE_KEY_VARIABLE}"
+        return f"a server wants a key; set {KEY_VARIABLE}"
     try:
         facts = json.loads(body)
         if error is None and isinstance(facts["totals"], dict) and isinstance(facts["memory"], dict):
