@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT_KEY = b"llama.context_length"
 SERVED_NAME = "smollm2"
+SERVER_CONTEXT = 1024
 READY_SECONDS = 180.0
 _OWNERS = "facebook|meta-llama|Qwen|mistralai|lmsys|deepseek-ai|microsoft|google|intfloat|BAAI|jinaai|jason9693|TinyLlama|NousResearch"
 _MODEL = re.compile(rf"""(["'])(?:{_OWNERS})/[\w.-]+\1""")
@@ -213,7 +214,7 @@ def main() -> None:
         run_all([example for example in chosen if not example.is_client])
         clients = [example for example in chosen if example.is_client]
         if clients:
-            with served(with_context(source, folder, 4096), port, folder / "server.log"):
+            with served(with_context(source, folder, SERVER_CONTEXT), port, folder / "server.log"):
                 run_all(clients)
     broken = [example.path for example, told in results if told.startswith(("breaks", "ran out"))]
     print(f"{len(results) - len(broken)} of {len(results)} run, or stop with a sentence", file=sys.stderr)
