@@ -14,6 +14,7 @@ import pytest
 import check_at_home
 import check_no_cuda
 import check_python
+import check_vllm_examples
 import compare_commits
 import doc_tables
 import home_files
@@ -486,3 +487,48 @@ def test_a_gguf_file_is_copied_byte_for_byte(tmp_path: Path) -> None:
     keys = home_files.split_keys(0, 2, 2)
     home_files.write_raw(tmp_path / "a.gguf", 3, keys, tensors)
     assert home_files.read_raw(tmp_path / "a.gguf") == (3, keys, tensors)
+
+
+def test_check_vllm_examples_rewrites_package_model_and_port() -> None:
+    text = """from vllm.utils import x
+    import vllm
+client = "http://localhost:8000/v1"
+llm = LLM(model="facebook/opt-125m", dtype='text/plain')
+words = "vLLM is from vllm"
+"""
+    assert (
+        check_vllm_examples.rewrite(text, "/m.gguf", 9)
+        == """from holdfast.utils import x
+    import holdfast
+client = "http://127.0.0.1:9/v1"
+llm = LLM(model='/m.gguf', dtype='text/plain')
+words = "vLLM is from vllm"
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "told"),
+    [
+        (0, "a warning", "runs"),
+        (None, "", "ran out of time"),
+        (1, "Traceback\n  x\nholdfast.errors.ConfigError: a was asked; b; do c\n", "stops: a was asked; b; do c"),
+        (
+            1,
+            "Traceback\nAttributeError: 'X' object has no attribute 'y'\n",
+            "breaks: AttributeError: 'X' object has no",
+        ),
+        (3, "", "breaks: exit code 3"),
+    ],
+)
+def test_check_vllm_examples_tells_a_sentence_from_a_break(code: int | None, error: str, told: str) -> None:
+    assert check_vllm_examples.outcome(code, error).startswith(told)
+
+
+def test_check_vllm_examples_shortens_the_context_of_a_copy(tmp_path: Path) -> None:
+    source = tmp_path / "model.gguf"
+    header = b"GGUF" + check_vllm_examples.CONTEXT_KEY + (4).to_bytes(4, "little")
+    source.write_bytes(header + (8192).to_bytes(4, "little") + b"rest")
+    made = check_vllm_examples.with_context(source, tmp_path, 256)
+    assert made.read_bytes() == header + (256).to_bytes(4, "little") + b"rest"
+    assert source.read_bytes().endswith((8192).to_bytes(4, "little") + b"rest")

@@ -3,15 +3,21 @@
 The names below are imported on first use, so that `import holdfast` costs no torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import holdfast.forks  # noqa: F401 - to see forks from here on
+from holdfast.api.vllm_paths import NAMES, install, look_up
+from holdfast.errors import NameAbsentError
+from holdfast.request.vllm_names import ABSENT_NAMES, NOT_HERE
 
 if TYPE_CHECKING:
     from holdfast.api.async_llm import AsyncLLM
+    from holdfast.api.async_llm import AsyncLLM as AsyncLLMEngine
     from holdfast.api.llm import LLM
+    from holdfast.api.llm_engine import LLMEngine
+    from holdfast.cli.engine_args import AsyncEngineArgs, EngineArgs
     from holdfast.config import EngineConfig
+    from holdfast.engine.admission import Prompt as PromptType
     from holdfast.engine.admission import TextPrompt, TokensPrompt
     from holdfast.errors import HoldfastError
     from holdfast.integrations.transformers import TurboQuantCache
@@ -31,15 +37,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineConfig",
     "HoldfastError",
+    "LLMEngine",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "PromptType",
     "RequestOutput",
     "SamplingParams",
     "ScoringOutput",
@@ -69,13 +80,18 @@ _HOMES = {
     "PoolingRequestOutput": "holdfast.request.pooling",
     "ScoringOutput": "holdfast.request.pooling",
     "ScoringRequestOutput": "holdfast.request.pooling",
+    **NAMES,
 }
+install()  # import paths of vLLM: holdfast.sampling_params and the like
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return look_up(name, _HOMES)
+    do = ABSENT_NAMES.get(name)
+    if do is not None:
+        raise NameAbsentError(f"holdfast.{name} was asked", NOT_HERE, do)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError, ImportAbsentError, shown
 from holdfast.memory.sizes import parse_bytes
 from holdfast.quant.formats import ALL_KV_FORMATS, INDEX_FORMATS
 from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, REGEX_PREFIX, UNQUANTIZED, WeightRecipe, find_scheme
 from holdfast.request.vllm_names import (
+    ABSENT_NAMES,
     ENGINE_ALIASES,
     ENGINE_NAMES,
     ENGINE_VALUES,
@@ -268,6 +269,8 @@ class EngineConfig:
         known: dict[str, object] = {}
         for name, value in left.items():
             target = ALIASES.get(name, name)
+            if name != target and value is None:
+                continue  # a parser of a program fills in every name that it knows
             if target in known:
                 raise ConfigError(
                     f"{name} was asked", f"{target} is the same option and is given too", "pass one of them"
@@ -279,6 +282,14 @@ class EngineConfig:
         if quiet:
             _tell(quiet)
         return config
+
+
+def __getattr__(name: str) -> object:
+    """Explain a name that a program imports from vllm.config and that is none here."""
+    if name in ABSENT_NAMES:
+        # An AttributeError would come out as Python's own sentence about the import.
+        raise ImportAbsentError(f"holdfast.config.{name} was imported", NOT_HERE, ABSENT_NAMES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _own_value(name: str, value: object) -> object:

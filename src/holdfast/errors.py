@@ -15,6 +15,7 @@ HoldfastError
 │   └── QueueFullError               more requests wait than the queue holds; try again later
 ├── TransferError (TypeError)        a model was to be pickled or copied
 ├── NameAbsentError (AttributeError) a model has no method of that name, or not in this version
+├── ImportAbsentError (ImportError)  a program imports a name of vLLM that is not in this version
 ├── ForkError (RuntimeError)         a forked child asked a model of its parent
 ├── MessageError                     a message between front, core and runner is broken, late or names what is not there
 └── EngineDeadError                  the engine stopped and cannot answer any more
@@ -134,6 +135,10 @@ class TransferError(HoldfastError, TypeError):
 
 class NameAbsentError(HoldfastError, AttributeError):
     """A model has no method or attribute of that name, or not in this version; hasattr is False, as for any other."""
+
+
+class ImportAbsentError(HoldfastError, ImportError):
+    """A program imports a name or a module of vLLM that is not in this version."""
 
 
 class ForkError(HoldfastError, RuntimeError):

@@ -35,7 +35,7 @@ def test_every_field_has_one_row() -> None:
     engine = [setting.name for setting in ENGINE_SETTINGS]
     sampling = [setting.name for setting in (*SAMPLING_SETTINGS, *SEVERAL_SETTINGS)]
     assert sorted(engine) == sorted(names(EngineConfig) - {"model"})
-    assert sorted(sampling) == sorted(names(SamplingParams) - {"seed", "detokenize", "priority"})
+    assert sorted(sampling) == sorted(names(SamplingParams) - {"seed", "detokenize", "priority", "output_kind"})
 
 
 def parsed(*arguments: str) -> tuple[Given, Given]:
@@ -98,7 +98,7 @@ def test_every_other_engine_option_reaches_its_field(setting) -> None:
         (("--logit-bias", "5=-100"), {"logit_bias": {5: -100.0}}),
         (("--ignore-eos",), {"ignore_eos": True}),
         (("--no-skip-special-tokens",), {"skip_special_tokens": False}),
-        (("-n", "2", "--logprobs", "0"), {"n": 2, "logprobs": 0}),
+        (("--n", "2", "--logprobs", "0"), {"n": 2, "logprobs": 0}),
         (("--max-tokens", "1K"), {"max_tokens": 1024}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -6,11 +6,13 @@ import shlex
 import pytest
 
 from cli.cli_models import Here
-from holdfast.cli.commands import COMMANDS, ELSEWHERE, GROUPS
+from holdfast.cli.commands import COMMANDS, GROUPS, HABITS_LINE
+from holdfast.cli.habits import COMMANDS_ELSEWHERE
 
 PAGES = [command.path for command in COMMANDS]
 FEW_PANELS = {
     ("cache",): [],
+    ("ps",): [],
     ("doctor",): ["Output"],
     ("completion",): ["Arguments"],
     ("bench", "serve"): ["Benchmark", "Output"],
@@ -55,12 +57,15 @@ def test_other_spellings_are_understood_and_not_shown(here: Here) -> None:
     assert "--memory-utilization" in shown
     assert "--gpu-memory-utilization" not in shown
     assert "--block-size" not in shown
+    assert "--ctx-size" not in shown
+    assert shown.count(HABITS_LINE) == here("--help").out.count(HABITS_LINE) == 1
+    assert HABITS_LINE not in here("doctor", "--help").out
 
 
 @pytest.mark.usefixtures("wide")
 def test_all_commands_are_listed(here: Here) -> None:
     shown = here("--help").out
-    names = ("run", "chat", "serve", "plan", "cache", "doctor", "completion", "bench", "eval")
+    names = ("run", "chat", "serve", "plan", "ps", "cache", "doctor", "completion", "bench", "eval")
     assert re.findall(r"^  ([a-z]+) +\S", shown.partition("Commands:")[2], re.MULTILINE) == list(names)
     assert re.findall(r"^  ([a-z]+) +\S", here("eval").out.partition("Commands:")[2], re.MULTILINE) == ["kv", "weights"]
 
@@ -79,7 +84,7 @@ def test_defaults_are_told_where_a_setting_has_one(here: Here) -> None:
         (("run", "x", "--temperature", "-1.5"), "temperature=-1.5 was asked"),
         (("run", "x", "--temperature", "-inf"), "temperature=-inf was asked"),
         (("run", "x", "--memory-limit", "-5GiB"), "memory_limit='-5GiB' is not a size"),
-        (("run", "x", "--stop", "-x", "-n", "-k"), "n='-k' was asked"),
+        (("run", "x", "--stop", "-x", "--n", "-k"), "n='-k' was asked"),
         (("plan", "x", "-tp", "--json"), "-tp/--tensor-parallel-size was asked; it requires an argument"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -95,11 +100,12 @@ def test_a_short_option_asks_for_help_too(here: Here) -> None:
     assert here("run", "-h").out == here("run", "--help").out
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", COMMANDS_ELSEWHERE)
 def test_commands_of_other_engines_say_what_to_type(here: Here, name: str) -> None:
     ended = here(name)
     assert ended.code == 2
     assert "it is not in this version" in ended.err
     advised = re.findall(r"holdfast ([a-z]+)", ended.err)
     assert advised or "LLM.generate" in ended.err
+    assert not {(name,) for name in COMMANDS_ELSEWHERE} & {command.path for command in COMMANDS}
     assert {(word,) for word in advised} <= {command.path for command in COMMANDS}

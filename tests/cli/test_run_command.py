@@ -64,7 +64,7 @@ def test_json_holds_everything(here: Here, tiny: Path) -> None:
 
 
 def test_several_answers(here: Here, tiny: Path) -> None:
-    options = ("-p", "Hello", "--max-tokens", "4", "--ignore-eos", "-n", "3")
+    options = ("-p", "Hello", "--max-tokens", "4", "--ignore-eos", "--n", "3")
     found = record(here, tiny, *options)
     assert [len(output["token_ids"]) for output in found["outputs"]] == [4, 4, 4]
     assert len({tuple(output["token_ids"]) for output in found["outputs"]}) > 1, "chance is needed for several answers"
@@ -150,7 +150,7 @@ BAD_OPTIONS = [
     (("--temperature", "nan"), "temperature=nan was asked"),
     (("--temperature", "hot"), "temperature='hot' was asked"),
     (("--top-p", "1.5"), "top_p=1.5 was asked"),
-    (("-n", "100000"), "n=100000 was asked"),
+    (("--n", "100000"), "n=100000 was asked"),
     (("--logprobs", "500", "--json"), "logprobs=500 was asked"),
     (("--logprobs", "5"), "add --json"),
     (("--stop", "x" * 5000), "a stop string of 5000 characters"),

@@ -44,14 +44,14 @@ def test_products_of_a_sheet_fit_its_generation(key: str) -> None:
         assert sheet.fp8 == 0.0
     # A product of a row with a weight reads far longer than it multiplies, on every GPU that kernels run on.
     if capability >= LEAST_CAPABILITY:
-        assert 30 < sheet.bfloat16 * 1e3 / sheet.gigabytes < 450
+        assert 30 < sheet.bfloat16 * 1e3 / sheet.gigabytes < 500
 
 
 RISING = (
     "rtx3060 rtx3070 rtx3080 rtx3080-12g rtx3090ti",
     "rtx4060 rtx4060ti-16g rtx4070 rtx4070ti-super rtx4080 rtx4080-super rtx4090 rtx5090",
     "rtx5060ti-16g rtx5070 rtx5070ti rtx5080 rtx5090",
-    "rtx4050-laptop rtx4060-laptop rtx4080-laptop rtx4090-laptop rtx5080-laptop rtx5090-laptop",
+    "rtx4050-laptop rtx4060-laptop rtx4080-laptop rtx4090-laptop rtx5090-laptop",
     "rtxa4000 rtxa5000 rtx6000-ada rtxpro6000",
     "t4 a10 a40 l40s",
     "p100 v100-32g a100-40g a100-80g h100 h200 b200 gb300",

@@ -160,7 +160,7 @@ def test_a_wrong_name_is_a_type_error_of_ours_and_tells_the_nearest() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"best_of": 1, "use_beam_search": False, "spaces_between_special_tokens": False, "output_kind": object()},
+        {"best_of": 1, "use_beam_search": False, "spaces_between_special_tokens": False, "stream_interval": 4},
         {"guided_decoding": None, "structured_outputs": None, "extra_args": {}, "logits_processors": None},
     ],
 )
@@ -170,7 +170,7 @@ def test_names_of_vllm_that_ask_for_nothing_are_taken(options: dict[str, object]
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("best_of", 4), ("use_beam_search", True), ("guided_decoding", "json"), ("extra_args", {1: 2})],
+    [("best_of", 4), ("use_beam_search", True), ("logits_processors", []), ("extra_args", {1: 2})],
 )
 def test_names_of_vllm_that_are_missing_say_so(name: str, value: object) -> None:
     with pytest.raises(KeywordError, match=rf"{name}=.* was asked; it is not in this version; \w+"):

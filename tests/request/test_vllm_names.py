@@ -20,7 +20,9 @@ from holdfast.request.vllm_names import (
     SAME_ENGINE_NAMES,
     SAME_SAMPLING_NAMES,
     SAMPLING_NAMES,
+    SERVER_NAMES,
     STORED_AS_IS,
+    STRUCTURED_NAMES,
     Foreign,
 )
 
@@ -57,6 +59,9 @@ def test_the_page_for_vllms_users_has_every_name() -> None:
     assert section("SamplingParams: not in this version") == missing(SAMPLING_NAMES)
     assert section("generate and chat: not in this version") == missing(CALL_NAMES)
     assert section("Methods: not in this version") == set(METHOD_NAMES)
+    assert section("Server options: without effect") == set(SERVER_NAMES) - missing(SERVER_NAMES)
+    assert section("Server options: not in this version") == missing(SERVER_NAMES)
+    assert section("StructuredOutputsParams: other fields") == set(STRUCTURED_NAMES)
     for alias, name in ENGINE_ALIASES.items():
         assert f"| `{alias}` | `{name}` |" in PAGE
 

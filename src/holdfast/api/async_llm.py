@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from holdfast.api.chat_tokenizer import ChatTokenizer
 from holdfast.api.llm import OnProgress, embedding_output, open_engine, scoring_output
-from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampling_params_from, takes_vllm_names
+from holdfast.api.options import (
+    ChatKeywords,
+    EngineOptions,
+    chat_values,
+    one_of_params,
+    sampling_params_from,
+    takes_vllm_names,
+)
 from holdfast.config import EngineConfig, Limits
 from holdfast.engine.admission import Conversation, PreparedRequest, Prompt
 from holdfast.engine.engine import Engine, EngineStats
@@ -70,6 +77,11 @@ class AsyncLLM:
         llm._start(engine)
         return llm
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, **others: object) -> "AsyncLLM":
+        """vLLM's way to open a model; what it takes beside the options has no effect here."""
+        return cls(**vars(engine_args))
+
     @takes_vllm_names
     def generate(
         self,
@@ -78,9 +90,14 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         cache_salt: str | None = None,
+        sampling_params: SamplingParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The answer so far, each time that it has grown; the last one is `finished`."""
-        return self._outputs(self._prompt_preparation(prompt, params, cache_salt), request_id)
+        """The answer so far, each time that it has grown; the last one is `finished`.
+
+        `SamplingParams(output_kind="delta")` gives what was added instead. `sampling_params` is another name of `params`.
+        """
+        given = one_of_params(params, sampling_params)
+        return self._outputs(self._prompt_preparation(prompt, given, cache_salt), request_id)
 
     def chat(
         self,
@@ -225,9 +242,10 @@ class AsyncLLM:
                 deltas, is_last = await mailbox.take()
                 yield deltas
 
-    async def abort(self, request_id: str) -> None:
-        """End a request before the next step; its reader gets a last output with finish_reason "abort"."""
-        self._live().abort(request_id)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several, before the next step; readers get a last output with finish_reason "abort"."""
+        for name in (request_id,) if isinstance(request_id, str) else request_id:
+            self._live().abort(name)
 
     def health(self) -> Health:
         """Whether the engine lives, and how long ago it last moved; never waits."""
@@ -398,7 +416,9 @@ class AsyncLLM:
                 deltas, is_last = await mailbox.take()
                 for delta in deltas:
                     assembler.add(delta)
-                yield assembler.output()
+                output = assembler.reading(deltas, prepared.params.output_kind)
+                if output is not None:
+                    yield output
 
     async def _deltas(
         self, preparation: "_Preparation", request_id: str | None

@@ -6,11 +6,19 @@ from collections.abc import Sequence as SequenceABC
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
+from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from holdfast.api.chat_tokenizer import ChatTokenizer
-from holdfast.api.options import ChatKeywords, EngineOptions, chat_values, sampling_params_from, takes_vllm_names
+from holdfast.api.options import (
+    ChatKeywords,
+    EngineOptions,
+    chat_values,
+    one_of_params,
+    sampling_params_from,
+    takes_vllm_names,
+)
 from holdfast.api.preparing_bar import PreparingBar
 from holdfast.api.progress import DownloadBar, GenerationBar, LoadingBar
 from holdfast.config import EngineConfig
@@ -24,7 +32,7 @@ from holdfast.errors import EngineDeadError, PromptError, RequestError, refuse_t
 from holdfast.loading.locate import refuse_wrong_path
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import MemoryReport
-from holdfast.observability.log import log_in_scripts
+from holdfast.observability.log import get_logger, log_in_scripts
 from holdfast.observability.preparing import OnPrepare, prepare_silently
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.pooling import (
@@ -42,6 +50,9 @@ from holdfast.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from holdfast.loading.hub.download import Watch
+
+_log = get_logger(__name__)
+_ROOM_TOLD = Event()
 
 OnProgress = Callable[[int, int], None]
 """Called with bytes read and bytes to read while a model loads."""
@@ -76,6 +87,11 @@ class LLM:
         llm._driver = Driver(engine)
         return llm
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
+        """vLLM's way to open a model from options that a command line has filled in."""
+        return cls(**vars(engine_args))
+
     @takes_vllm_names
     def generate(
         self,
@@ -97,6 +113,9 @@ class LLM:
         engine = self._asked().engine
         many = _prompts(prompts, prompt_token_ids)
         prepared = _prepare_all("prompt", many, self._params(params, sampling_params), engine.prepare)
+        open_ended = [request.max_tokens for request in prepared if request.params.max_tokens is None]
+        if open_ended:
+            _tell_room(max(open_ended))
         return self._run(prepared, progress if use_tqdm is None else bool(use_tqdm))
 
     def chat(
@@ -244,9 +263,7 @@ class LLM:
         params: SamplingParams | SequenceABC[SamplingParams] | None,
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
     ) -> SamplingParams | SequenceABC[SamplingParams]:
-        if params is not None and sampling_params is not None:
-            raise RequestError("params and sampling_params were given", "they are the same", "pass one of them")
-        given = params if params is not None else sampling_params
+        given = one_of_params(params, sampling_params)
         return self.default_sampling_params() if given is None else given
 
     def default_sampling_params(self) -> SamplingParams:
@@ -407,6 +424,17 @@ def scoring_output(used: SequenceABC[RequestOutput], score: float) -> ScoringReq
     token_ids = [token_id for output in used for token_id in output.prompt_token_ids]
     num_cached = sum(output.num_cached_tokens for output in used)
     return ScoringRequestOutput(used[-1].request_id, ScoringOutput(score), token_ids, num_cached_tokens=num_cached)
+
+
+def _tell_room(max_tokens: int) -> None:
+    """Warn once in a process how long an answer may become: programs that were written for vLLM count on 16 tokens."""
+    if not _ROOM_TOLD.is_set():
+        _ROOM_TOLD.set()
+        _log.warning(
+            "max_tokens is left out, so an answer may have up to %d tokens: all that the context has room for (vLLM's default "
+            "is 16); SamplingParams(max_tokens=...) bounds it (told once)",
+            max_tokens,
+        )
 
 
 def _assembler(prepared: PreparedRequest) -> OutputAssembler:

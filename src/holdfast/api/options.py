@@ -113,6 +113,16 @@ def chat_values(keywords: Mapping[str, object]) -> tuple[dict[str, object], Chat
     return {**told, **values}, ChatOptions(template, bool(allows))  # type: ignore[arg-type]
 
 
+_Given = TypeVar("_Given")
+
+
+def one_of_params(params: _Given | None, sampling_params: _Given | None) -> _Given | None:
+    """Params by whichever name they were given."""
+    if params is not None and sampling_params is not None:
+        raise RequestError("params and sampling_params were given", "they are the same", "pass one of them")
+    return params if params is not None else sampling_params
+
+
 def sampling_params_from(generation: GenerationDefaults) -> SamplingParams:
     """What the makers of the model advise; the usual defaults where they say nothing."""
     advised = {name: value for name in ADVISED if (value := getattr(generation, name)) is not None}

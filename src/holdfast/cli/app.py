@@ -45,6 +45,12 @@ def main() -> None:
     sys.exit(code)
 
 
+def serve_main() -> None:
+    """Run holdfast serve with what follows python -m holdfast.entrypoints.openai.api_server, as vLLM's users type it."""
+    sys.argv[1:1] = ["serve"]
+    main()
+
+
 def _leave_at_once(code: int) -> NoReturn:
     """With all that was written, and what libraries do at the end; the interpreter would take a second to put torch away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said

@@ -9,11 +9,12 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast import __version__
+from holdfast.cli.habits import COMMANDS_ELSEWHERE, as_ours
 from holdfast.cli.options import (
     ARGUMENTS,
     BENCHMARK,
@@ -36,7 +37,7 @@ from holdfast.cli.options import (
 )
 from holdfast.cli.terminal import FAILED
 from holdfast.errors import ConfigError
-from holdfast.request.vllm_names import ENGINE_NAMES, NOT_HERE
+from holdfast.request.vllm_names import NOT_HERE
 
 if TYPE_CHECKING:
     from holdfast.cli.start_line import StartLine
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 PROGRAM = "holdfast"
 ABOUT = "An LLM inference engine that plans its memory, takes it once, and holds it."
 START = "Start with: holdfast run -p 'What is the capital of France?'"
+HABITS_LINE = "Flags of vLLM, llama.cpp and Ollama are understood: docs/from_vllm.md"
 PARAGRAPH = "\n\n"
 HELP_FLAGS, VERSION_FLAGS = ("-h", "--help"), ("-V", "--version")
 MIN_COLUMNS, MAX_COLUMNS = 60, 120
@@ -83,13 +85,13 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def _run(command: Command, arguments: Sequence[str]) -> int:
+    arguments = as_ours(command.path, command.rows, arguments)
     if any(option.name == "config" for option in command.options):
         from holdfast.cli.config_file import with_config
 
         arguments = with_config(command.rows, arguments)
-    flags = [flag for row in command.rows for flag in row.all_flags]
-    places = {option.all_flags[0]: option.metavar for option in command.options if option.panel == ARGUMENTS}
-    values = vars(_parsed(parser_of(command), _with_dashes(command, flags, arguments), flags, places))
+    flags = [flag for row in command.rows if row.panel != ARGUMENTS for flag in row.all_flags]
+    values = vars(_parsed(parser_of(command), _with_dashes(command, flags, arguments), flags))
     own = {option.name: values[option.name] for option in command.options}
     return command.run(own, given(command.engine, values), given(command.sampling, values)) or 0
 
@@ -100,15 +102,15 @@ def _show_group(arguments: Sequence[str]) -> int:
     parser = _group_parser(path)
     rest = arguments[len(path) :]
     if rest and not rest[0].startswith("-"):
-        if not path and rest[0] in ELSEWHERE:
-            raise ConfigError(f"command {rest[0]} was asked", *ELSEWHERE[rest[0]])
+        if not path and rest[0] in COMMANDS_ELSEWHERE:
+            raise ConfigError(f"command {rest[0]} was asked", NOT_HERE, COMMANDS_ELSEWHERE[rest[0]])
         meant = _nearest(rest[0], _next_names(path))
         raise ConfigError(
             f"command {ascii(rest[0])[1:-1]} was asked",
             f"{parser.prog} has no such command",
             f"{meant}run {parser.prog} --help",
         )
-    _parsed(parser, rest, VERSION_FLAGS, {})
+    _parsed(parser, rest, VERSION_FLAGS)
     parser.print_help()
     return 0
 
@@ -128,7 +130,8 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
     words = [command.summary, *([command.more] if command.more else [])]
     examples = "\n".join(("Examples:", *(f"  {example}" for example in command.examples)))
     model = "".join(f" [{option.metavar}]" for option in command.options if option.panel == ARGUMENTS)
-    parser = _parser(command.path, f"[OPTIONS]{model}", f"{_wrapped(words, gap=PARAGRAPH)}{PARAGRAPH}{examples}")
+    about = f"{_wrapped(words, gap=PARAGRAPH)}{PARAGRAPH}{examples}"
+    parser = _parser(command.path, f"[OPTIONS]{model}", about, _wrapped([HABITS_LINE]) if command.engine else "")
     titles = {row.panel for row in command.rows} | {OPTIONS}
     panels = {title: parser.add_argument_group(title) for title in PANELS if title in titles}
     for row in command.rows:
@@ -140,7 +143,7 @@ def parser_of(command: Command) -> argparse.ArgumentParser:
 
 def _group_parser(path: tuple[str, ...]) -> argparse.ArgumentParser:
     """A page that lists commands, each with its summary."""
-    parser = _parser(path, "COMMAND [OPTIONS]", _wrapped([GROUPS[path]]), "" if path else START)
+    parser = _parser(path, "COMMAND [OPTIONS]", _wrapped([GROUPS[path]]), "" if path else f"{START}\n{HABITS_LINE}")
     panel = parser.add_argument_group(OPTIONS)
     panel.add_argument(*HELP_FLAGS, action="help", help="Show this page; behind a command: that of the command.")
     if not path:
@@ -176,10 +179,8 @@ def _wrapped(texts: Iterable[str], indent: str = "", gap: str = "\n", width: int
     return gap.join(textwrap.fill(text, width or _columns(), subsequent_indent=indent) for text in texts)
 
 
-def _parsed(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], flags: Iterable[str], places: Mapping[str, str]
-) -> argparse.Namespace:
-    """What was typed; the nearest right option to one that does not exist. `places` are arguments, which have no option."""
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], flags: Iterable[str]) -> argparse.Namespace:
+    """What was typed; the nearest right option to one that does not exist."""
     values, extras = parser.parse_known_args(arguments)
     if not extras:
         return values
@@ -187,15 +188,7 @@ def _parsed(
     if option is None:
         asked, has, meant = f"argument {ascii(extras[0])[1:-1]} was asked", "takes no further argument", ""
     else:
-        known = ENGINE_NAMES.get(option.lstrip("-").replace("-", "_"))
-        if known is not None:
-            has = NOT_HERE if known.is_missing else "vLLM has it, and it would have no effect here"
-            raise ConfigError(f"option {option} was asked", has, known.words if known.is_missing else "leave it out")
-        if option in places:
-            has, do = f"{places[option]} has no option before it", f"write {parser.prog} {places[option]}"
-            raise ConfigError(f"option {option} was asked", has, do)
-        names = [flag for flag in flags if flag not in places]
-        asked, has, meant = f"option {ascii(option)[1:-1]} was asked", "has no such option", _nearest(option, names)
+        asked, has, meant = f"option {ascii(option)[1:-1]} was asked", "has no such option", _nearest(option, flags)
     raise ConfigError(asked, f"{parser.prog} {has}", f"{meant}run {parser.prog} --help")
 
 
@@ -260,6 +253,12 @@ def _run_serve(own: Given, engine: Given, sampling: Given) -> None:
         from holdfast.cli.serve import ServeOptions, serve
 
         serve(ServeOptions(**own), engine, start)
+
+
+def _run_ps(own: Given, engine: Given, sampling: Given) -> int:
+    from holdfast.cli.ps import ps
+
+    return ps(own["port"])
 
 
 def _run_plan(own: Given, engine: Given, sampling: Given) -> int:
@@ -387,20 +386,6 @@ GROUPS = {
 }
 """What commands that begin alike have in common."""
 
-_SERVER = (NOT_HERE, "use holdfast serve [MODEL]")
-_FETCH = (NOT_HERE, "use holdfast run owner/name, which downloads what the cache lacks, or hf download owner/name")
-_LIST = (NOT_HERE, "use holdfast doctor for models that are here, or holdfast plan --list for those known by name")
-ELSEWHERE: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(("server", "api-server"), _SERVER),
-    **dict.fromkeys(("pull", "download"), _FETCH),
-    **dict.fromkeys(("list", "ls", "models"), _LIST),
-    "complete": (NOT_HERE, "use holdfast run --raw -p TEXT, which continues a bare text"),
-    "generate": (NOT_HERE, "use holdfast run -p TEXT"),
-    "run-batch": (NOT_HERE, "use LLM.generate in a Python program: it takes a list of prompts as one batch"),
-    "collect-env": (NOT_HERE, "use holdfast doctor"),
-}
-"""Commands that users of other engines type: what is there, and what to do."""
-
 COMMANDS = (
     Command(
         ("run",),
@@ -421,7 +406,7 @@ COMMANDS = (
         (
             'holdfast run -p "What is the capital of France?"',
             'git diff | holdfast run path/to/model -p "Write a commit message" -q',
-            'holdfast run model.gguf --raw -p "Once upon" --temperature 0.8 -n 3 --json',
+            'holdfast run model.gguf --raw -p "Once upon" --temperature 0.8 --n 3 --json',
         ),
         ENGINE_SETTINGS,
         (*SEVERAL_SETTINGS, *SAMPLING_SETTINGS),
@@ -581,6 +566,14 @@ COMMANDS = (
             "holdfast plan Qwen3-32B --gpu 5090 --quantization mxfp4 --html plan.html",
         ),
         PLAN_SETTINGS,
+    ),
+    Command(
+        ("ps",),
+        "List the servers that run at some ports of this machine: model, memory, sequences.",
+        (Option("port", "Ports to ask, with commas between.", "N", "8000"),),
+        _run_ps,
+        "A server with API keys answers where HOLDFAST_API_KEY holds one of them. Exits with 1 where no server answers.",
+        ("holdfast ps", "holdfast ps --port 8000,8001"),
     ),
     Command(
         ("cache",),

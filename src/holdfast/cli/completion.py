@@ -7,7 +7,7 @@ the bash script through its own bashcompinit.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from holdfast.cli.options import ARGUMENTS, Option, Setting, flag
+from holdfast.cli.options import ARGUMENTS, Option, Setting
 from holdfast.cli.plan_commands import PURPOSES
 from holdfast.cli.terminal import write_answer
 from holdfast.config import DTYPES, LOAD_FORMATS, WEIGHT_CACHES
@@ -87,7 +87,7 @@ def row_of(row: Option | Setting, path: tuple[str, ...]) -> Row:
     if is_argument:
         offered = ()
     elif isinstance(row, Setting):
-        offered = row.all_flags[:1] if row.is_switch else (*row.short, flag(row.name))
+        offered = row.all_flags[:1]
     others = () if is_argument else tuple(name for name in row.all_flags if name not in offered)
     values = tuple(CATALOGUE) if is_argument and path == ("plan",) else VALUES.get(row.name, ())
     return Row(offered, row.help, bool(row.metavar), values, row.metavar in FILES, others)

@@ -176,7 +176,6 @@ class Setting:
     read: Callable[[Any], object] = as_typed
     """Takes the text, all texts where the option may be repeated, or what a switch was set to."""
     is_repeated: bool = False
-    short: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     """Other spellings, understood and not shown."""
     tells_default: bool = True
@@ -202,7 +201,7 @@ class Setting:
             # Only the side that changes something is worth a line, so it comes first.
             on, off = flag(self.name), flag(f"no_{self.name}")
             return (off, on) if self.default else (on, off)
-        return (flag(self.name), *self.short, *map(flag, (*self.aliases, *self.other_names)))
+        return tuple(map(flag, (self.name, *self.aliases, *self.other_names)))
 
     @property
     def arguments(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -215,7 +214,7 @@ class Setting:
             yield self.all_flags[1:], row | {"action": keep, "help": argparse.SUPPRESS}
             return
         row |= {"metavar": self.metavar, "action": "append" if self.is_repeated else "store"}
-        yield (*self.short, flag(self.name)), row
+        yield (flag(self.name),), row
         for name in (*self.aliases, *self.other_names):
             dest = self.name if name in self.aliases else name
             yield (flag(name),), row | {"dest": dest, "help": argparse.SUPPRESS}
@@ -468,7 +467,7 @@ SAMPLING_SETTINGS = (
         "temperature",
         SAMPLING,
         "0 takes the most likely token, more is bolder. Left out: what the model's makers advise; else 0, "
-        "or 1 beside --top-p, --top-k, --min-p or -n.",
+        "or 1 beside --top-p, --top-k, --min-p or --n.",
         "NUMBER",
         read_number,
         aliases=("temp",),
@@ -532,7 +531,7 @@ SAMPLING_SETTINGS = (
 """The fields of SamplingParams that fit every command; a request's own seed is left to the engine's, text is shown, nobody is ahead."""
 
 SEVERAL_SETTINGS = (
-    Setting(SamplingParams, "n", SAMPLING, "How many answers to the same prompt.", "N", read_count, short=("-n",)),
+    Setting(SamplingParams, "n", SAMPLING, "How many answers to the same prompt.", "N", read_count),
     Setting(SamplingParams, "logprobs", OUTPUT, "With --json: how many of the most likely tokens.", "N", read_count),
     Setting(SamplingParams, "prompt_logprobs", OUTPUT, "The same for the prompt's tokens.", "N", read_count),
 )

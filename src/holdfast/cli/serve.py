@@ -4,7 +4,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from holdfast.config import EngineConfig
 from holdfast.engine.launched import find_launcher
 from holdfast.errors import ConfigError, RequestError, install_words, shown
 from holdfast.memory.sizes import parse_bytes
+from holdfast.request.vllm_names import PARSERS_OF_VLLM
 
 if TYPE_CHECKING:
     from holdfast.server.keys import Keys
@@ -74,7 +75,7 @@ def serve(options: ServeOptions, engine_options: Given, start: StartLine | None 
     origins = read_origins(options.allow_origin or ())
     hosts = (*(options.allowed_host or ()), options.host)
     log_format = read_choice("--log-format", options.log_format, ("text", "json"))
-    check_parsers(options)
+    options = check_parsers(options)
     traces = open_traces((names or (model_name(config),))[0])
     with bind_socket(options.host, port) as listener:
         started = time.monotonic()
@@ -143,19 +144,24 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
-def check_parsers(options: ServeOptions) -> None:
-    """A name that no format has is told before a model is opened."""
+def check_parsers(options: ServeOptions) -> ServeOptions:
+    """Refuse a name that no format has, before a model is opened; one that only vLLM has leaves the choice to the template."""
     from holdfast.text.reasoning import choose_reasoning_parser
     from holdfast.text.tool_formats import choose_tool_parser
 
     for option, choose, name in (
-        ("--tool-parser", choose_tool_parser, options.tool_parser),
-        ("--reasoning-parser", choose_reasoning_parser, options.reasoning_parser),
+        ("tool_parser", choose_tool_parser, options.tool_parser),
+        ("reasoning_parser", choose_reasoning_parser, options.reasoning_parser),
     ):
         try:
             choose(None, name)
         except RequestError as error:
-            raise ConfigError(f"{option} {shown(name)} was asked", error.has, error.do) from error
+            typed = f"--{option.replace('_', '-')} {shown(name)}"
+            if name not in PARSERS_OF_VLLM:
+                raise ConfigError(f"{typed} was asked", error.has, error.do) from error
+            write_line(f"note: taken without effect here: {typed} (the chat template tells the format)")
+            options = replace(options, **{option: "auto"})
+    return options
 
 
 def read_port(text: str) -> int:

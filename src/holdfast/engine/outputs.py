@@ -15,6 +15,7 @@ from holdfast.request.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from holdfast.request.sampling_params import RequestOutputKind
 from holdfast.request.sequence import TokenLogprobs
 from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.stop_strings import StopStrings
@@ -268,6 +269,29 @@ class OutputAssembler:
             metrics=_merged(self._metrics) if self.finished else None,
             error=self._error,
         )
+
+    def added(self, deltas: list[CompletionDelta]) -> RequestOutput:
+        """The same with what these deltas, taken in already, have added, in place of whole completions."""
+        output = self.output()
+        output.outputs = [
+            CompletionOutput(
+                index=delta.index,
+                text=delta.text,
+                token_ids=list(delta.token_ids),
+                cumulative_logprob=self._cumulative[delta.index],
+                logprobs=None if delta.logprobs is None else list(delta.logprobs),
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
+            )
+            for delta in deltas
+        ]
+        return output
+
+    def reading(self, deltas: list[CompletionDelta], kind: RequestOutputKind | str) -> RequestOutput | None:
+        """What a reader gets after these deltas, by output_kind; None: nothing yet."""
+        if kind == RequestOutputKind.DELTA:
+            return self.added(deltas)
+        return self.output() if kind == RequestOutputKind.CUMULATIVE or self.finished else None
 
     def _completion(self, index: int) -> CompletionOutput:
         parts = self._parts[index]

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import wraps
-from typing import TypeVar
+from enum import StrEnum
 
 from holdfast.errors import KeywordError, RequestError, shown
 from holdfast.request.structured import StructuredOutputs
-from holdfast.request.vllm_names import SAMPLING_NAMES, own_structured, settle
+from holdfast.request.vllm_names import SAMPLING_NAMES, own_structured, settle, with_vllm_names
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -22,27 +21,24 @@ MAX_ALLOWED_TOKEN_IDS = 2**20
 MAX_SEED = 2**64
 MAX_PRIORITY = 2**31 - 1
 _SOUND = "_is_sound"
-_Params = TypeVar("_Params", bound=type)
+_SWITCHES = (
+    *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"),
+    "skip_reading_prefix_cache",
+)
 
 
-def _with_vllm_names(params_class: _Params) -> _Params:
-    """The same class, whose fields are given by name: vLLM's other names are taken or refused in words."""
-    construct = params_class.__init__
+class RequestOutputKind(StrEnum):
+    """What each output of AsyncLLM.generate and LLMEngine.step holds."""
 
-    @wraps(construct)
-    def settled_init(self: object, *values: object, **options: object) -> None:
-        if values:
-            raise KeywordError(
-                f"SamplingParams({shown(values[0])}, ...) was asked", "its fields have names", "write temperature=0.8"
-            )
-        names = {field.name for field in fields(params_class)}
-        construct(self, **settle(own_structured(options), names, SAMPLING_NAMES, KeywordError).options)
-
-    params_class.__init__ = settled_init
-    return params_class
+    CUMULATIVE = "cumulative"
+    """The answer so far."""
+    DELTA = "delta"
+    """What was added since the last one."""
+    FINAL_ONLY = "final_only"
+    """The whole answer, once."""
 
 
-@_with_vllm_names
+@with_vllm_names(SAMPLING_NAMES, own_structured)
 @dataclass(kw_only=True, unsafe_hash=True)
 class SamplingParams:
     """How one request wants its tokens chosen. Names and meanings are those that vLLM's users type.
@@ -107,6 +103,10 @@ class SamplingParams:
     """Requests that wait start in this order, the lowest number first, and in order of arrival among equals. Where pages run
     out, the highest number gives way first. As long as lower numbers keep coming, higher ones wait."""
 
+    output_kind: RequestOutputKind | str = RequestOutputKind.CUMULATIVE
+    """What each output of AsyncLLM.generate and LLMEngine.step holds: cumulative, delta or final_only. LLM.generate gives whole
+    answers, and stream gives deltas, whatever this says."""
+
     def __post_init__(self) -> None:
         if self.seed == -1 and not isinstance(self.seed, bool):
             _set(self, "seed", None)
@@ -154,14 +154,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(self, name, 0, MAX_LOGPROBS)
-        for name in (
-            *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"),
-            "skip_reading_prefix_cache",
-        ):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
                 )
+        _set(self, "output_kind", _output_kind(self.output_kind))
         if self.stop and not self.detokenize:
             raise RequestError(
                 "stop was asked with detokenize=False", "there is no text to look in", "use stop_token_ids"
@@ -226,6 +224,13 @@ def _number(params: SamplingParams, name: str, low: float, high: float, low_excl
         words = f"above {low:g} and at most {high:g}" if low_excluded else f"from {low:g} to {high:g}"
         raise RequestError(f"{name}={shown(value)} was asked", f"a finite number {words} works", "change it")
     _set(params, name, float(value))
+
+
+def _output_kind(kind: object) -> RequestOutputKind:
+    if kind not in tuple(RequestOutputKind):
+        works = f"{', '.join(RequestOutputKind)} work"
+        raise RequestError(f"output_kind={shown(kind)} was asked", works, "pass one, or a RequestOutputKind")
+    return RequestOutputKind(kind)  # type: ignore[arg-type]
 
 
 def _strings(strings: object, name: str, most: int) -> tuple[str, ...]:

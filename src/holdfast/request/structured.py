@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, NoReturn
 
 from holdfast.errors import RequestError, shown
+from holdfast.request.vllm_names import STRUCTURED_NAMES, with_vllm_names
 
 MAX_SCHEMA_BYTES = 2**16
 MAX_SCHEMA_DEPTH = 64
@@ -29,6 +30,7 @@ MAX_CHOICE_CHARS = 4096
 _OPTIONS = ("json", "regex", "choice", "grammar", "json_object")
 
 
+@with_vllm_names(STRUCTURED_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """The form of an answer, by exactly one of the fields. vLLM's name for it is StructuredOutputsParams."""
@@ -47,6 +49,8 @@ class StructuredOutputs:
     """Any JSON object."""
 
     def __post_init__(self) -> None:
+        if self.json_object is None:  # vLLM's default
+            object.__setattr__(self, "json_object", False)
         if not isinstance(self.json_object, bool):
             _refuse("json_object", self.json_object, "it is a switch", "pass True or False")
         given = [name for name in _OPTIONS if getattr(self, name) not in (None, False)]

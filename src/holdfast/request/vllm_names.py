@@ -8,8 +8,9 @@ docs/from_vllm.md has the same tables for people; a test compares them.
 import difflib
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 from holdfast.errors import ConfigError, HoldfastError, KeywordError, NameAbsentError, shown
 
@@ -24,6 +25,8 @@ class Foreign:
     """Why it changes nothing; or, where only some values are taken, what to do about the others."""
     taken: tuple[object, ...] | None = None
     """Values that ask for nothing; None: all of them."""
+    is_switch: bool = False
+    """On a command line: --name and --no-name, without a value."""
 
     def takes(self, value: object) -> bool:
         # By type too: 1 == True, and a tensor compares with nothing.
@@ -36,11 +39,29 @@ class Foreign:
 
 
 def _same(words: str, *names: str) -> dict[str, Foreign]:
-    return {name: Foreign(words) for name in names}
+    return {name: Foreign(words, is_switch=name in _SWITCHES) for name in names}
 
 
 def _only(words: str, *taken: object, names: str) -> dict[str, Foreign]:
-    return {name: Foreign(words, (None, *taken)) for name in names.split()}
+    is_switch = any(isinstance(value, bool) for value in taken)
+    return {name: Foreign(words, (None, *taken), is_switch) for name in names.split()}
+
+
+_SWITCHES = frozenset(
+    (
+        *("trust_remote_code", "disable_cascade_attn", "disable_log_stats", "disable_log_requests"),
+        *("enable_log_requests", "aggregate_engine_logging", "disable_custom_all_reduce", "language_model_only"),
+        *("skip_mm_profiling", "ray_workers_use_nsight", "scheduler_reserve_full_isl", "kv_cache_metrics"),
+        *("disable_hybrid_kv_cache_manager", "cudagraph_metrics", "enable_mfu_metrics", "use_tqdm_on_load"),
+        *("enable_logging_iteration_details", "enable_flashinfer_autotune", "async_scheduling", "worker_use_ray"),
+        *("fail_on_environ_validation", "use_v2_block_manager", "multi_step_stream_outputs", "numa_bind"),
+        *("disable_async_output_proc", "disable_mm_preprocessor_cache", "enable_auto_tool_choice"),
+        *("exclude_tools_when_tool_choice_none", "enable_prompt_tokens_details", "enable_force_include_usage"),
+        *("enable_server_load_tracking", "disable_uvicorn_access_log", "disable_fastapi_docs", "enable_log_deltas"),
+        *("enable_request_id_headers", "allow_credentials", "enable_per_request_metrics", "log_error_stack"),
+    )
+)
+"""Options of vLLM without a value, among those that are taken whatever they say."""
 
 
 ENGINE_ALIASES: Mapping[str, str] = {
@@ -68,6 +89,8 @@ _TEXT = "only text is read here: leave it out"
 _LORA = "merge the adapter into the weights and open the merged folder"
 _DRAFT = "use speculative: ngram:4 proposes from the text itself; answers are the same"
 _GRAMMAR = "use SamplingParams(structured_outputs={...}), with json, regex, choice, grammar or json_object"
+_ROUTER = "start a server for each and put a router in front of them"
+_TRACE = "give the tokens as prompt_token_ids, with prompt_logprobs"
 _POOL = "every model generates and embeds, and some score, without it: leave it out"
 _MAMBA = "no model with such layers runs here"
 _EDIT = "change config.json in a copy of the model's folder"
@@ -103,6 +126,9 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_same("a name for a server", "served_model_name"),
     **_same("numbers of experts are the model's", "expert_placement_strategy", "eplb_config"),
     **_same("up to 20 are reported", "max_logprobs"),
+    **_same("kernels are chosen from the plan", "linear_backend", "gdn_prefill_backend", "mamba_backend"),
+    **_same("readers and chunks follow from the plan", "safetensors_prefetch_num_threads"),
+    **_same("the system places processes", "numa_bind", "numa_bind_nodes", "numa_bind_cpus"),
     **_same("nothing waits for a shutdown", "shutdown_timeout", "fail_on_environ_validation"),
     **_only("chunks are how long prompts run: leave it out", True, names="enable_chunked_prefill"),
     **_only("the model's tokenizer.json or GGUF metadata is read", "auto", "hf", "fast", names="tokenizer_mode"),
@@ -111,7 +137,15 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only(_POOL, "auto", "generate", "embed", "embedding", "score", "pooling", names="task runner"),
     **_only(_POOL, "auto", "none", "embed", names="convert"),
     **_only(_POOL, names="pooler_config override_pooler_config"),
-    **_only("start a server for each and put a router in front of them", 1, names="data_parallel_size"),
+    **_only(_ROUTER, 1, names="data_parallel_size"),
+    **_only(
+        _ROUTER,
+        names="data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
+        "data_parallel_rpc_port",
+    ),
+    **_only(_ROUTER, "mp", names="data_parallel_backend"),
+    **_only(_ROUTER, False, names="data_parallel_external_lb"),
+    **_only("set CUDA_VISIBLE_DEVICES", names="device_ids"),
     **_only(_SHARED, 1, names="prefill_context_parallel_size decode_context_parallel_size"),
     **_only(_SHARED, False, names="enable_eplb enable_dbo data_parallel_hybrid_lb"),
     **_only("use memory_limit, quantization or a KV format", 0, 0.0, names="cpu_offload_gb kv_offloading_size"),
@@ -122,8 +156,9 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     **_only(
         _DRAFT,
         names="speculative_model num_speculative_tokens ngram_prompt_lookup_max ngram_prompt_lookup_min "
-        "speculative_max_model_len",
+        "speculative_max_model_len spec_method spec_model spec_tokens",
     ),
+    **_only(_TRACE, False, names="enable_trace_replay"),
     **_only(_LORA, False, names="enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter"),
     **_same("there is no LoRA here", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"),
     **_same("there is no LoRA here", "lora_extra_vocab_size", "long_lora_scaling_factors", "max_prompt_adapters"),
@@ -140,7 +175,7 @@ ENGINE_NAMES: Mapping[str, Foreign] = {
     ),
     **_only("download another revision into a folder, and name it", names="tokenizer_revision"),
     **_only("name the folder as model", names="download_dir hf_config_path"),
-    **_only("log in as huggingface_hub does, or set HF_TOKEN", False, True, names="hf_token"),
+    "hf_token": Foreign("log in as huggingface_hub does, or set HF_TOKEN", (None, False, True)),
     **_only(_EDIT, {}, names="hf_overrides rope_scaling additional_config"),
     **_only(_EDIT, names="rope_theta override_attention_dtype quantization_config"),
     **_only(
@@ -237,25 +272,32 @@ SAME_SAMPLING_NAMES = (
     *("n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
     *("detokenize", "skip_special_tokens", "include_stop_str_in_output", "logit_bias", "allowed_token_ids"),
-    *("bad_words", "truncate_prompt_tokens", "skip_reading_prefix_cache", "structured_outputs"),
+    *("bad_words", "truncate_prompt_tokens", "skip_reading_prefix_cache", "structured_outputs", "output_kind"),
 )
 """Fields of SamplingParams that are called the same in both."""
 _BEAMS = "use n, with temperature above 0, and take the best by cumulative_logprob"
+STRUCTURED_NAMES: Mapping[str, Foreign] = {
+    **_same("llguidance follows every form", "backend", "_backend", "disable_fallback"),
+    **_only("write whitespace into the schema or the grammar", False, names="disable_any_whitespace"),
+    **_only('add "additionalProperties": false to the schema', False, names="disable_additional_properties"),
+    **_only("write whitespace into the schema or the grammar", names="whitespace_pattern"),
+    **_only("use regex or grammar", names="structural_tag"),
+}
+"""Fields of vLLM's StructuredOutputsParams that are none here."""
 SAMPLING_NAMES: Mapping[str, Foreign] = {
     **_same("special tokens stand as they are in a text", "spaces_between_special_tokens"),
-    **_same("generate and chat give whole outputs, stream gives deltas", "output_kind", "stream_interval"),
+    **_same("outputs come as steps end", "stream_interval"),
     **_same("params never change, so they are never copied", "skip_clone"),
     **_only("use n", 1, names="best_of"),
     **_only(_BEAMS, False, names="use_beam_search early_stopping"),
     **_only(_BEAMS, 1.0, names="length_penalty"),
-    **_only(_GRAMMAR, names="guided_decoding"),
     **_only("use logit_bias, bad_words or allowed_token_ids", names="logits_processors"),
     **_only("leave it out: nothing here reads it", {}, names="extra_args"),
     **_only("use logprobs", names="logprob_token_ids prompt_logprob_token_ids prompt_logprob_start"),
     **_only("log-probabilities are lists of dicts", False, names="flat_logprobs"),
     **_only("use max_tokens", -1, names="thinking_token_budget"),
     **_only("use repetition_penalty or frequency_penalty", names="repetition_detection"),
-    **_only("give the tokens as prompt_token_ids, with prompt_logprobs", names="trace_decode_token_ids"),
+    **_only(_TRACE, names="trace_decode_token_ids"),
     **_only("leave it out", 0, names="routed_experts_prompt_start"),
 }
 """Fields of vLLM's SamplingParams that are none here."""
@@ -266,6 +308,8 @@ CALL_NAMES: Mapping[str, Foreign] = {
     **_only(_GRAMMAR, names="guided_options_request"),
     **_only(_TEXT, {}, names="mm_processor_kwargs multi_modal_data mm_cache_salt"),
     **_only("encode the prompt yourself: llm.get_tokenizer()", {}, names="tokenization_kwargs"),
+    **_only("leave it out: a server takes the header traceparent", {}, names="trace_headers"),
+    **_only(_ROUTER, 0, names="data_parallel_rank"),
     **_only(
         "content may be a text or a list of text parts",
         "auto",
@@ -306,6 +350,103 @@ METHOD_NAMES: Mapping[str, str] = {
 """Methods and attributes of vLLM's LLM and AsyncLLM that are none here, and what to do."""
 
 
+SERVER_NAMES: Mapping[str, Foreign] = {
+    **_same("a model that knows tools may call them", "enable_auto_tool_choice"),
+    **_same("a request that forbids tools gets no tools", "exclude_tools_when_tool_choice_none"),
+    **_same("usage counts cached tokens already", "enable_prompt_tokens_details"),
+    **_same("a stream sends usage when it is asked", "enable_force_include_usage"),
+    **_same("/metrics has the load of the server", "enable_server_load_tracking", "enable_per_request_metrics"),
+    **_same("every answer has a request id", "enable_request_id_headers"),
+    **_same("--log-requests and --log-format are the log's options", "uvicorn_log_level", "enable_log_deltas"),
+    **_same("--log-requests and --log-format are the log's options", "disable_uvicorn_access_log", "max_log_len"),
+    **_same("--log-requests and --log-format are the log's options", "log_error_stack", "log_config_file"),
+    **_same("one process answers all connections", "api_server_count"),
+    **_same("the server shows no generated docs", "disable_fastapi_docs"),
+    **_same("CORS allows what the API needs", "allow_credentials", "allowed_methods", "allowed_headers"),
+    **_same("headers have bounds already", "h11_max_incomplete_event_size", "h11_max_header_count"),
+    **_only(
+        "content may be a text or a list of text parts",
+        "auto",
+        "string",
+        "openai",
+        names="chat_template_content_format",
+    ),
+    **_only("the role of an answer is assistant", "assistant", names="response_role"),
+    **_only("use logprobs and return_token_ids of a request", False, names="return_tokens_as_token_ids"),
+    **_only("name one of the formats of --tool-parser", "", names="tool_parser_plugin"),
+    **_only("name one of the formats of --reasoning-parser", "", names="reasoning_parser_plugin"),
+    **_only("run tools in the client", names="tool_server"),
+    **_only("a request may carry chat_template_kwargs", {}, names="default_chat_template_kwargs"),
+    **_only("start the server with --chat-template", False, names="trust_request_chat_template"),
+    **_only("put a reverse proxy with TLS in front", names="ssl_keyfile ssl_certfile ssl_ca_certs ssl_ciphers"),
+    **_only("put a reverse proxy with TLS in front", False, names="enable_ssl_refresh"),
+    **_only("let the reverse proxy strip the prefix", "", names="root_path"),
+    **_only("put a proxy in front", [], names="middleware"),
+    **_only("listen on --host and --port", names="uds"),
+    **_only(_ROUTER, False, names="headless"),
+    **_only("use --log-requests", False, names="enable_log_outputs"),
+}
+"""Options of vllm serve that are none of the engine and none here."""
+
+_CONFIG = "pass options of LLM by name: LLM(model, max_model_len=4096)"
+_INTERNAL = "it is a part inside of vLLM: docs/from_vllm.md lists what a program may use here"
+PARSERS_OF_VLLM = frozenset(
+    (
+        *("apertus", "cohere_command3", "cohere_command4", "dots", "ernie45", "functiongemma", "gemma4"),
+        *("gigachat3", "granite", "granite4", "holo2", "hunyuan_a13b", "hy_v3", "inkling"),
+        *("internlm", "jamba", "kimi_k3", "lfm2", "ling3", "llama4_pythonic", "longcat"),
+        *("mimo", "minicpm5", "minimax_m2", "minimax_m2_append_think", "minimax_m3", "mistral", "muse_glimmer"),
+        *("nemotron_v3", "olmo3", "phi4_mini_json", "poolside_v1", "pythonic", "seed_oss", "step3"),
+        *("step3p5", "xlam"),
+    )
+)
+"""Formats of tools and reasoning that have a name in vLLM and none here."""
+ABSENT_NAMES: Mapping[str, str] = {
+    "LoRARequest": _LORA,
+    "BeamSearchParams": _BEAMS,
+    **dict.fromkeys(("ClassificationOutput", "ClassificationRequestOutput", "PoolerConfig"), _ENCODE),
+    "ModelRegistry": "a model family is a row of models/families.py: CONTRIBUTING.md has the recipe",
+    "initialize_ray_cluster": "use tensor_parallel_size, and torchrun on several nodes",
+    **dict.fromkeys(("KVTransferConfig", "KVEventsConfig", "ECTransferConfig"), "keys and values stay in this process"),
+    **dict.fromkeys(("CompilationConfig", "CUDAGraphMode", "CompilationMode"), f"leave it out: {_GRAPHS}"),
+    **dict.fromkeys(("ModelConfig", "ParallelConfig", "SchedulerConfig", "CacheConfig", "LoadConfig"), _CONFIG),
+    **dict.fromkeys(("DeviceConfig", "ObservabilityConfig", "MultiModalConfig", "AttentionConfig"), _CONFIG),
+    **dict.fromkeys(("LoRAConfig",), _LORA),
+    "VllmConfig": "use holdfast.EngineConfig",
+    "SpeculativeConfig": _DRAFT,
+    "StructuredOutputsConfig": _GRAMMAR,
+    "ProfilerConfig": "use the profiler of torch around the call",
+    "WeightTransferConfig": "open the model anew",
+    "RepetitionDetectionParams": "use repetition_penalty or frequency_penalty",
+    **dict.fromkeys(("get_open_port", "get_ip", "make_async"), _INTERNAL),
+    **dict.fromkeys(("MultiModalDataDict", "EmbedsPrompt", "ExplicitEncoderDecoderPrompt"), _TEXT),
+}
+"""Names that programs import from vLLM and that are none here, and what to do."""
+ABSENT_MODULES: Mapping[str, str] = {
+    "lora": _LORA,
+    "beam_search": _BEAMS,
+    **dict.fromkeys(("multimodal", "assets"), _TEXT),
+    "entrypoints.pooling": _ENCODE,
+    "distributed.weight_transfer": "open the model anew",
+    **dict.fromkeys(("distributed.kv_transfer", "distributed.kv_events"), "keys and values stay in this process"),
+    "v1.sample": "use logit_bias, bad_words or allowed_token_ids",
+    "v1.metrics": "use llm.stats() and llm.memory; a server has /metrics",
+    "model_executor": "a model family is a row of models/families.py: CONTRIBUTING.md has the recipe",
+    "tokenizers": "use llm.get_tokenizer()",
+    "transformers_utils": "use llm.get_tokenizer()",
+    "entrypoints.chat_utils": "use llm.chat, or llm.get_tokenizer().apply_chat_template",
+    "utils.print_utils": "print it in the program",
+    "benchmarks": "use holdfast bench latency, throughput or serve",
+    "envs": "options of LLM and of holdfast serve stand for environment variables",
+    "platforms": "use torch.cuda; holdfast doctor tells what is here",
+    "usage": "leave it out: nothing is reported to anybody",
+    "entrypoints.openai": "use holdfast serve [MODEL], or AsyncLLM in a program",
+    **dict.fromkeys(("entrypoints", "v1", "worker", "core", "executor", "attention", "compilation"), _INTERNAL),
+    **dict.fromkeys(("plugins", "utils", "model_inspection", "forward_context"), _INTERNAL),
+}
+"""Modules that programs import from vLLM and that are none here, and what to do; the longest beginning of a path counts."""
+
+
 class Settled(NamedTuple):
     """What is left of the options of a call, and what had no effect."""
 
@@ -333,7 +474,8 @@ def settle(
             raise refuse(f"option {shown(name)[1:-1]}={shown(value)} was asked", "there is no such option", do)
         if not known.takes(value):
             raise refuse(f"{name}={shown(value)} was asked", NOT_HERE, known.words)
-        quiet[name] = value
+        if value is not None:
+            quiet[name] = value
     return Settled(left, quiet)
 
 
@@ -347,20 +489,48 @@ GUIDED_NAMES: Mapping[str, str] = {
 """Older names of vLLM for structured_outputs with one field, and that field."""
 
 
+_ONE_FORM = "an answer has one form"
+
+
+_Params = TypeVar("_Params", bound=type)
+
+
+def with_vllm_names(
+    foreign: Mapping[str, Foreign], own: Callable[[Mapping[str, object]], dict[str, object]] = dict
+) -> Callable[[_Params], _Params]:
+    """The same dataclass, whose fields are given by name: vLLM's other names are taken or refused in words."""
+
+    def decorate(params_class: _Params) -> _Params:
+        construct = params_class.__init__
+        names = {field.name for field in fields(params_class)}
+
+        @wraps(construct)
+        def settled_init(self: object, *values: object, **options: object) -> None:
+            if values:
+                asked = f"{params_class.__name__}({shown(values[0])}, ...) was asked"
+                raise KeywordError(asked, "its fields have names", f"write {sorted(names)[-1]}=...")
+            construct(self, **settle(own(options), names, foreign, KeywordError).options)
+
+        params_class.__init__ = settled_init
+        return params_class
+
+    return decorate
+
+
 def own_structured(options: Mapping[str, object]) -> dict[str, object]:
     """The same options with vLLM's older names as structured_outputs; None asks for nothing."""
     guided = {own: options[name] for name, own in GUIDED_NAMES.items() if options.get(name) is not None}
     left = {name: value for name, value in options.items() if name not in GUIDED_NAMES}
-    decoding = left.get("guided_decoding")
+    decoding = left.pop("guided_decoding", None)
     if isinstance(decoding, Mapping):
-        del left["guided_decoding"]
-        guided |= {str(name): value for name, value in decoding.items() if value is not None}
-    if guided:
+        decoding = {name: value for name, value in decoding.items() if value is not None}
+    if guided and decoding:
+        raise KeywordError(f"guided_decoding and guided_{next(iter(guided))} were asked", _ONE_FORM, "name one")
+    if guided or decoding:
         if left.get("structured_outputs") is not None:
-            raise KeywordError(
-                f"structured_outputs and guided_{next(iter(guided))} were asked", "an answer has one form", "name one"
-            )
-        left["structured_outputs"] = guided
+            asked = "guided_decoding" if decoding else f"guided_{next(iter(guided))}"
+            raise KeywordError(f"structured_outputs and {asked} were asked", _ONE_FORM, "name one")
+        left["structured_outputs"] = guided or decoding
     return left
 
 

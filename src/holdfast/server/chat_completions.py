@@ -132,7 +132,8 @@ def _choice(opened: _Opened, output: CompletionOutput, with_reasoning: bool) -> 
     counted = opened.answer.counted
     if counted.num_reasoning_tokens is not None and whole.reasoning:
         counted.num_reasoning_tokens += opened.chat.num_tokens(whole.reasoning)
-    message: dict[str, Any] = {"role": "assistant", "content": whole.content, "refusal": None}
+    # vLLM's clients read message.reasoning whether or not there is any.
+    message: dict[str, Any] = {"role": "assistant", "content": whole.content, "refusal": None, "reasoning": None}
     if whole.reasoning and with_reasoning:
         message["reasoning_content"] = message["reasoning"] = whole.reasoning
     if whole.calls:

@@ -1,0 +1,105 @@
+"""EngineArgs and FlexibleArgumentParser: a program of its own that takes the options of an engine, as vLLM's programs do; no torch."""
+
+import argparse
+import dataclasses
+import sys
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.cli.options import ENGINE_SETTINGS, flag
+from holdfast.config import ALIASES, EngineConfig
+from holdfast.request.vllm_flags import read_value
+from holdfast.request.vllm_names import ENGINE_NAMES, Foreign
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
+
+
+class EngineArgs(EngineConfig):
+    """vLLM's name of the options of an engine: an EngineConfig that takes vLLM's names and whose fields may be set later."""
+
+    def __init__(self, model: str | None = None, **options: object) -> None:
+        self._take(EngineConfig.from_options(model=model, **options))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Check a field that is set later like one of a new EngineArgs."""
+        own = ALIASES.get(name, name)
+        left = {field: given for field, given in vars(self).items() if field != own}
+        self._take(EngineConfig.from_options(**left, **{name: value}))
+
+    def __getattr__(self, name: str) -> object:
+        """A field by vLLM's name."""
+        if name in ALIASES:
+            return getattr(self, ALIASES[name])
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Give a parser an option for every field and every name that vLLM has; what is not typed keeps its default."""
+        group = parser.add_argument_group("Engine")
+        defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+        group.add_argument(
+            "--model", default=None, help="A folder, a GGUF file or owner/name; left out: the default model."
+        )
+        for setting in ENGINE_SETTINGS:
+            row: dict[str, Any] = {"dest": setting.name, "default": defaults[setting.name], "help": argparse.SUPPRESS}
+            if setting.is_switch:
+                group.add_argument(flag(setting.name), action=argparse.BooleanOptionalAction, **row)
+            elif setting.is_repeated:
+                group.add_argument(flag(setting.name), nargs="+", **row)
+            else:
+                spellings = map(flag, (setting.name, *setting.aliases, *setting.other_names))
+                group.add_argument(*spellings, *_SHORT.get(setting.name, ()), type=setting.read, **row)
+        for name, foreign in ENGINE_NAMES.items():
+            _add_foreign(group, name, foreign)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        """The options that a parser has filled in; others of the program are left to it."""
+        names = {*_FIELDS, *ALIASES, *ENGINE_NAMES}
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
+
+    def create_engine_config(self, *args: object, **options: object) -> EngineConfig:
+        """The options as the engine takes them."""
+        return EngineConfig(**vars(self))
+
+    def _take(self, config: EngineConfig) -> None:
+        for name in _FIELDS:
+            object.__setattr__(self, name, getattr(config, name))
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The same for an AsyncLLM."""
+
+
+_SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",)}
+
+
+def _add_foreign(group: argparse._ArgumentGroup, name: str, foreign: Foreign) -> None:
+    row: dict[str, Any] = {"dest": name, "default": None, "help": argparse.SUPPRESS}
+    if foreign.is_switch:
+        group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **row)
+    else:
+        group.add_argument(flag(name), type=read_value, **row)
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """argparse's parser, which takes --max_model_len for --max-model-len."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Dashes in names of options, whatever was typed."""
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_dashed(argument) for argument in given], namespace or argparse.Namespace())
+
+
+def _dashed(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
+
+
+def random_uuid() -> str:
+    """A name for a request that no other has."""
+    return uuid.uuid4().hex

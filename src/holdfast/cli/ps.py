@@ -1,0 +1,69 @@
+"""`holdfast ps`: the servers at some ports of this machine: model, memory, sequences; each is asked at /memory; no torch."""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.cli.bench_client import Url, ask
+from holdfast.cli.layout import Table, table_lines
+from holdfast.cli.options import read_counts
+from holdfast.cli.tables import show
+from holdfast.cli.terminal import FAILED, for_terminal, write_line
+from holdfast.errors import ConfigError, shown
+from holdfast.memory.sizes import format_bytes
+
+KEY_VARIABLE = "HOLDFAST_API_KEY"
+TIMEOUT_SECONDS = 5.0
+HEADING = ("port", "model", "memory", "KV pages in use", "sequences", "state")
+
+
+def ps(ports: str) -> int:
+    """A row for each server that answers, a line for each port without one; the exit code."""
+    numbers = read_counts(ports, "--port")
+    if max(numbers) > 65535:
+        raise ConfigError(f"--port {shown(ports)} was asked", "ports are from 1 to 65535", "write --port 8000,8001")
+    key = os.environ.get(KEY_VARIABLE) or None
+    urls = [Url("127.0.0.1", port, "", is_secure=False, api_key=key) for port in dict.fromkeys(numbers)]
+    found = asyncio.run(_ask_all(urls))
+    rows = [_row(port, facts) for port, facts in found.items() if isinstance(facts, Mapping)]
+    if rows:
+        show(table_lines(Table((HEADING, *rows), right=(0, 2, 3, 4))))
+    for port, words in found.items():
+        if isinstance(words, str):
+            write_line(f"port {port}: {words}")
+    return 0 if rows else FAILED
+
+
+async def _ask_all(urls: list[Url]) -> dict[int, Mapping[str, Any] | str]:
+    replies = await asyncio.gather(*(ask(url, "/memory", None, TIMEOUT_SECONDS) for url in urls))
+    return {url.port: _facts(reply.error, reply.words, body) for url, (reply, body) in zip(urls, replies, strict=True)}
+
+
+def _facts(error: str | None, words: str, body: bytes) -> Mapping[str, Any] | str:
+    """What a server says of itself, or why there is nothing to show."""
+    if error is not None and error.startswith("no connection"):
+        return "no server answers; start one with holdfast serve [MODEL]"
+    if error in ("HTTP 401", "HTTP 403"):
+        return f"a server wants a key; set {KEY_VARIABLE}"
+    try:
+        facts = json.loads(body)
+        if error is None and isinstance(facts["totals"], dict) and isinstance(facts["memory"], dict):
+            return facts
+    except (ValueError, KeyError, TypeError):
+        pass
+    return f"what answers is no Holdfast server, or not ready ({error or 'another answer'}{': ' if words else ''}{for_terminal(words)})"
+
+
+def _row(port: int, facts: Mapping[str, Any]) -> tuple[str, ...]:
+    totals, memory, pages = facts["totals"], facts["memory"], facts.get("kv") or {}
+    held = memory.get("held_bytes") or memory.get("planned_bytes") or 0
+    return (
+        str(port),
+        for_terminal(str(facts.get("model"))),
+        format_bytes(held),
+        f"{pages.get('in_use', 0):,} of {pages.get('num_pages', 0):,}",
+        f"{totals.get('running', 0)} running, {totals.get('waiting', 0)} waiting",
+        for_terminal(str(facts.get("trouble") or facts.get("state"))),
+    )

@@ -1,0 +1,61 @@
+"""Options of vLLM as they are typed: which name a flag has, whether a value follows, and how it is read; no torch."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from holdfast.request.vllm_names import Foreign
+
+SHORT_FLAGS: Mapping[str, str] = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-dcp": "decode_context_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-sc": "speculative_config",
+    "-cc": "compilation_config",
+    "-ac": "attention_config",
+    "-O": "optimization_level",
+}
+"""vLLM's short flags."""
+_WORDS = {"true": True, "false": False, "none": None}
+_NUMBER = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
+
+
+class ForeignFlag(NamedTuple):
+    """A flag of vLLM that is none of ours."""
+
+    name: str
+    foreign: Foreign
+    is_off: bool = False
+    """It was typed as --no-name."""
+
+
+def find_flag(typed: str, names: Mapping[str, Foreign]) -> ForeignFlag | None:
+    """Which of the names a flag is: --swap-space, --swap_space, --no-enable-lora, -O3, --compilation-config.mode."""
+    short = next((name for name in SHORT_FLAGS if re.fullmatch(rf"{name}([0-9]|\\..*)?", typed)), None)
+    plain = SHORT_FLAGS[short] if short else typed.removeprefix("--").partition(".")[0].replace("-", "_")
+    if not typed.startswith("--") and short is None:
+        return None
+    if plain in names:
+        return ForeignFlag(plain, names[plain])
+    opposite = plain.removeprefix("no_")
+    if opposite in names and names[opposite].is_switch:
+        return ForeignFlag(opposite, names[opposite], is_off=True)
+    return None
+
+
+def read_value(text: str) -> object:
+    """A value as its text has it: a number, true, false, none, JSON; any other text stays what it is."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _NUMBER.fullmatch(text):
+        return float(text) if "." in text else int(text)
+    if text[:1] in "[{":
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    return text
