@@ -116,7 +116,7 @@ class EngineConfig:
     """Most tokens in one step; longer prompts run in chunks of it."""
     max_step_stretch: float | str | None = None
     """While sequences decode, prompts are cut so that a step takes at most so many times a decode step: a number above 1; 0: prompts
-    are not cut; auto: 3 on a CPU and 1.8 on a GPU. None: auto in AsyncLLM and serve, 0 in LLM. Pipelines never cut."""
+    are not cut; auto: 3 on a CPU and 1.7 on a GPU. None: auto in AsyncLLM and serve, 0 in LLM. Pipelines never cut."""
     max_queue: int = 4096
     """Most sequences that may wait; one more is refused."""
     scheduling_policy: str = "priority"

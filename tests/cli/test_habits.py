@@ -196,7 +196,7 @@ def test_parser_that_only_vllm_has_is_left_to_the_template(capsys: pytest.Captur
 def test_run_takes_the_flags_of_llama_cpp(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple] = []
     monkeypatch.setattr(
-        "holdfast.cli.run.run", lambda options, engine, sampling: seen.append((options, engine, sampling))
+        "holdfast.cli.run.run", lambda options, engine, sampling, start: seen.append((options, engine, sampling))
     )
     ended = here("run", "-m", "x.gguf", "-q", "-c", "64", "-n", "4", "-ngl", "0", "--trust-remote-code", "Hello")
     assert (ended.code, ended.out) == (0, "")

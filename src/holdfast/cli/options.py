@@ -379,7 +379,7 @@ ENGINE_SETTINGS = (
         "max_step_stretch",
         MEMORY,
         "Cut prompts while others are answered, so that a step takes at most N times a decode step: above 1, 0 (never cut) or auto "
-        "(3 on a CPU, 1.8 on a GPU). Left out: auto in serve, else 0.",
+        "(3 on a CPU, 1.7 on a GPU). Left out: auto in serve, else 0.",
         "N",
         read_number,
     ),

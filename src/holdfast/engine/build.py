@@ -29,7 +29,7 @@ from holdfast.runner.runner import Runner
 from holdfast.text.grammar import Grammars, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
-AUTO_STRETCHES = {"cpu": 3.0, "cuda": 1.8}
+AUTO_STRETCHES = {"cpu": 3.0, "cuda": 1.7}
 """Of a step over a decode step: a stream should see 4 and 2 at the most, and single steps are longer than they were predicted."""
 TILE_ROWS = {"cuda": 16}
 """Rows of a prompt in a tile of attention whose query heads come in groups of 8; whole tiles of larger groups too."""
