@@ -134,12 +134,12 @@ def test_preemption_here_and_there(case: Case, monkeypatch: pytest.MonkeyPatch) 
     scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
     countdown = 0
 
-    def preempting(propose: Any = None) -> Any:
+    def preempting(*limits: Any) -> Any:
         nonlocal countdown
         if countdown == 0 and scheduler.num_running:
             scheduler._preempt_last()
         countdown -= 1
-        return schedule(propose)
+        return schedule(*limits)
 
     monkeypatch.setattr(scheduler, "schedule", preempting)
     for number in (1, 3, 5, 8):

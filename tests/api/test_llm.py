@@ -363,11 +363,12 @@ def test_options_reach_the_builder(kind, built):
     llm = kind(
         "some/model", max_model_len=64, gpu_memory_utilization=0.5, on_progress=lambda *counts: seen.append(counts)
     )
-    assert built[0][0] == EngineConfig(model="some/model", max_model_len=64, memory_utilization=0.5)
+    expected = EngineConfig(model="some/model", max_model_len=64, memory_utilization=0.5)
+    assert built[0][0] == (expected.paced() if kind is AsyncLLM else expected)
     assert seen == [(1, 2)]
     llm.shutdown()
     kind().shutdown()
-    assert built[1][0] == EngineConfig()
+    assert built[1][0] == (EngineConfig().paced() if kind is AsyncLLM else EngineConfig())
     with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
         kind(max_num_seq=4)
     with pytest.raises(ConfigError, match="dtype"):

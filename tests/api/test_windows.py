@@ -85,12 +85,12 @@ def test_preemption_at_every_position(case: Case, monkeypatch: pytest.MonkeyPatc
     scheduler, schedule = llm.engine.scheduler, llm.engine.scheduler.schedule
     countdown = 0
 
-    def preempting(propose: Any = None) -> Any:
+    def preempting(*limits: Any) -> Any:
         nonlocal countdown
         if countdown == 0 and scheduler.num_running:
             scheduler._preempt_last()
         countdown -= 1
-        return schedule(propose)
+        return schedule(*limits)
 
     monkeypatch.setattr(scheduler, "schedule", preempting)
     for number in range(1, 36, 4):
@@ -107,8 +107,8 @@ def test_pages_behind_a_window_are_given_back(case: Case, monkeypatch: pytest.Mo
     held: list[list[int]] = []
     schedule = scheduler.schedule
 
-    def watched(propose: Any = None) -> Any:
-        step = schedule(propose)
+    def watched(*limits: Any) -> Any:
+        step = schedule(*limits)
         for item in step.scheduled:
             for group, table in zip(scheduler.groups, item.sequence.tables, strict=True):
                 count = sum(page != HOLE for page in table)

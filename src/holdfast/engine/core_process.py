@@ -510,6 +510,8 @@ class CoreServer:
                 if isinstance(message, Shutdown):
                     return False
                 self._carry_out(core, message)
+                # Before a later request for stats is answered: the front lays these counts over the answer.
+                self._write_counts(core)
                 # Where the front asked how it is, it has just been told; once more each second would fill the channel.
                 is_told = isinstance(message, StatsRequest) or (is_told and isinstance(message, MapRequest))
             elif core.has_unfinished:

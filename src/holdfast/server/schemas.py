@@ -100,9 +100,8 @@ class AssistantMessage(Body):
     annotations: Annotated[object, TakenOnly("annotations are not read: leave them out", [])] = None
     audio: Annotated[object, TakenOnly("only text is read here: leave audio out")] = None
     function_call: Annotated[object, TakenOnly("function_call is the old name: use tool_calls")] = None
-    provider_specific_fields: Annotated[
-        object, TakenOnly("this field is a client's own: leave it out", {}, {"refusal": None})
-    ] = None
+    provider_specific_fields: object = None
+    """LiteLLM keeps here what an answer had beyond OpenAI's fields, and sends it back. Nothing of it is read."""
 
 
 class ToolMessage(Body):

@@ -225,9 +225,7 @@ def test_a_plan_fetches_the_config_alone_and_only_of_names_that_nobody_knows(hub
     assert len(hub.asked) == num_asked
     assert open_model("org/tiny", "auto").spec.num_layers == 2
     hub.repos["org/gguf"] = Repo({"m-Q8_0.gguf": b"GGUF"})
-    with pytest.raises(
-        ModelNotFoundError, match=r"no config\.json of it, only GGUF files; plan the model that it was"
-    ) as caught:
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json of it, only GGUF files; pass its config") as caught:
         open_declared("org/gguf")
     assert caught.value.do.endswith(
         'or download it: hf download org/gguf --include "*Q8_0*.gguf" --include "*q8_0*.gguf"'
