@@ -76,7 +76,8 @@ def test_import_line_of_vllm_finds_our_objects(line: str) -> None:
     names = run_line(line)
     for name in line.partition(" import ")[2].split(", "):
         assert names[name] is not None
-        assert "vllm" not in str(getattr(names[name], "__module__", "")), "an object has its home in this package"
+        home = str(getattr(names[name], "__module__", ""))
+        assert home.partition(".")[0] != "vllm", "an object has its home in this package"
 
 
 @pytest.mark.parametrize(("line", "words"), ABSENT, ids=[line for line, _ in ABSENT])
