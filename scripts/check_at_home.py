@@ -177,9 +177,17 @@ def transcripts(home: Home, checks: list[Check]) -> str:
 def shown(home: Home, output: str) -> list[str]:
     """Lines as they stand on a page: without colours, and of a line that was drawn over what stayed."""
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", home.private(output))
-    lines = [line.rstrip().rpartition("\r")[2].replace("\N{REPLACEMENT CHARACTER}", "?") for line in plain.splitlines()]
+    lines = [_drawn(line).replace("\N{REPLACEMENT CHARACTER}", "?") for line in plain.removesuffix("\n").split("\n")]
     # A bar is drawn again and again over itself; on a page that would be a column of bars.
     return [line for line in lines if BAR_SIGN not in line]
+
+
+def _drawn(line: str) -> str:
+    """What stands on a line after each carriage return was written over what came before it."""
+    cells = ""
+    for text in line.split("\r"):
+        cells = text + cells[len(text) :]
+    return cells.rstrip()
 
 
 def wrapped(line: str) -> list[str]:

@@ -324,7 +324,7 @@ PLAN_CHECKS = (
         "the answer first, then the best command, then what else would fit",
         "at-80-columns holdfast plan Qwen3-32B --gpu rtx4090",
         (
-            r"(?s)\ANO: 42\.17 GiB short on rtx4090",
+            r"\A(?:\x1b\[[0-9;]*m)*NO: 42\.17 GiB short on rtx4090",
             r"(?s)what fits best.*17,456 tokens.*holdfast serve Qwen/Qwen3-32B --quantization mxfp4",
             "(?s)changes answers a little.*more of this GPU.*another GPU",
         ),

@@ -532,3 +532,12 @@ def test_check_vllm_examples_shortens_the_context_of_a_copy(tmp_path: Path) -> N
     made = check_vllm_examples.with_context(source, tmp_path, 256)
     assert made.read_bytes() == header + (256).to_bytes(4, "little") + b"rest"
     assert source.read_bytes().endswith((8192).to_bytes(4, "little") + b"rest")
+
+
+def test_transcript_of_a_redrawn_line_shows_what_stayed() -> None:
+    class Home:
+        def private(self, text: str) -> str:
+            return text
+
+    output = "\rStarting  0 s\r\rImporting  1 s\r\r              \r\x1b[1mYES\x1b[0m\nab\rc\n"
+    assert check_at_home.shown(Home(), output) == ["YES", "cb"]  # type: ignore[arg-type]

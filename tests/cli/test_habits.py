@@ -172,6 +172,9 @@ def test_find_flag_knows_short_and_negative_spellings() -> None:
     found = find_flag("--no-trust-remote-code", ENGINE_NAMES)
     assert found is not None
     assert (found.name, found.is_off) == ("trust_remote_code", True)
+    for spelling in ("-cc.mode", "-O.mode", "-O3", "--compilation-config.mode"):
+        assert find_flag(spelling, ENGINE_NAMES) is not None, spelling
+    assert find_flag("-ccmode", ENGINE_NAMES) is None
     assert find_flag("--no-swap-space", ENGINE_NAMES) is None
     assert find_flag("-swap-space", ENGINE_NAMES) is None
     assert {*ENGINE_NAMES, *SERVER_NAMES} >= SEVERAL_VALUES

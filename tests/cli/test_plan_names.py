@@ -129,6 +129,7 @@ def test_plan_of_a_config_file_prints_commands_with_it(here: Here, tmp_path: Pat
 def test_plan_of_parameters_is_marked_as_an_estimate(here: Here) -> None:
     record = json.loads(here("plan", "Qwen4-32B", "--parameters", "32B", "--gpu", "h200", "--json").out)
     assert record["model"] == "Qwen4-32B (estimate)"
+    assert record["verdict"].startswith("CANNOT START: an estimate has no weights; ")
     assert record["notes"][0].startswith("this is an estimate: 32,000,000,000 parameters are counted exactly")
     assert "an estimate of 32B parameters is not a model" in str(record["not_in_this_version"])
     assert any("--parameters 32B" in way["command"] for way in record["alternatives"] if way["command"])

@@ -137,6 +137,15 @@ def test_pacer_takes_what_it_learned_to_fewer_decoders() -> None:
     assert max(seconds for _, seconds in steps) < 3.3 * base
 
 
+def test_pacer_after_one_slow_step_forgets_it() -> None:
+    calm, shaken = StepPacer(10.0), StepPacer(10.0)
+    for pacer in (calm, shaken):
+        warm(pacer, cpu_seconds, 1)
+    shaken.see(401, 400, 1, 60.0)
+    most = [max(rows for rows, _ in read_prompt(pacer, cpu_seconds, 1, 3000)) for pacer in (calm, shaken)]
+    assert most[1] > 0.8 * most[0] > 2 * MIN_ROWS
+
+
 def test_pacer_of_a_slow_prompt_lets_it_go_on() -> None:
     pacer = StepPacer(1.5)
     warm(pacer, cpu_seconds, 1)

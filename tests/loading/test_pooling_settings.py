@@ -45,12 +45,18 @@ def test_read_pooling_of_the_last_token_is_an_embedding_model(tmp_path):
         ({"pooling_mode_cls_token": True}, "asks for cls pooling"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, "mean and lasttoken pooling"),
         ({"pooling_mode": "max"}, "asks for max pooling"),
+        ({}, "asks for mean pooling"),
     ],
-    ids=["mean", "cls", "two", "text"],
+    ids=["mean", "cls", "two", "text", "left out"],
 )
 def test_read_pooling_of_another_mode_is_a_refusal(tmp_path, modes, words):
     write_modules(tmp_path, **modes)
     assert words in read_pooling(tmp_path).refusal
+
+
+def test_read_pooling_without_its_file_is_a_refusal(tmp_path):
+    (tmp_path / "modules.json").write_text(json.dumps(MODULES))
+    assert "config.json is not in the folder" in read_pooling(tmp_path).refusal
 
 
 def test_read_pooling_with_a_dense_layer_is_a_refusal(tmp_path):

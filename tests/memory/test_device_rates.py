@@ -111,6 +111,7 @@ def test_measured_rates_are_kept_by_device(folder: Path) -> None:
         json.dumps({"version": 1, "devices": [H200._replace(flops_per_second=0)._asdict()]}),
         json.dumps({"version": 1, "devices": [H200._replace(read_bytes_per_second=1e30)._asdict()]}),
         json.dumps({"version": 1, "devices": [{**H200._asdict(), "flops_per_second": "fast"}]}),
+        json.dumps({"version": 1, "devices": [{**H200._asdict(), "total_bytes": "large"}]}),
     ],
 )
 def test_measured_file_that_is_broken_is_passed_over(folder: Path, content: str) -> None:

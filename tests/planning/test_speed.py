@@ -228,6 +228,14 @@ def test_stages_add_up_for_one_stream_and_share_a_batch() -> None:
     one, both = (decode_rate(*settled, RATES, 1, 512) for settled in ((layout, resolved), alone))
     assert 0.9 * both < one < 1.05 * both
     assert decode_rate(layout, resolved, RATES, 128, 512) > 1.05 * decode_rate(*alone, RATES, 128, 512)
+    staged, whole = (first_token_seconds(*settled, RATES, 2048) for settled in ((layout, resolved), alone))
+    assert staged == pytest.approx(whole, rel=0.1)
+
+
+def test_prompt_through_experts_multiplies_by_those_chosen() -> None:
+    """3B of 30B parameters are active."""
+    load = StepLoad(0, 0, 8192)
+    assert seconds(load, "Qwen3-30B-A3B") < seconds(load, "Qwen3-8B")
 
 
 def test_exchange_grows_with_ranks_rows_and_slower_links() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
-from holdfast.memory.devices import CONTEXT_BYTES, GPUS, MIB
+from holdfast.memory.devices import CONTEXT_BYTES, GPUS, MIB, PLANNED_GPUS
 from holdfast.planning.target import (
     BARE_CONTEXT_BYTES,
     GROWTH_BYTES,
@@ -216,3 +216,8 @@ def test_a_real_device_and_a_tensor_on_it() -> None:
     assert abs(before.available_bytes - after.available_bytes - held.nbytes) < 256 * MIB
     del held
     assert abs(device_target("cuda:0").available_bytes - before.available_bytes) < 256 * MIB, "cached memory is ours"
+
+
+def test_gpu_target_of_a_shared_name_says_its_memory() -> None:
+    small, large = (gpu_target(PLANNED_GPUS[f"rtx3080-laptop-{size}g"]).name for size in (8, 16))
+    assert (small[-6:], large[-7:]) == ("(8 GB)", "(16 GB)")

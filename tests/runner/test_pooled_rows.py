@@ -1,5 +1,7 @@
 """Pooled rows: copies of hidden states in order, in rounds, and beside other rows of a step."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,14 @@ def test_runner_pools_beside_prompt_logprobs(build):
     runner._advance()
     got = np.frombuffer(result.results[1].pooled, "<f4")
     assert np.abs(got - reference(runner, prompts[1])).max() < 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 8])
+def test_pooled_rows_in_full_rounds_are_all_read(count):
+    hidden_RH = torch.randn(count, 16)
+    rows = PooledRows(16, "float32", torch.device("cpu"), Ledger())
+    rows._buffers = deque([torch.zeros(4, 16)])  # as a GPU has it: several rows
+    assert np.array_equal(vectors(rows.send(hidden_RH, range(count)).read()), hidden_RH.numpy())
 
 
 @pytest.mark.gpu

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from holdfast.server.anthropic_input import Conversation, conversation_of
+from holdfast.server.anthropic_output import message_usage
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import parse
 from holdfast.server.conversations import plain_message
 from holdfast.server.errors import ApiError
+from holdfast.server.streams import Counted
 from server.served import MODEL, said, user
 
 ON, OFF = {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}
@@ -134,3 +136,8 @@ def test_request_that_cannot_be_is_told_why(fields, words):
     with pytest.raises(ApiError) as caught:
         parse(MessageRequest, {"messages": user("x"), "max_tokens": 9, **fields})
     assert words in caught.value.message
+
+
+def test_usage_counts_cached_tokens_apart():
+    usage = message_usage(Counted(num_prompt_tokens=10, num_cached_tokens=4, num_output_tokens=3))
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (6, 4, 3)

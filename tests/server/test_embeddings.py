@@ -131,6 +131,13 @@ def test_model_without_a_head_answers_no_chat(client, pooling):
     asked = {"messages": [{"role": "user", "content": "hi"}]}
     told(client.post("/v1/chat/completions", json=asked), 400, None, "no language-model head")
     assert client.post("/v1/embeddings", json={"input": "hi"}).status_code == 200
+    shown = client.post("/api/show", json={"model": MODEL}).json()
+    assert not {"completion", "tools", "thinking"} & set(shown["capabilities"])
+
+
+def test_show_of_an_embedding_model_says_embedding(client, pooling):
+    pooling(Pooling(PoolingSettings(is_embedding=True), MODEL, HIDDEN_SIZE))
+    assert "embedding" in client.post("/api/show", json={"model": MODEL}).json()["capabilities"]
 
 
 def test_rerank_sorts_by_cosine(client):

@@ -34,7 +34,7 @@ def test_lists_tell_of_the_served_model(client):
     assert [one["model"] for one in client.get("/api/tags").json()["models"]] == ["fake:latest", "alias/model:latest"]
     shown = client.post("/api/show", json={"name": "fake:latest"}).json()
     assert shown["model_info"]["holdfast.context_length"] == 1024
-    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert shown["capabilities"] == ["completion", "embedding", "tools", "thinking"]
 
 
 def test_tool_messages_name_the_calls_they_answer():

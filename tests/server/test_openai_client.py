@@ -304,6 +304,7 @@ def test_response_continues_after_function_calls(api):
     items = api.responses.input_items.list(second.id, order="asc", limit=2)
     assert items.has_more
     assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+    assert not api.responses.input_items.list(second.id, limit=3).has_more
     newest = next(iter(api.responses.input_items.list(second.id)))
     assert (newest.type, newest.call_id) == ("function_call_output", first.output[0].call_id)
 

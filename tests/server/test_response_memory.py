@@ -66,6 +66,22 @@ def test_memory_drops_the_oldest_and_keeps_what_goes_on():
     assert memory.find("resp-10", None) is not None
 
 
+def test_memory_with_a_late_answer_counts_dropped_ones_again():
+    memory = ResponseMemory(20_000, 8)
+    memory.keep(response(0), asked(0), None, None)
+    first = memory.find("resp-0", None)
+    assert first is not None
+    memory.keep(response(1), asked(1), None, first)
+    second = memory.find("resp-1", None)
+    assert second is not None
+    assert memory.delete("resp-0", None)
+    assert memory.delete("resp-1", None)
+    assert memory.num_bytes == 0
+    memory.keep(response(2), asked(2), None, second)
+    memory.check()
+    assert memory.num_bytes > first.num_bytes + second.num_bytes
+
+
 def test_stored_response_is_found_by_its_own_key_alone():
     llm = AsyncLLM.from_engine(make_served_engine())
     one, other = {"Authorization": "Bearer one"}, {"Authorization": "Bearer other"}

@@ -44,7 +44,7 @@ MAP_SECONDS = 0.2
 MAP_WAIT_SECONDS = 0.5
 """For a newer one than is known."""
 MAX_AT_ONCE = 64
-"""Requests of one scoring that are queued at once, so that others find room."""
+"""Texts of one call that are queued at once, so that other requests find room."""
 FORM_THREADS = 4
 """That forms of answers are tried out in: one that takes long does not keep the others waiting."""
 

@@ -5,6 +5,7 @@ last and knows the modules of the table. Their names are looked up in their home
 has and this version has not raises ImportAbsentError, which is an ImportError in one sentence.
 """
 
+import gc
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -68,8 +69,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "utils.argparse_utils": {"FlexibleArgumentParser": _ARGS},
     "logger": {"init_logger": "holdfast.observability.log:get_logger"},
     "version": {"__version__": PACKAGE},
-    "distributed": {"cleanup_dist_env_and_memory": "gc:collect"},
-    "distributed.parallel_state": {"cleanup_dist_env_and_memory": "gc:collect"},
+    "distributed": {"cleanup_dist_env_and_memory": __name__},
+    "distributed.parallel_state": {"cleanup_dist_env_and_memory": __name__},
 }
 """Modules of vLLM that programs import: their names, and where each is here, as module or module:name."""
 
@@ -77,6 +78,11 @@ _PROGRAMS = {
     "entrypoints.openai.api_server": "from holdfast.cli.app import serve_main\n\nserve_main()\n",
 }
 """Modules that are run with python -m, and what they run."""
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Collect garbage between two models, as vLLM's programs do. There is no Ray to shut down."""
+    gc.collect()
 
 
 def look_up(name: str, homes: Mapping[str, str]) -> object:

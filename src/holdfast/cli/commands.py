@@ -427,7 +427,7 @@ COMMANDS = (
     ),
     Command(
         ("serve",),
-        "Serve a model over HTTP: OpenAI's API, a web page with a live memory map, metrics.",
+        "Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, a web page with a live memory map, metrics.",
         (
             MODEL_ARGUMENT,
             _served(

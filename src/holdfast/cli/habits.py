@@ -319,7 +319,7 @@ class Typed:
             follows = given is None and self._waiting and self._waiting[0].lower() in ("true", "false")
             text = self._waiting.popleft() if follows else given
             return True if text is None else read_value(text)
-        if name.startswith("-O") and name != "-O":
+        if name.startswith("-O") and name[2:].isdecimal():
             return read_value(name[2:])
         if option in SEVERAL_VALUES and given is None:
             several = [self._value(name, None)]

@@ -109,6 +109,8 @@ def blocked_words(request: PlanRequest) -> str:
     name = printable(request.declared.name)
     if not missing_here(request):
         return ""
+    if "--parameters" in request.declared.typed:
+        return "an estimate has no weights"
     if request.declared.not_runnable is not None:
         return f"this version does not run {name}"
     if too_old_words(request.target) is not None:

@@ -216,11 +216,10 @@ class CoreProcess:
     def stats(self) -> CoreStats:
         """Any thread: as the core last said, but what changes when a step begins as it is now."""
         told, counts = self._stats, self._child.pulse.counts()
-        num_new = counts.num_submitted - told.num_submitted
-        if num_new < 0:
-            return replace(told, num_waiting=self.num_queued)
-        num_waiting = counts.num_waiting + max(len(self._unseen) - num_new, 0)
-        return replace(told, num_running=counts.num_running, num_waiting=num_waiting, kv_usage=counts.kv_usage)
+        told = replace(told, num_waiting=self.num_queued)
+        if counts.num_submitted < told.num_submitted:
+            return told
+        return replace(told, num_running=counts.num_running, kv_usage=counts.kv_usage)
 
     def ask_map(self) -> None:
         """Have the child look at its pages between two steps."""
@@ -233,8 +232,15 @@ class CoreProcess:
 
     @property
     def num_queued(self) -> int:
-        """Any thread: sequences that wait, as the core last said, and those that it has not seen."""
-        return self._stats.num_waiting + len(self._unseen)
+        """Any thread: sequences that wait, as the core counts them now, and those that it has not seen.
+
+        Room in the queue is what `stats` tells: else a client that reads of no waiting request is refused.
+        """
+        told, counts = self._stats, self._child.pulse.counts()
+        num_new = counts.num_submitted - told.num_submitted
+        if num_new < 0:
+            return told.num_waiting + len(self._unseen)
+        return counts.num_waiting + max(len(self._unseen) - num_new, 0)
 
     def close(self) -> None:
         """End the child. May be called twice."""
@@ -547,6 +553,7 @@ class CoreServer:
                 case ResetPrefixCache():
                     core.reset_prefix_cache()
                 case StatsRequest():
+                    self._write_counts(core)
                     self.send(core.stats())
                 case MapRequest():
                     self.send(core.map())

@@ -24,7 +24,7 @@ from holdfast.loading.sources.files import (
 )
 from holdfast.loading.sources.safetensors import file_inside, has_file
 
-LAST = "lasttoken"
+LAST, MEAN = "lasttoken", "mean"
 GGUF_POOLING = {1: "mean pooling", 2: "cls pooling", 4: "rank pooling"}
 """Values of {architecture}.pooling_type but 0, none, and 3, the last token."""
 GGUF_LAST = 3
@@ -47,6 +47,8 @@ def read_pooling(folder: Path, is_bare: bool = False) -> PoolingSettings:
     if other is not None:
         return replace(settings, refusal=f"{MODULES_FILE} asks for a {shown(other, 40)[1:-1]} layer, which is not here")
     mode = _mode(folder, steps["Pooling"]) if "Pooling" in steps else LAST
+    if mode is None:
+        return replace(settings, refusal=f"{MODULES_FILE} names a pooling whose config.json is not in the folder")
     if mode != LAST:
         return replace(settings, refusal=f"{MODULES_FILE} asks for {mode} pooling, and the last token is pooled here")
     return settings
@@ -60,20 +62,20 @@ def _modules(folder: Path) -> list[dict[str, object]]:
     return modules
 
 
-def _mode(folder: Path, path: str) -> str:
-    """The name of the mode in a module's folder, lasttoken if the folder is not there."""
+def _mode(folder: Path, path: str) -> str | None:
+    """The name of the mode in a module's folder; None if its file is not there. Left out, it is sentence-transformers' mean."""
     if not _FOLDER.fullmatch(path) or set(path) == {"."}:
         raise ModelFormatError(f"{MODULES_FILE} names the folder {shown(path)}", "a folder beside it is needed", AGAIN)
     name = f"{path}/config.json"
     if not has_file(folder, name):
-        return LAST
+        return None
     config = read_json_object(file_inside(folder, name))
     said = config.get("pooling_mode")
     if isinstance(said, str):
         return shown(said, 40)[1:-1]
     prefix = "pooling_mode_"
     modes = [key.removeprefix(prefix) for key, value in config.items() if key.startswith(prefix) and value is True]
-    return " and ".join(modes[:4]).replace("_tokens", "").replace("_token", "") or LAST
+    return " and ".join(modes[:4]).replace("_tokens", "").replace("_token", "") or MEAN
 
 
 def gguf_pooling(metadata: Mapping[str, object]) -> PoolingSettings:

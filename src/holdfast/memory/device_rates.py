@@ -210,7 +210,8 @@ def _read_kept(path: Path, changed: int) -> tuple[Measured, ...]:
 
 def _is_sound(measured: Measured) -> bool:
     rates = measured.read_bytes_per_second, measured.flops_per_second
-    return all(isinstance(rate, int | float) and 0 < rate < MOST_RATE for rate in rates)
+    is_named = isinstance(measured.device, str) and isinstance(measured.total_bytes, int)
+    return is_named and all(isinstance(rate, int | float) and 0 < rate < MOST_RATE for rate in rates)
 
 
 MOST_RATE = 1e18

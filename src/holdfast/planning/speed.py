@@ -142,7 +142,7 @@ def find_device_speed(target: Target, measured: tuple[Measured, ...] | None = No
             return DeviceSpeed(assumed, *ON_OTHER_CPU, words)
         rates = with_measured(assumed, cpu)
         return DeviceSpeed(rates, *ON_MEASURED_CPU, f"{_told(rates)} as holdfast doctor measured on {cpu.date}")
-    gpu = PLANNED_GPUS.get(target.key) or next((gpu for gpu in PLANNED_GPUS.values() if gpu.name == target.name), None)
+    gpu = PLANNED_GPUS.get(target.key)
     if gpu is None or gpu.is_too_old:
         return None
     rates = sheet_rates(gpu.key)

@@ -10,6 +10,7 @@ from holdfast.memory.devices import (
     GPUS,
     LEAST_CAPABILITY,
     MIB,
+    PLANNED_GPUS,
     SAME_AS_H200,
     SPLIT_K_BYTES,
     Gpu,
@@ -52,7 +53,7 @@ def gpu_target(gpu: Gpu) -> Target:
 
 def _sized_name(gpu: Gpu) -> str:
     """The driver's name, with the memory if GPUs of other sizes share that name."""
-    sizes = {other.nominal_gb for other in GPUS.values() if other.name == gpu.name}
+    sizes = {other.nominal_gb for other in PLANNED_GPUS.values() if other.name == gpu.name}
     return gpu.name if len(sizes) < 2 else f"{gpu.name} ({gpu.nominal_gb} GB)"
 
 

@@ -355,11 +355,6 @@ class Pages(NamedTuple):
         """Whether there is more than one lifetime to tell apart from what all layers keep."""
         return len(self.groups) > 1
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether some layers give pages back."""
-        return any(group.window is not None for group in self.groups)
-
 
 class Layout(NamedTuple):
     """How one rank keeps a model, and who attends: what a plan's terms follow from."""

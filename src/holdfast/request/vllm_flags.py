@@ -34,8 +34,8 @@ class ForeignFlag(NamedTuple):
 
 
 def find_flag(typed: str, names: Mapping[str, Foreign]) -> ForeignFlag | None:
-    """Which of the names a flag is: --swap-space, --swap_space, --no-enable-lora, -O3, --compilation-config.mode."""
-    short = next((name for name in SHORT_FLAGS if re.fullmatch(rf"{name}([0-9]|\\..*)?", typed)), None)
+    """Which of the names a flag is: --swap-space, --swap_space, --no-enable-lora, -O3, -cc.mode."""
+    short = next((name for name in SHORT_FLAGS if re.fullmatch(rf"{name}([0-9]|\..*)?", typed)), None)
     plain = SHORT_FLAGS[short] if short else typed.removeprefix("--").partition(".")[0].replace("-", "_")
     if not typed.startswith("--") and short is None:
         return None

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from holdfast.api.async_llm import MAX_AT_ONCE
 from holdfast.engine.admission import PreparedRequest, Prompt
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.engine.scoring import Scoring, paired, pooled_of
@@ -42,11 +43,9 @@ from holdfast.server.ollama_models import check_tagged_model
 from holdfast.server.ollama_schemas import OllamaErrorReply
 from holdfast.server.openapi import body_of, responses
 from holdfast.server.sampling import check_model, prompt_error
-from holdfast.server.service import Service, service_of
+from holdfast.server.service import service_of
 from holdfast.server.streams import Answer, Counted, gathered, new_id, while_connected
 
-MAX_AT_ONCE = 64
-"""Texts of one request that are queued at once, so that other requests find room."""
 router = APIRouter(tags=["embeddings"])
 
 
@@ -254,7 +253,7 @@ async def _outputs(request: Request, prepared: Sequence[PreparedRequest]) -> tup
     record = record_of(request)
     if record.wants_text and prepared:
         record.prompt = prepared[0].prompt
-    room = asyncio.Semaphore(_most_at_once(service))
+    room = asyncio.Semaphore(min(MAX_AT_ONCE, service.llm.max_queue))
     answers = [Answer(request, one, f"{name}-{place}", counted) for place, one in enumerate(prepared)]
 
     async def whole(answer: Answer) -> RequestOutput:
@@ -266,10 +265,6 @@ async def _outputs(request: Request, prepared: Sequence[PreparedRequest]) -> tup
         return assembler.output()
 
     return await gathered([whole(answer) for answer in answers]), counted
-
-
-def _most_at_once(service: Service) -> int:
-    return min(MAX_AT_ONCE, service.llm.max_queue)
 
 
 def _usage(counted: Counted) -> dict[str, int]:

@@ -101,11 +101,14 @@ async def show_model(request: Request) -> OllamaShown:
     check_tagged_model(service, asked.model or asked.name)
     template = service.llm.chat_template
     source = None if template is None else template.source
-    able: list[str] = ["completion"]
-    if source is not None and choose_tool_parser(source, service.tool_parser) is not None:
-        able.append("tools")
-    if choose_reasoning_parser(source, service.reasoning_parser) is not None:
-        able.append("thinking")
+    pooling = service.llm.pooling
+    can = {
+        "completion": pooling.settings.has_head,
+        "embedding": pooling.is_embedding,
+        "tools": source is not None and choose_tool_parser(source, service.tool_parser) is not None,
+        "thinking": choose_reasoning_parser(source, service.reasoning_parser) is not None,
+    }
+    can = can if can["completion"] else {"embedding": True}
     return OllamaShown(
         modelfile=f"FROM {service.name}\n",
         parameters="\n".join(f"{OPTION_NAMES.get(name, name)} {value}" for name, value in service.advised.items()),
@@ -115,7 +118,7 @@ async def show_model(request: Request) -> OllamaShown:
             "general.architecture": ARCHITECTURE,
             f"{ARCHITECTURE}.context_length": service.llm.max_model_len,
         },
-        capabilities=able,  # type: ignore[arg-type]
+        capabilities=[name for name, is_able in can.items() if is_able],  # type: ignore[arg-type]
         modified_at=stamp(service.started_at),
     )
 

@@ -253,7 +253,7 @@ class OllamaShown(Reply):
     template: str
     details: OllamaDetails
     model_info: dict[str, Any]
-    capabilities: list[Literal["completion", "tools", "thinking"]]
+    capabilities: list[Literal["completion", "embedding", "tools", "thinking"]]
     modified_at: str
 
 

@@ -1,8 +1,9 @@
 """/v1/responses/{id}: kept responses read, listed by their input, deleted and continued; only by the key that made them."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from pydantic import TypeAdapter, ValidationError
@@ -18,6 +19,7 @@ from holdfast.server.responses_schemas import DeletedResponse, Item, ItemList, R
 from holdfast.server.service import Service, service_of
 
 MAX_LISTED = 100
+Read = TypeVar("Read")
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 router = APIRouter(tags=["responses"])
@@ -31,7 +33,8 @@ async def get_response(request: Request, response_id: str, stream: bool = False)
     if stream:
         words = "stream was asked; a kept response has ended; leave stream out, and read it whole"
         raise ApiError(400, words, param="stream")
-    return JSONResponse(_found(request, response_id).response())
+    kept = _found(request, response_id)
+    return JSONResponse(await _beside(kept, kept.response))
 
 
 @router.delete(
@@ -59,7 +62,8 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> ItemList:
     """All that the model read for a response, with the conversation before it; the newest first unless told otherwise."""
-    items = _found(request, response_id).input_items()
+    kept = _found(request, response_id)
+    items = await _beside(kept, kept.input_items)
     if order == "desc":
         items.reverse()
     begin = 0
@@ -92,10 +96,14 @@ async def continued(request: Request, asked: ResponseRequest) -> tuple[KeptRespo
     if previous.chain_bytes > service.limits.max_body_bytes:
         words = f"{shown(previous_id, 64)} was to be continued; its conversation is longer than a request may be"
         raise ApiError(413, f"{words}; send fewer items as input", param="previous_response_id", code="body_too_large")
-    if previous.chain_bytes <= SMALL_BODY_BYTES:
-        return previous, _read(previous, previous_id)
-    loop = asyncio.get_running_loop()
-    return previous, await loop.run_in_executor(None, partial(_read, previous, previous_id))
+    return previous, await _beside(previous, partial(_read, previous, previous_id))
+
+
+async def _beside(kept: KeptResponse, read: Callable[[], Read]) -> Read:
+    """Call `read`, which parses the JSON of a conversation; beside the event loop if that takes long."""
+    if kept.chain_bytes <= SMALL_BODY_BYTES:
+        return read()
+    return await asyncio.get_running_loop().run_in_executor(None, read)
 
 
 def _read(previous: KeptResponse, previous_id: str) -> list[Item]:
