@@ -26,7 +26,6 @@ EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, CANNOT_START: 3}
 """2 is for a wrong command line."""
 LEAST_BYTES = 2**20
 """Nobody plans for less; a smaller number lacks its unit."""
-NO_DEVICE = "no --gpu and no --memory was given, so this is a plan for the memory of this machine; try --gpu h200"
 
 
 class PlanOptions(NamedTuple):
@@ -72,7 +71,9 @@ def plan(options: PlanOptions, engine: Given) -> int:
         # Their smallest is larger than most GPUs.
         notes += tuple(filter(None, (layers_note(request),)))
     if options.gpu is None and options.memory is None:
-        notes += (NO_DEVICE,)
+        from holdfast.cli.present_gpu import no_device_note
+
+        notes += (no_device_note(),)
     if options.as_json:
         record = view.as_dict() | {"notes": list(notes)}
         record |= {"sweep": [cell._asdict() for cell in cells]} if options.sweep else {}

@@ -553,7 +553,6 @@ class CoreServer:
                 case ResetPrefixCache():
                     core.reset_prefix_cache()
                 case StatsRequest():
-                    self._write_counts(core)
                     self.send(core.stats())
                 case MapRequest():
                     self.send(core.map())
