@@ -323,12 +323,13 @@ def test_find_gpus_of_a_dgx_spark_says_it_was_never_tried() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        *((name, "an AMD GPU; AMD GPUs are not supported") for name in ("mi300x", "rx 7900 xtx", "strix halo")),
+        *((name, "an AMD GPU; AMD GPUs are not supported") for name in ("mi300x", "7900 xtx", "9070xt", "strix halo")),
         *(
             (name, "an Apple chip.*llama.cpp or MLX")
             for name in ("m4 max", "m3 ultra", "mac studio 128gb", "MacBook Pro")
         ),
         *((name, "an Intel GPU") for name in ("arc b580", "Intel Arc A770", "gaudi 3")),
+        *((name, "no GPU.*leave --gpu out") for name in ("cpu", "none")),
         *((name, "a TPU") for name in ("tpu v5e", "v5p", "trillium")),
         *((name, "a Jetson module.*--memory 48GiB") for name in ("orin", "jetson agx orin 64gb", "thor")),
         *((name, "an accelerator without CUDA") for name in ("trainium", "inferentia2")),

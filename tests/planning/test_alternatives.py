@@ -208,8 +208,10 @@ def test_weights_that_are_not_enough_alone_are_offered_with_what_is() -> None:
 @pytest.mark.parametrize("asked", ["t4", "rtx3060", "v100-16g", "rtx4090", "h200"])
 def test_a_gpu_that_is_too_old_is_never_offered(name: str, asked: str) -> None:
     wanted = plan_request(name, gpu_target(GPUS[asked]), quantization="int8")
-    offered = [GPUS[item.value or ""] for item in list_alternatives(wanted) if item.kind == GPU]
+    listed = list_alternatives(wanted)
+    offered = [GPUS[item.value or ""] for item in listed if item.kind == GPU]
     assert all(gpu.capability >= (8, 0) for gpu in offered)
+    assert GPUS[asked].capability >= (8, 0) or RANKED not in {item.kind for item in listed}
     words = [reason for reason in missing_here(wanted) if "does not run: needs compute capability 8.0" in reason]
     assert len(words) == (GPUS[asked].capability < (8, 0))
 

@@ -120,6 +120,16 @@ def test_nothing_is_smuggled(server: Running) -> None:
         assert b"200 OK" not in answer
 
 
+def test_early_answer_announces_close(server: Running) -> None:
+    """A client that keeps the connection would send its next request to a closed one."""
+    whole = post("/nothing", BODY, "Content-Length: 7", close=False)
+    head = whole[: -len(BODY)]
+    early = talk(server.port, head)
+    assert status_of(early) == 404
+    assert b"\r\nconnection: close\r\n" in early.lower()
+    assert b"connection: close" not in talk(server.port, whole + get("/health")).lower().split(b"\r\n\r\n")[0]
+
+
 def test_trailers_change_nothing(server: Running) -> None:
     body = b"7\r\n" + BODY + b"\r\n0\r\nHost: evil.example\r\nAuthorization: Bearer x\r\n\r\n"
     answer = talk(server.port, echo(b"Transfer-Encoding: chunked\r\nConnection: close\r\n", body))

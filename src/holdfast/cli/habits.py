@@ -186,9 +186,8 @@ HABITS: tuple[Habit, ...] = (
     _decline("use holdfast chat", "-cnv --conversation -i --interactive", "0", "run"),
     _decline("use holdfast run -p TEXT, or --system TEXT", "-p --prompt", only="chat"),
     _decline("pipe it in: holdfast run MODEL < FILE", "-f --file", only="run chat"),
-    _quiet(
-        "the prompt is not repeated", "--no-display-prompt -st --single-turn -e --escape --nowordwrap", only="run chat"
-    ),
+    _quiet("the prompt is not repeated", "--no-display-prompt -st --single-turn --nowordwrap", only="run chat"),
+    _quiet("\\n in a prompt stays as typed; bash writes a line's end as $'a\\nb'", "-e --escape", only="run chat"),
     _quiet("a command holds its model until it ends", "--keepalive", "1"),
     # llama-server
     Habit("-a --alias", "--served-model-name"),

@@ -19,8 +19,14 @@ NVIDIA = "kernels need an NVIDIA GPU of compute capability 8.0 or more"
 NAME_ONE = "name an NVIDIA GPU, which holdfast plan --list shows, or run on the CPU"
 KINDS = (
     _Kind(
+        re.compile(r"(the)?cpu(only)?|no(ne|gpu)?"),
+        "no GPU",
+        "a plan without --gpu is for the CPU of a machine that has no GPU",
+        "leave --gpu out",
+    ),
+    _Kind(
         re.compile(
-            r"(amd)?(radeon)?(instinct)?(mi\d{2,3}[a-z]?|rx\d{3,4}(xtx?|gre)?|(radeon)?(pro)?w\d{4}|radeon\w*|amd\w*"
+            r"(amd)?(radeon)?(instinct)?(mi\d{2,3}[a-z]?|rx\d{3,4}(xtx?|gre)?|[5-9]\d{3}(xtx?|gre)|(radeon)?(pro)?w\d{4}|radeon\w*|amd\w*"
             r"|strixhalo|(amd)?ryzen\w*|80[56]0s)"
         ),
         "an AMD GPU",

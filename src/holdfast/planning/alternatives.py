@@ -576,9 +576,10 @@ def _gpu_alternatives(request: PlanRequest, fit: Fit | None) -> list[Alternative
 def _rank_changes(request: PlanRequest) -> Iterator[_Change]:
     """More GPUs to every layer; of stages a plan is of one and says nothing of others, and ranks on a CPU share its memory.
 
-    Ranks refuse compressed attention, so more GPUs are no way out for it.
+    Ranks refuse compressed attention, and GPUs that are too old run nothing, so more of them are no way out.
     """
-    if request.mesh.num_stages > 1 or request.target.kind == "cpu" or request.declared.is_compressed:
+    is_no_way_out = too_old_words(request.target) is not None or request.declared.is_compressed
+    if request.mesh.num_stages > 1 or request.target.kind == "cpu" or is_no_way_out:
         return
     for ranks in RANKS:
         mesh = meshes(ranks, is_exact=request.mesh.is_exact)[0]

@@ -97,7 +97,8 @@ _EDIT = "change config.json in a copy of the model's folder"
 
 ENGINE_NAMES: Mapping[str, Foreign] = {
     **_same("code out of a model folder is never run, and needs no leave", "trust_remote_code", "code_revision"),
-    **_same(_LOG, "disable_log_stats", "disable_log_requests", "enable_log_requests", "aggregate_engine_logging"),
+    **_same(_LOG, "disable_log_stats", "aggregate_engine_logging"),
+    **_same("holdfast serve logs prompts only with --log-requests", "disable_log_requests", "enable_log_requests"),
     **_same(_LOG, "kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
     **_same(_LOG, "show_hidden_metrics_for_version", "enable_logging_iteration_details", "log_stats_interval"),
     **_same("nothing is swapped: a preempted sequence computes again", "swap_space", "preemption_mode"),

@@ -21,6 +21,7 @@ from typing import Literal
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -205,6 +206,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not previous:
             self._cycles.append(self.cycle)
+            _announce_close(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._read_at = self.loop.time()
@@ -330,6 +332,21 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unsent_bytes = num_bytes
         limit = self.limits.write_seconds
         return now - self._stalled_at > limit or now - self._unsent_at > PATIENCE * limit
+
+
+def _announce_close(cycle: RequestResponseCycle) -> None:
+    """Add Connection: close to an answer that starts before its request has ended: the connection ends after it.
+
+    Without the header a client sends its next request there, and that request fails.
+    """
+    write = cycle.send
+
+    async def send(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start" and cycle.more_body:
+            cycle.keep_alive = False
+        await write(message)
+
+    cycle.send = send
 
 
 def raw_answer(error: ApiError) -> bytes:
