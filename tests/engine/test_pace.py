@@ -51,6 +51,29 @@ def test_schedule_with_a_limit_shares_it_among_prompts() -> None:
     assert complete(scheduler, 4) == [(0, 5, 1), (1, 6, 1), (2, 2, 4)]
 
 
+def test_short_prompt_is_read_beside_a_long_one() -> None:
+    scheduler = running_beside_a_prompt(60)
+    assert complete(scheduler, 8) == [(0, 4, 1), (1, 0, 8)]
+    scheduler.add(sequence(2, 3))
+    assert complete(scheduler, 8) == [(0, 5, 1), (1, 8, 4), (2, 0, 3)]
+    scheduler.add(sequence(3, 6))
+    assert complete(scheduler, 8) == [(0, 6, 1), (1, 12, 4), (2, 3, 1), (3, 0, 4)]
+    assert complete(scheduler, 8) == [(0, 7, 1), (1, 16, 4), (2, 4, 1), (3, 4, 2)]
+    assert complete(scheduler, 8)[1] == (1, 18 + 2, 8), "all rows if no other prompt is read"
+
+
+def test_long_prompt_gets_all_rows_if_the_next_does_not_fit() -> None:
+    scheduler = make(num_pages=20)
+    scheduler.add(sequence(0, 4, max_tokens=30))
+    run(scheduler)
+    scheduler.add(sequence(1, 40, max_tokens=2))
+    assert complete(scheduler, 8)[1] == (1, 0, 8)
+    scheduler.add(sequence(2, 40, max_tokens=30))
+    assert complete(scheduler, 8)[1:] == [(1, 8, 4)], "a share is kept for it once"
+    assert complete(scheduler, 8)[1:] == [(1, 12, 8)]
+    assert complete(scheduler, 8)[1:] == [(1, 20, 8)]
+
+
 def test_schedule_with_limit_0_lets_the_first_go_on() -> None:
     scheduler = make(num_pages=32)
     scheduler.add(sequence(0, 20))

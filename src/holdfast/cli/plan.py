@@ -66,7 +66,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
         write_page(html, plan_page(view, cells))
         if not options.as_json:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
-    notes = (*request.declared.notes, *name_notes(options, request))
+    named, notes = name_notes(options, request), request.declared.notes
     if request.declared.is_compressed and (request.tensor_parallel_size > 1 or not view.fits):
         # Their smallest is larger than most GPUs.
         notes += tuple(filter(None, (layers_note(request),)))
@@ -75,11 +75,12 @@ def plan(options: PlanOptions, engine: Given) -> int:
 
         notes += (no_device_note(),)
     if options.as_json:
-        record = view.as_dict() | {"notes": list(notes)}
+        record = view.as_dict() | {"notes": [*named, *notes]}
         record |= {"sweep": [cell._asdict() for cell in cells]} if options.sweep else {}
         write_answer(f"{dumps(record, indent=1)}\n")
     else:
-        lines = plan_lines(view, has_all_owners=options.owners)
+        verdict, *rest = plan_lines(view, has_all_owners=options.owners)
+        lines = [verdict, *(Line(f"note: {note}", "dim") for note in named), *rest]
         if options.sweep:
             lines += [Line(""), *sweep_lines(cells, request.target.name)]
         lines += [Line("")] * bool(notes) + [Line(note, "dim") for note in notes]

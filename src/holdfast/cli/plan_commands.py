@@ -10,8 +10,9 @@ from typing import Literal
 from holdfast.config import EngineConfig
 from holdfast.distributed.exchange_plan import planned_nodes
 from holdfast.loading.hub.names import parse_hub_name
+from holdfast.loading.locate import locate_config
 from holdfast.memory.sizes import UNITS
-from holdfast.models.catalogue import SOURCES
+from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES, stored_as
 from holdfast.planning.alternatives import LEFT_OUT, Alternative
 from holdfast.planning.fit import PlanRequest
 
@@ -138,7 +139,10 @@ def _model_words(request: PlanRequest, model: str | None) -> list[str]:
         return ["MODEL"]
     if model is None:
         return []
-    if Path(model).expanduser().exists() or parse_hub_name(model) is not None:
+    # A name may say that its weights are stored in fewer bits than those of the catalogue, which are planned.
+    is_other = stored_as(model) is not None and request.declared.name in (*CATALOGUE, *SAME)
+    is_here = Path(model).expanduser().exists() or locate_config(model, request.config.revision) is not None
+    if is_here or (parse_hub_name(model) is not None and not is_other):
         return [model]
     return [SOURCES.get(request.declared.name, f"path/to/{request.declared.name}")]
 

@@ -101,6 +101,7 @@ from holdfast.cache.groups import HOLE, CacheGroup, by_position, tokens_again
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import PrefixCache, PrefixHit, can_hit, strong_hash
 from holdfast.config import Limits
+from holdfast.engine.pacing import PromptRows
 from holdfast.engine.page_needs import PageNeeds
 from holdfast.engine.queues import Queues, SlotPool, named
 from holdfast.engine.sharing import NO_START, Leaders, Start, fork_start, hit_start
@@ -158,6 +159,8 @@ class Scheduler:
         self._slots = SlotPool(limits.max_num_seqs)
         self._tracks: dict[int, Track] = {}
         self._blocked: Blocked | None = None
+        self._offered: tuple[int, int] | None = None
+        """The first that waited when rows of a cut step were last kept for it, and the number of those that ran."""
         self._in_flight: deque[LiveStep] = deque()
         """Steps that were given and not booked, the oldest first."""
         self._short: Sequence | None = None
@@ -252,7 +255,7 @@ class Scheduler:
         full: list[tuple[Sequence, int]] = []
         block_tokens, ends_prompt = self.prefix.block_tokens, False
         budget = self.limits.max_num_batched_tokens
-        room, num_preemptions = budget if max_prompt_rows is None else max_prompt_rows, self.num_preemptions
+        rows, num_preemptions = self._prompt_rows(max_prompt_rows), self.num_preemptions
         if self._short is not None and not self._serve_short(self._short):
             return None
         running = self._queues.running if self.num_stages == 1 else self._share()
@@ -269,8 +272,7 @@ class Scheduler:
                 num_new_tokens = min(num_new_tokens, self._most_ahead(sequence))
             if self.is_invariant:
                 num_new_tokens = min(num_new_tokens, _rows_alike(sequence, start))
-            is_chunk = num_new_tokens > 1
-            num_new_tokens = min(num_new_tokens, room if items else max(room, 1)) if is_chunk else num_new_tokens
+            num_new_tokens = rows.take(num_new_tokens, is_first=not items)
             if num_new_tokens <= 0 or (guesses is not None and sequence.may_speculate and sequence.num_coming):
                 continue
             end = start + num_new_tokens
@@ -287,7 +289,6 @@ class Scheduler:
                 ScheduledSequence(sequence, start, num_new_tokens + len(proposals), end == num_tokens, proposals)
             )
             budget -= num_new_tokens + len(proposals)
-            room = max(room - num_new_tokens, 0) if is_chunk else room
             if end // block_tokens > start // block_tokens:
                 full.append((sequence, end))
             ends_prompt |= end == sequence.num_prompt_tokens
@@ -295,11 +296,20 @@ class Scheduler:
         for sequence, end in full:
             self._register(sequence, end, self._num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self._admit_waiting(items, min(budget, room if items else max(room, 1)), ends_prompt)
+            self._admit_waiting(items, min(budget, max(rows.left, not items)), ends_prompt)
         if items:
             return self._launched(items)
         is_stuck = self._in_flight and self._quarantine and self.num_waiting
         return None if is_stuck else LiveStep(())
+
+    def _prompt_rows(self, most: int | None) -> PromptRows:
+        """Rows of prompts in the next step. One that waits has a share, once until a sequence comes or goes."""
+        if most is None:
+            return PromptRows(self.limits.max_num_batched_tokens)
+        has_place = self.num_waiting > 0 and self._slots.num_free > 0
+        waiting = (self._queues.first_waiting.sequence_id, self.num_running) if has_place else None
+        may_admit, self._offered = waiting not in (None, self._offered), waiting
+        return PromptRows(most, self.num_running - self.num_decoding + may_admit)
 
     def complete(self, step: LiveStep, token_ids: SequenceABC[SequenceABC[int]]) -> None:
         """Books the oldest step in flight: its tokens are computed, and those that it chose are appended.

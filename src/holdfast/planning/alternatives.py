@@ -46,6 +46,7 @@ USEFUL_TOKENS = 2048
 """A change after which an open context would shrink below this does not count as one that fits."""
 LEVER, CONTEXT, FORMAT, WEIGHTS, GPU, RANKED = "lever", "context", "format", "weights", "gpu", "ranks"
 KINDS = (LEVER, CONTEXT, FORMAT, WEIGHTS, RANKED, GPU)
+BEST = (LEVER, FORMAT, WEIGHTS, CONTEXT, RANKED, GPU)
 """Changes in the order in which a person makes them: settings that cost speed at most, a shorter context, pages and then
 weights in fewer bits, more of the same GPU, another GPU."""
 LEVERS = (
@@ -162,8 +163,11 @@ def _is_whole(listed: Iterable[Alternative], wanted: int) -> bool:
 
 
 def best_change(listed: Iterable[Alternative]) -> Alternative | None:
-    """The first change that fits with as much as costs no quality: the longest context, then the most tokens."""
-    fitting = [item for item in listed if item.fits]
+    """The first change that fits with as much as costs no quality: the longest context, then the most tokens.
+
+    A context that was typed is kept if settings or fewer bits keep it.
+    """
+    fitting = sorted((item for item in listed if item.fits), key=lambda item: BEST.index(item.kind))
     if not fitting:
         return None
     alike = [item for item in fitting if item.kind == fitting[0].kind and item.lasting == fitting[0].lasting]
