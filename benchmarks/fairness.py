@@ -195,14 +195,14 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=None, help="else 64, on a CPU 4")
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=None, help="else 32768, on a CPU 4000")
-    parser.add_argument("--stream-tokens", type=int, default=None, help="else 720, on a CPU 480")
+    parser.add_argument("--stream-tokens", type=int, default=None, help="else 800, on a CPU 480")
     parser.add_argument("--stretch", type=float, default=None, help="max_step_stretch of the cut rounds")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--memory-limit", default=None)
     arguments = parser.parse_args()
     is_cpu = arguments.device == "cpu"
     arguments.model = arguments.model or ("SmolLM2-135M" if is_cpu else "Qwen3-32B")
-    shape = {"streams": (64, 4, 2), "prompt_tokens": (32768, 4000, 96), "stream_tokens": (720, 480, 80)}
+    shape = {"streams": (64, 4, 2), "prompt_tokens": (32768, 4000, 96), "stream_tokens": (800, 480, 80)}
     for name, sizes in shape.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, sizes[2 if arguments.tiny else is_cpu])

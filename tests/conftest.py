@@ -45,7 +45,7 @@ PACKAGES = (
         "schemathesis",
         "starlette",
     ),
-    *("tokenizers", "transformers", "uvicorn"),
+    *("anthropic", "ollama", "tokenizers", "transformers", "uvicorn"),
 )
 """What a machine may lack on which nothing can be installed: tests that need one are skipped there, and say so."""
 OWN_PROCESS = "HOLDFAST_OWN_PROCESS"
