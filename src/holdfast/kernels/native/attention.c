@@ -5,6 +5,8 @@
 // an online softmax (m the running maximum, l the running sum, alpha what rescales them), so a query's result depends on its own
 // position and the tokens below it, never on how the prompt was cut into steps. A sink is a score without a value, so m and l
 // begin with it.
+#include <omp.h>
+
 #include "vector.h"
 
 #define TILE 64
@@ -189,12 +191,17 @@ void holdfast_paged_attention(const float *q, const float *k_plane, const float 
                               long num_kv_heads, long head_dim, long page_tokens, long window, float scale, float softcap) {
     problem p = {q, k_plane, v_plane, out, pages, sinks, num_heads, num_kv_heads, head_dim, page_tokens, window, scale, softcap};
     long group = num_heads / num_kv_heads;
-    long rows_per_task = TASK_QUERIES / group > 0 ? TASK_QUERIES / group : 1;
+    long most_rows = TASK_QUERIES / group > 0 ? TASK_QUERIES / group : 1;
     long heads_per_task = group < TASK_QUERIES ? group : TASK_QUERIES, parts = (group + heads_per_task - 1) / heads_per_task;
     long tasks_per_block = num_kv_heads * parts;
     const sequence *all = (const sequence *)sequences;
 #pragma omp parallel
     for (long i = 0; i < num_sequences; i++) {
+        // A short piece of a prompt is cut further, so that every thread has tasks: three KV heads are few for two threads.
+        long least_blocks = (2 * omp_get_num_threads() + tasks_per_block - 1) / tasks_per_block;
+        long rows_per_task = (all[i].num_rows + least_blocks - 1) / least_blocks;
+        if (rows_per_task < MR) rows_per_task = MR;
+        if (rows_per_task > most_rows) rows_per_task = most_rows;
         long num_blocks = (all[i].num_rows + rows_per_task - 1) / rows_per_task;
 #pragma omp for schedule(dynamic, 1) nowait
         for (long task = 0; task < num_blocks * tasks_per_block; task++) {
