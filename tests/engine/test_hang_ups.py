@@ -2,7 +2,7 @@
 
 from engine.fakes import assert_at_rest, make_engine, run_all, solo, tokens_of
 from holdfast.engine.engine import Engine
-from holdfast.engine.hang_ups import NUM_PLACES, HangUps
+from holdfast.engine.pulse import NUM_PLACES, HangUps
 from holdfast.request.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -46,12 +46,11 @@ from typing import Protocol
 
 from holdfast.cache.groups import longest_sequence, unrewindable
 from holdfast.config import Limits
-from holdfast.engine.hang_ups import HangUps
 from holdfast.engine.memory_map import MAX_WAITING_SHOWN, CoreMap, GroupPages, SequencePages
 from holdfast.engine.messages import CoreFacts, CoreOutputs, CoreRequest, CoreStats, Ending, SequenceOutput
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.pacing import StepPacer
-from holdfast.engine.pulse import CoreCounts, CorePulse
+from holdfast.engine.pulse import CoreCounts, CorePulse, HangUps
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.memory.report import MemoryReport

@@ -10,14 +10,37 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from holdfast.engine.hang_ups import NUM_BYTES, HangUps
-
+NUM_PLACES = 1024
+HANG_UP_BYTES = 8 * NUM_PLACES
 _NUMBER_BYTES = 64
-_NUM_BYTES = _NUMBER_BYTES + NUM_BYTES
+_NUM_BYTES = _NUMBER_BYTES + HANG_UP_BYTES
 _BEAT, _STEP, _COUNTS = 0, 1, 2
 _NO_STEP = 0.0
+
+
+class HangUps:
+    """Sequences whose clients are gone: written by any thread, read in the middle of a step.
+
+    A sequence has a place by its number, which is never used again. If another sequence has taken the place since, the mark is
+    lost, and the sequence is aborted between two steps. Each word is written in one piece.
+    """
+
+    def __init__(self, words: memoryview | None = None) -> None:
+        """Use HANG_UP_BYTES of zeroed memory, or memory of its own."""
+        self._words = (memoryview(bytearray(HANG_UP_BYTES)) if words is None else words).cast("q")
+
+    def add(self, sequence_ids: Iterable[int]) -> None:
+        """Mark sequences."""
+        for sequence_id in sequence_ids:
+            self._words[sequence_id % NUM_PLACES] = sequence_id + 1
+
+    def has_all(self, sequence_ids: Iterable[int]) -> bool:
+        """True if all of these are marked, or if there are none."""
+        words = self._words
+        return all(words[sequence_id % NUM_PLACES] == sequence_id + 1 for sequence_id in sequence_ids)
 
 
 class CorePulse(NamedTuple):

@@ -355,7 +355,7 @@ SERVER_NAMES: Mapping[str, Foreign] = {
     **_same("a model that knows tools may call them", "enable_auto_tool_choice"),
     **_same("a request that forbids tools gets no tools", "exclude_tools_when_tool_choice_none"),
     **_same("usage counts cached tokens already", "enable_prompt_tokens_details"),
-    **_same("a stream sends usage when it is asked", "enable_force_include_usage"),
+    **_same("a stream sends usage if stream_options.include_usage is set", "enable_force_include_usage"),
     **_same("/metrics has the load of the server", "enable_server_load_tracking", "enable_per_request_metrics"),
     **_same("every answer has a request id", "enable_request_id_headers"),
     **_same("--log-requests and --log-format are the log's options", "uvicorn_log_level", "enable_log_deltas"),
