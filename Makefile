@@ -26,7 +26,7 @@ say = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test setup setup-dev format lint types pytest test-slow test-gpu check-home docs clean
+.PHONY: help demo test setup setup-dev format lint types pytest test-slow test-mutants test-gpu check-home docs clean
 
 help: ## Show this list
 	@printf 'Holdfast: first make demo, then make test.\n\n'
@@ -67,6 +67,9 @@ pytest: $(DEV) $(MODEL) ## Run the tests alone
 
 test-slow: $(DEV) $(MODEL) ## Run the tests that take minutes, and search for new examples everywhere
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or hypothesis) and not gpu" --hypothesis-profile=search
+
+test-mutants: $(DEV) $(MODEL) ## Plant known bugs one by one and report those that no test catches: ONLY=WORD
+	@$(BIN)/python scripts/mutation_lane.py --jobs $(JOBS) $(if $(ONLY),--only "$(ONLY)")
 
 # With PYTHON as it is: a machine with a GPU has its own torch, and nothing is installed beside it.
 test-gpu: ## Run the tests that need CUDA with PYTHON: JOBS=12, or in parts: PART=1/2

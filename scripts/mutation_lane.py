@@ -27,10 +27,11 @@ LISTS = ROOT / "tests" / "mutants"
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", ".carry", "__pycache__", ".hypothesis", ".*_cache", "build", "dist", "*.egg-info"
 )
-FIELDS = frozenset({"name", "file", "old", "new", "tests", "equivalent"})
+FIELDS = frozenset({"name", "file", "old", "new", "tests", "equivalent", "gpu"})
 WARM = multiprocessing.get_context("forkserver")
 """Forks the process of each run from one that has imported what takes seconds, and nothing of the engine."""
 IMPORTED = ["torch", "triton", "numpy", "pytest"]
+VERDICTS = ("caught", "equivalent", "needs CUDA", "survived", "broken")
 LIMIT_S = 300
 """Of one run of tests: a bug that makes them hang is caught as well."""
 
@@ -49,6 +50,8 @@ class Bug:
     """Test files or tests, run first. If none fails, the tests of the room run."""
     equivalent: str = ""
     """Why no test can see this change, if that is so."""
+    gpu: bool = False
+    """Whether the kernel runs on a GPU only: then the tests marked gpu run, and without CUDA none do."""
 
     def planted(self, text: str) -> str:
         """Return the text of the file with the bug in it."""
@@ -64,10 +67,17 @@ class Outcome:
 
     bug: Bug
     verdict: str
-    """caught, equivalent, survived or broken."""
+    """One of VERDICTS."""
     caught_by: str
     """The first test that failed; for a broken bug, what went wrong."""
     seconds: float
+
+
+def has_cuda() -> bool:
+    """Tell whether torch finds a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def room_of(file: str, root: Path) -> str:
@@ -94,19 +104,21 @@ def read_bugs(folder: Path = LISTS) -> list[Bug]:
 class Tree:
     """A copy of the tree in which one bug at a time is planted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, root: Path) -> None:
         self.folder = folder / "tree"
-        shutil.copytree(ROOT, self.folder, ignore=NOT_COPIED, symlinks=True)
+        shutil.copytree(root, self.folder, ignore=NOT_COPIED, symlinks=True)
 
     def run(self, bug: Bug, *, widen: bool) -> Outcome:
         """Plant the bug, run its tests and, to widen, those of its room, and take the bug out."""
+        if bug.gpu and not has_cuda():
+            return Outcome(bug, "needs CUDA", "", 0.0)
         path = self.folder / "src" / "holdfast" / bug.file
         text, began = path.read_text(), time.monotonic()
         try:
             self._write(path, bug.planted(text))
-            verdict, caught_by = self._test(bug.tests)
+            verdict, caught_by = self._test(bug.tests, gpu=bug.gpu)
             if verdict == "survived" and widen and not bug.equivalent:
-                verdict, caught_by = self._test((room_of(bug.file, self.folder),))
+                verdict, caught_by = self._test((room_of(bug.file, self.folder),), gpu=bug.gpu)
         except (OSError, ValueError) as error:
             verdict, caught_by = "broken", str(error)
         finally:
@@ -121,10 +133,11 @@ class Tree:
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
 
-    def _test(self, tests: Sequence[str]) -> tuple[str, str]:
+    def _test(self, tests: Sequence[str], *, gpu: bool) -> tuple[str, str]:
         report, printed = self.folder.parent / "report.xml", self.folder.parent / "printed.txt"
         report.unlink(missing_ok=True)
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu and not slow", f"--junitxml={report}"]
+        marked = "gpu" if gpu else "not gpu and not slow"
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", marked, f"--junitxml={report}"]
         child = WARM.Process(target=_run_pytest, args=(str(self.folder), str(printed), [*options, *tests]))
         child.start()
         child.join(LIMIT_S)
@@ -182,7 +195,7 @@ def run_bugs(bugs: Sequence[Bug], jobs: int, *, widen: bool) -> Iterator[Outcome
         trees: SimpleQueue[Tree] = SimpleQueue()
         for number in range(jobs):
             (Path(folder) / str(number)).mkdir()
-            trees.put(Tree(Path(folder) / str(number)))
+            trees.put(Tree(Path(folder) / str(number), ROOT))
 
         def run(bug: Bug) -> Outcome:
             tree = trees.get()
@@ -203,10 +216,7 @@ def report(outcomes: Iterable[Outcome], num_bugs: int, out: Path | None) -> int:
         line = f"[{len(done):3}/{num_bugs}] {outcome.verdict:10} {outcome.seconds:5.1f} s  {outcome.bug.file}: {outcome.bug.name}"
         print(f"{line}\n{'':24}{outcome.caught_by}" if outcome.caught_by else line, flush=True)
     missed = [outcome for outcome in done if outcome.verdict in ("survived", "broken")]
-    counts = {
-        verdict: sum(one.verdict == verdict for one in done)
-        for verdict in ("caught", "equivalent", "survived", "broken")
-    }
+    counts = {verdict: sum(one.verdict == verdict for one in done) for verdict in VERDICTS}
     print(
         "\n" + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
         f"in {time.monotonic() - began:.0f} s",
@@ -249,7 +259,9 @@ def main() -> int:
         bugs = [bug for bug in read_bugs(options.lists) if options.only in bug.name or options.only in bug.file]
     if not bugs:
         parser.error(f"no bug has {options.only!r} in its name or file")
-    os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    if not has_cuda():
+        os.environ["TRITON_INTERPRET"] = "1"
     WARM.set_forkserver_preload(IMPORTED)
     return report(run_bugs(bugs, options.jobs, widen=not options.search), len(bugs), options.out)
 

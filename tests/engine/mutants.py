@@ -1,6 +1,6 @@
 """Planted bugs: each breaks one thing that the scheduler, pool or prefix cache does right, and names the check that sees it.
 
-Each takes pytest's monkeypatch. Those of the source, kernels and all, are in source_mutants.py.
+Each takes pytest's monkeypatch. Those of the source, kernels and all, are in mutants/*.toml, beside this folder.
 """
 
 from collections.abc import Callable

@@ -48,6 +48,7 @@ class Stage:
     """Sequences of fixed lengths on pages of their own; only the last token of each is computed again and again."""
 
     def __init__(self, built: BuiltRunner) -> None:
+        assert built.storage.num_pages >= 6 * PAGES, "sequences have more pages than the pool"
         self.built = built
         self._made: dict[tuple[int, int], Known] = {}
 
@@ -62,7 +63,23 @@ class Stage:
         self._poison(held)
         with recorded(self.built) as kept:
             self.built.runner.execute(LiveStep(tuple(items)))
+        is_bad = ~kept[0].isfinite().all(dim=1)
+        assert not bool(is_bad.any()), f"rows {is_bad.nonzero().flatten().tolist()} of {lengths}: {self._blame(held)}"
         return kept[0]
+
+    def _blame(self, held: set[int]) -> str:
+        """Name the planes of pages that are not finite: if there are none, the step itself read poison."""
+        slots = (
+            torch.tensor(sorted(held), device="cuda").unsqueeze(1) * 16 + torch.arange(16, device="cuda")
+        ).flatten()
+        bad = []
+        for layer in range(len(self.built.storage.spec.layers)):
+            for name, plane in self.built.storage.planes(layer).items():
+                rows = plane[slots].flatten(1)
+                is_bad = ~rows.isfinite() if plane.is_floating_point() else rows.view(torch.uint8) == 0xFF
+                whole = is_bad.all(dim=1) if not plane.is_floating_point() else is_bad.any(dim=1)
+                bad += [f"layer {layer} {name} slots {slots[whole][:8].tolist()}"] if bool(whole.any()) else []
+        return "; ".join(bad) or "all pages are finite"
 
     def _ready(self, place: int, length: int) -> Known:
         """A sequence whose context is on its pages, in place of whatever was there."""
