@@ -16,6 +16,7 @@ import pytest
 from each_value import mark_others_slow
 from quick_interpreter import quicken_interpreter
 from red_zones import RedZones
+from scratch_memory import Memory, Poison, filled_empty
 
 if TYPE_CHECKING:
     import torch
@@ -214,15 +215,16 @@ def guarded(device: "torch.device") -> "Iterator[Callable[..., torch.Tensor]]":
     zones.check()
 
 
-@pytest.fixture
-def poison() -> Iterator[None]:
-    """Memory that nobody wrote reads as NaN (or the largest integer), so that its use shows."""
-    import torch
+@pytest.fixture(params=list(Poison), ids=str)
+def poison(request: pytest.FixtureRequest) -> Iterator[Poison]:
+    """Memory from torch.empty holds NaN (or the largest integer), zeros, or old numbers: a test runs once with each."""
+    with filled_empty(request.param):
+        yield request.param
 
-    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+
+@pytest.fixture
+def memory(device: "torch.device", poison: Poison) -> Iterator[Memory]:
+    """memory.take(name, *shape, dtype=...) -> scratch in the state of `poison`; its red zones are checked at the end."""
+    taken = Memory(device, poison)
+    yield taken
+    taken.check()

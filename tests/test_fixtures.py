@@ -6,6 +6,7 @@ import pytest
 
 from each_value import case_of, choose
 from red_zones import RedZones
+from scratch_memory import Memory, Poison, check_calls
 
 
 @pytest.mark.parametrize("element", [-1, 12], ids=["one element before", "one element after"])
@@ -29,16 +30,40 @@ def test_guarded_memory_is_aligned_for_kernels(guarded) -> None:
     assert tensor.is_contiguous()
 
 
-def test_poisoned_memory_reads_as_nan(poison) -> None:
+def test_poison_fills_memory_that_is_not_written(poison: Poison) -> None:
     import torch
 
-    assert torch.empty(64).isnan().all()
+    for made in (torch.empty(64), torch.empty_like(torch.ones(4)), torch.ones(4).new_empty(3, dtype=torch.float16)):
+        assert {Poison.NAN: made.isnan(), Poison.ZEROS: made == 0, Poison.LEFTOVERS: made == 3}[poison].all()
 
 
 def test_poison_ends_with_its_test() -> None:
     import torch
 
     assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.empty.__name__ == torch.Tensor.new_empty.__name__.removeprefix("new_") == "empty"
+
+
+@pytest.mark.parametrize("bug", ["counter is not reset", "output is not written", "writes after the end", None])
+def test_calls_that_see_or_spoil_memory_are_found(device, bug: str | None) -> None:
+    """Each bug passes two of the three states."""
+    import torch
+
+    def run(size: int, memory: Memory) -> list["torch.Tensor"]:
+        out, counter = memory.take("out", size), memory.take("counter", 1, is_counter=True)
+        if bug != "output is not written":
+            out[:] = torch.arange(size)
+        out[0] = counter
+        counter.fill_(1 if bug == "counter is not reset" else 0)
+        if bug == "writes after the end":
+            out.as_strided((1,), (1,), out.storage_offset() + size).fill_(1.0)
+        return [out]
+
+    if bug is None:
+        check_calls(device, run, [4, 9, 2])
+        return
+    with pytest.raises(AssertionError, match=r"sees memory|was written after its end"):
+        check_calls(device, run, [4, 9, 2])
 
 
 def values_of(cases: list[dict[str, int]], places: list[int], strength: int) -> set[object]:

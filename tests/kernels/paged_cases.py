@@ -110,19 +110,33 @@ def paged_case(
     q_scale: float = 3.0,
 ) -> PagedCase:
     """Pages in random order among unused ones; slots that hold no token of a sequence are NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    counts = [-(-(start + count) // page_tokens) for start, count in rows]
-    order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
-    planes = torch.full((2, len(order) * page_tokens, num_kv_heads, head_dim), float("nan"))
-    pages, tokens = [], []
-    for index, ((start, count), num_pages) in enumerate(zip(rows, counts, strict=True)):
-        own = [order.pop() for _ in range(num_pages)]
-        k = random(start + count, num_kv_heads, head_dim, seed=seed + 100 + index)
-        v = random(start + count, num_kv_heads, head_dim, seed=seed + 200 + index)
-        for position in range(start + count):
-            slot = own[position // page_tokens] * page_tokens + position % page_tokens
-            planes[0, slot], planes[1, slot] = k[position], v[position]
-        pages.append(own)
-        tokens.append((k, v))
+    tokens = [
+        tuple(random(start + count, num_kv_heads, head_dim, seed=seed + first + index) for first in (100, 200))
+        for index, (start, count) in enumerate(rows)
+    ]
     q = random(sum(count for _, count in rows), group * num_kv_heads, head_dim, seed=seed + 1, scale=q_scale)
+    return scattered_case(rows, q, tokens, page_tokens, window, seed)
+
+
+def scattered_case(
+    rows: list[tuple[int, int]],
+    q: torch.Tensor,
+    tokens: list[tuple[torch.Tensor, torch.Tensor]],
+    page_tokens: int,
+    window: int | None = None,
+    seed: int = 0,
+    free: float = float("nan"),
+) -> PagedCase:
+    """The tokens on pages in random order; every slot that holds none of them is `free`."""
+    num_kv_heads, head_dim = tokens[0][0].shape[1:]
+    counts = [-(-len(k) // page_tokens) for k, _ in tokens]
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
+    planes = torch.full((2, len(order) * page_tokens, num_kv_heads, head_dim), free)
+    pages = []
+    for (k, v), num_pages in zip(tokens, counts, strict=True):
+        own = [order.pop() for _ in range(num_pages)]
+        position = torch.arange(len(k))
+        slots = torch.tensor(own)[position // page_tokens] * page_tokens + position % page_tokens
+        planes[0, slots], planes[1, slots] = k, v
+        pages.append(own)
     return PagedCase(rows, q, planes[0].clone(), planes[1].clone(), pages, tokens, page_tokens, head_dim**-0.5, window)

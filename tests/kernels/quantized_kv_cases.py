@@ -30,6 +30,7 @@ from kernels.exactness import random, same_bits
 from kernels.paged_cases import exact_weights
 from kernels.tiled_cases import BEYOND, NAN, Tiles, amid
 from red_zones import RedZones
+from scratch_memory import Memory, Poison
 
 POISON_BYTE = 0xFF
 """As a scale, and as an e4m3 code, this is NaN."""
@@ -162,6 +163,8 @@ class QuantizedStep:
     """What all scales behind the window of a sequence's first row are, with codes that are NaN where they are numbers."""
     hole: int | None = None
     """What page tables have in the place of pages that lie behind that window."""
+    free: Poison = Poison.NAN
+    """What slots hold that belong to no sequence."""
 
     @property
     def group(self) -> int:
@@ -185,6 +188,7 @@ class QuantizedStep:
         pages = self.pages()
         shape = (*self.bits, num_kv_heads, head_dim, self.page_tokens, sum(map(len, pages)) + 3, self.q.dtype)
         quantized = make_planes(*shape)
+        self._free(quantized)
         for own, (k, v) in zip(pages, self.tokens, strict=True):
             position = torch.arange(len(k))
             slots = torch.tensor(own)[position // self.page_tokens] * self.page_tokens + position % self.page_tokens
@@ -200,6 +204,16 @@ class QuantizedStep:
             rotation_DD=amid(rotation_table(head_dim, self.q.dtype, "cpu"), device),
             key_bias=self.key_bias(device),
         )
+
+    def _free(self, planes: QuantizedPlanes) -> None:
+        """Fill every slot as if it were free."""
+        if self.free is Poison.LEFTOVERS:
+            slots = torch.arange(planes.k_scale_PKt.shape[0] * self.page_tokens)
+            old = random(len(slots), *self.tokens[0][0].shape[1:], seed=self.seed + 500, scale=3.0)
+            fill_slots(planes, slots, old, old.flip(0))
+        elif self.free is Poison.ZEROS:
+            for plane in tensors_of(planes).values():
+                plane.zero_()
 
     def first_seen(self, start: int) -> int:
         """By the row at this position: what lies before it belongs to others."""
@@ -357,15 +371,16 @@ def run_tiles(
     device: torch.device,
     function=quantized_attention,
     num_sms: int = 1,
+    memory: Memory | None = None,
 ) -> torch.Tensor:
-    """All that is read lies amid NaN and stays as it is; all that is written is NaN before and lies between red zones."""
-    zones = RedZones(device)
+    """All that is read lies amid NaN and stays as it is; all that is written lies in `memory`, between red zones."""
+    zones, memory = RedZones(device), memory or Memory(device)
     num_rows, num_heads, head_dim = len(tiles.rows), *step.q.shape[1:]
     planes = step.planes(device, zones)
     before = {name: tensor.clone() for name, tensor in tensors_of(planes).items()}
-    out = zones.allocate(num_rows, num_heads * head_dim, dtype=step.q.dtype).fill_(NAN)
-    partial_out = zones.allocate(tiles.num_partials, num_heads * head_dim).fill_(NAN)
-    partial_lse = zones.allocate(tiles.num_partials, num_heads).fill_(NAN)
+    out = memory.take("out", num_rows, num_heads * head_dim, dtype=step.q.dtype)
+    partial_out = memory.take("partial_out", tiles.num_partials, num_heads * head_dim)
+    partial_lse = memory.take("partial_lse", tiles.num_partials, num_heads)
     padding = torch.full((num_rows - len(step.q), num_heads, head_dim), NAN, dtype=step.q.dtype)
     pages = step.pages()
     page_table = torch.full((len(pages), max(map(len, pages)) + 3), BEYOND, dtype=torch.int32)
@@ -384,6 +399,7 @@ def run_tiles(
     sinks = None if step.sinks is None else amid(step.sinks, device)
     assert function(q, planes, *arguments, out, num_sms, sinks, step.softcap) is out
     zones.check()
+    memory.check()
     for name, tensor in tensors_of(planes).items():
         assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), f"{name} was written"
     return out.cpu()

@@ -7,7 +7,7 @@ import torch
 from holdfast.kernels.attention.tiled_attention import TileWork, tile_rows, tiled_attention
 from kernels.exactness import MOAT
 from kernels.paged_cases import PagedCase
-from red_zones import RedZones
+from scratch_memory import Memory
 
 BEYOND = 2**30
 """Page ids that nobody may follow."""
@@ -76,13 +76,14 @@ def run_tiles(
     function=tiled_attention,
     num_sms: int = 1,
     out_dtype: torch.dtype | None = None,
+    memory: Memory | None = None,
 ) -> torch.Tensor:
-    """The kernel on the device, everything it reads amid NaN, everything it writes NaN before and between red zones."""
-    zones = RedZones(device)
+    """The kernel on the device, everything it reads amid NaN, everything it writes in `memory`, between red zones."""
+    memory = memory or Memory(device)
     num_rows, num_heads, head_dim = len(tiles.rows), *case.q.shape[1:]
-    out = zones.allocate(num_rows, num_heads * head_dim, dtype=out_dtype or case.q.dtype).fill_(NAN)
-    partial_out = zones.allocate(tiles.num_partials, num_heads * head_dim).fill_(NAN)
-    partial_lse = zones.allocate(tiles.num_partials, num_heads).fill_(NAN)
+    out = memory.take("out", num_rows, num_heads * head_dim, dtype=out_dtype or case.q.dtype)
+    partial_out = memory.take("partial_out", tiles.num_partials, num_heads * head_dim)
+    partial_lse = memory.take("partial_lse", tiles.num_partials, num_heads)
     padding = torch.full((num_rows - len(case.q), num_heads, head_dim), NAN, dtype=case.q.dtype)
     longest = max(len(pages) for pages in case.pages)
     page_table = torch.full((len(case.pages), longest + 3), BEYOND, dtype=torch.int32)
@@ -101,7 +102,7 @@ def run_tiles(
     sinks = None if case.sinks is None else amid(case.sinks, device)
     result = function(q, k_plane, v_plane, *arguments, partial_out, partial_lse, out, num_sms, sinks, case.softcap)
     assert result is out
-    zones.check()
+    memory.check()
     return out.cpu()
 
 

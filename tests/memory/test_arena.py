@@ -22,6 +22,7 @@ from holdfast.memory.arena import (
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import ALIGNMENT_BYTES, TensorSpec, arena_bytes
 from holdfast.quant.formats import DTYPE_BYTES
+from scratch_memory import Poison
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MIB = 2**20
@@ -86,6 +87,7 @@ def test_memory_of_a_cpu_is_really_held() -> None:
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("poison", [Poison.NAN], indirect=True)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_poison_reaches_every_element(dtype: str) -> None:
     """Touching memory must not hide that nobody wrote it."""

@@ -30,6 +30,7 @@ from loading.mixed_model import bits, parameters_for, planes_of, tensors_for, up
 from loading.smaller_chunks import chunks_of
 from loading.tensor_source import TIED, UNTIED, TensorSource
 from loading.tiny_models import FAMILIES, save_tiny
+from scratch_memory import Poison
 
 REPORT = LoadReport(
     seconds=2.0,
@@ -422,6 +423,7 @@ def test_a_watched_arena_is_seen_while_a_weight_is_there(monkeypatch):
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("poison", [Poison.NAN], indirect=True)
 def test_every_byte_is_written_over_the_poison():
     """Without the last move its rows would still be poison: what a hole looks like."""
     source = TensorSource(tensors=random_tensors(UNTIED))

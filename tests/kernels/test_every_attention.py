@@ -1,0 +1,212 @@
+"""Every attention kernel, one property at a time: edges, peaks, scales, masks, and memory that an earlier call left."""
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.every_attention import Attention, Memory, Poison, Step, assert_near, run_step
+from kernels.every_grouped import GROUPED
+from kernels.every_latent import LATENT
+from kernels.exactness import same_bits
+from kernels.quantized_kv_cases import QUIET
+
+pytestmark = QUIET
+
+EDGES = (-2, -1, 0, 1, 2)
+OTHER_KERNELS = {
+    "attention": {
+        "rope_rows:_rope_rows_kernel",
+        "write_kv:_scatter_pages_kernel",
+        "write_kv:_write_kv_kernel",
+        "write_quantized_kv:_write_quantized_kv_kernel",
+    },
+    "latent": {
+        "compress:_compress_kernel",
+        "index_scores:_score_kernel",
+        "latent_projection:_absorb_kernel",
+        "latent_projection:_value_kernel",
+        "write_index:_quantize_queries_kernel",
+        "write_index:_write_index_kernel",
+        "write_latent:_write_latent_kernel",
+        "write_window:_rotate_back_kernel",
+        "write_window:_write_window_kernel",
+    },
+}
+"""Kernels that do not attend: they have suites of their own."""
+
+
+def that_take(*features: str, turn: int | None = None) -> pytest.MarkDecorator:
+    """Parametrize over the kernels that have all of these features.
+
+    With a turn, a quick run takes one adapter of each family: another one in each property.
+    """
+    families = defaultdict(list)
+    for attention in (*GROUPED, *LATENT):
+        if attention.takes.issuperset(features):
+            families[attention.family or attention.name].append(attention)
+    cases = [
+        pytest.param(one, marks=() if turn is None or place == turn % len(family) else pytest.mark.slow)
+        for family in families.values()
+        for place, one in enumerate(family)
+    ]
+    return pytest.mark.parametrize("attention", cases, ids=str)
+
+
+def judge(attention: Attention, step: Step, device: torch.device) -> torch.Tensor:
+    """Run a step in fresh memory against the definition; padding is zeros."""
+    memory, world = Memory(device), attention.make(step, device)
+    out_TX, expected_TX = world.run(memory).clone(), world.expected()
+    memory.check()
+    assert_near(attention, out_TX[: step.num_rows], expected_TX)
+    assert same_bits(out_TX[step.num_rows :], torch.zeros_like(out_TX[step.num_rows :])), "padding is zeros"
+    return out_TX
+
+
+def rows_of(attention: Attention, count: int) -> int:
+    """As many rows of one sequence, or one if the kernel takes no more."""
+    return count if "prefill" in attention.takes else 1
+
+
+def splits_of(attention: Attention, count: int = 2) -> int:
+    return count if "splits" in attention.takes else 1
+
+
+def longer(attention: Attention) -> Step:
+    """Sequences of different lengths, beyond a block."""
+    rows = ((attention.block + 2, 1), (attention.block - 1, rows_of(attention, 3)))
+    return Step(rows, seed=4, splits=splits_of(attention))
+
+
+def shorter(attention: Attention) -> Step:
+    """Other lengths and inputs, and fewer rows."""
+    return Step(((attention.block, 1), (1, 1)), seed=9, splits=splits_of(attention))
+
+
+@that_take()
+def test_decode_at_every_block_edge_equals_attention(device, attention):
+    """Rows at different edges share one call."""
+    rows = [(attention.block + offset, 1) for offset in EDGES]
+    judge(attention, Step((*rows, (2 * attention.block, 1), (0, 1))), device)
+
+
+@that_take(turn=0)
+def test_decode_at_every_page_edge_equals_attention(device, attention):
+    positions = [multiple * attention.page + offset for multiple in (1, 3) for offset in (-1, 0, 1)]
+    judge(attention, Step(tuple((position, 1) for position in positions), seed=1), device)
+
+
+@that_take("prefill", turn=1)
+def test_prefill_across_every_block_edge_equals_attention(device, attention):
+    rows = [(attention.block + offset, 2) for offset in EDGES]
+    judge(attention, Step((*rows, (2 * attention.block - 2, 5), (0, 3)), seed=2), device)
+
+
+@that_take("splits", turn=2)
+def test_splits_at_every_block_edge_equal_attention(device, attention):
+    rows = [(2 * attention.block + offset, rows_of(attention, 1 + index % 2)) for index, offset in enumerate(EDGES)]
+    judge(attention, Step((*rows[:3], (1, 1)), seed=3, splits=2), device)
+    judge(attention, Step((*rows[3:], (1, 1)), seed=3, splits=3), device)
+
+
+@that_take("peak", turn=3)
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_peak_in_any_block_rescales_the_others(device, attention, place):
+    """Also in any split: what came before a larger maximum is rescaled, and what comes after it is weighed by it."""
+    end = 2 * attention.block + 9
+    peak = {"first": 0, "middle": attention.block + 1, "last": end}[place]
+    for splits in {1, splits_of(attention, 3)}:
+        judge(attention, Step(((end, 1),), peak=peak, splits=splits), device)
+
+
+@that_take("uneven")
+def test_scales_far_apart_stay_with_their_group(device, attention):
+    rows = ((attention.block + 3, 1), (attention.block // 2, 1))
+    judge(attention, Step(rows, uneven=True), device)
+
+
+@that_take(turn=4)
+def test_memory_of_every_kind_gives_the_same_bits(device, attention):
+    """Scratch, outputs, free slots, free pages and padding hold NaN, zeros, or what an earlier call left.
+
+    The second call on the same memory is the shorter one: what the longer one left lies under it and after it.
+    """
+    padding = 2 * ("padding" in attention.takes)
+    steps = [replace(shorter(attention), num_padding=padding), longer(attention)]
+    expected = [judge(attention, step, device) for step in steps]
+    for poison, order in ((Poison.ZEROS, (1, 0)), (Poison.LEFTOVERS, (0, 1, 0))):
+        memory = Memory(device, poison)
+        for call in order:
+            out = run_step(attention, steps[call].with_poison(poison), device, memory)
+            assert same_bits(out, expected[call]), f"{poison=} {order=} {call=}"
+
+
+@that_take("window", turn=0)
+def test_memory_before_a_window_is_not_read(device, attention):
+    """Neither tokens nor entries of the block table: other sequences own these pages."""
+    rows = ((attention.block + 2, 1), (attention.block + 20, rows_of(attention, 3)))
+    step = Step(rows, window=attention.block // 2 + 3, splits=splits_of(attention))
+    expected = judge(attention, step, device)
+    for poison in (Poison.ZEROS, Poison.LEFTOVERS):
+        assert same_bits(run_step(attention, step.with_poison(poison), device), expected), f"{poison=}"
+
+
+@that_take("window", turn=1)
+@pytest.mark.parametrize("window", ["one", "inside", "below", "edge", "above", "all"])
+@pytest.mark.each_value
+def test_window_of_any_size_hides_older_tokens(device, attention, window):
+    block = attention.block
+    sizes = {"one": 1, "inside": 7, "below": block - 1, "edge": block, "above": block + 1, "all": 9 * block}
+    rows = ((block + 5, 1), (2 * block - 1, rows_of(attention, 3)), (3, 1))
+    judge(attention, Step(rows, window=sizes[window], splits=splits_of(attention)), device)
+
+
+@that_take("sinks", turn=2)
+def test_sinks_of_each_head_join_its_softmax_once(device, attention):
+    for splits in {1, splits_of(attention)}:
+        judge(attention, Step(((attention.block + 5, 1), (2, 1)), sinks=True, splits=splits), device)
+
+
+@that_take("softcap", turn=3)
+def test_soft_cap_bends_every_score(device, attention):
+    """The cap lies below the peak; sinks are not capped."""
+    rows = ((attention.block + 5, 1), (2, rows_of(attention, 2)))
+    judge(attention, Step(rows, softcap=2.0, peak=3, sinks="sinks" in attention.takes), device)
+
+
+@that_take("padding", turn=4)
+@pytest.mark.parametrize("num_padding", [1, 9], ids=["few rows", "many rows"])
+def test_padding_is_written_as_zeros(device, attention, num_padding):
+    """Whole and split rows beside it; steps of many rows merge in another shape."""
+    for splits in {1, splits_of(attention)}:
+        judge(attention, Step(((attention.block, 1), (3, 1)), splits=splits, num_padding=num_padding), device)
+
+
+@pytest.mark.parametrize(
+    ("folder", "attentions"), [pytest.param("attention", GROUPED), *([("latent", LATENT)] if LATENT else [])]
+)
+def test_every_kernel_that_attends_has_an_adapter(device, root, monkeypatch, folder, attentions):
+    """Kernels are found by their decorator; those for warp groups run on a GPU alone and have tests there."""
+    if device.type != "cpu":
+        pytest.skip("the interpreter counts launches")
+    from triton.runtime import interpreter
+
+    launched, launch = set(), interpreter.GridExecutor.__call__
+
+    def launch_and_note(executor, *args, **kwargs):
+        launched.add(f"{executor.fn.__module__}:{executor.fn.__name__}")
+        return launch(executor, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_and_note)
+    for attention in attentions:
+        run_step(attention, Step(((3, rows_of(attention, 2)),), splits=splits_of(attention)), device)
+    written = {
+        f"{path.stem}:{name}"
+        for path in (root / "src" / "holdfast" / "kernels" / folder).glob("*.py")
+        for name in re.findall(r"^@jit\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    attending = {f"holdfast.kernels.{folder}.{name}" for name in written - OTHER_KERNELS[folder]}
+    assert written >= OTHER_KERNELS[folder], "a kernel of the list is gone"
+    assert launched >= attending, f"no adapter launches {attending - launched}"
