@@ -194,7 +194,8 @@ class Walk:
         if name == "gl.warp_specialize":
             assert isinstance(call.args[0], ast.List), f"{module.name} line {call.lineno}"
             for part in call.args[0].elts:
-                assert isinstance(part, ast.Tuple) and isinstance(part.elts[1], ast.Tuple), ast.unparse(part)
+                assert isinstance(part, ast.Tuple), ast.unparse(part)
+                assert isinstance(part.elts[1], ast.Tuple), ast.unparse(part)
                 self._inside(module, ast.unparse(part.elts[0]), part.elts[1].elts, [], roots, state)
             return state
         return self._inside(module, name, call.args, call.keywords, roots, state)
