@@ -114,14 +114,20 @@ def test_splits_at_every_block_edge_equal_attention(device, attention):
     judge(attention, Step((*rows[3:], (1, 1)), seed=3, splits=3), device)
 
 
+@that_take("peak")
+def test_peak_in_the_last_block_rescales_the_others(device, attention):
+    """Every format has parts of its own that are rescaled."""
+    end = attention.block + 9
+    judge(attention, Step(((end, 1),), peak=end), device)
+
+
 @that_take("peak", turn=3)
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_peak_in_any_block_rescales_the_others(device, attention, place):
-    """Also in any split: what came before a larger maximum is rescaled, and what comes after it is weighed by it."""
+def test_peak_in_any_split_weighs_the_others(device, attention, place):
+    """A merge rescales what came before a larger maximum, and weighs what comes after it."""
     end = 2 * attention.block + 9
     peak = {"first": 0, "middle": attention.block + 1, "last": end}[place]
-    for splits in {1, splits_of(attention, 3)}:
-        judge(attention, Step(((end, 1),), peak=peak, splits=splits), device)
+    judge(attention, Step(((end, 1),), peak=peak, splits=splits_of(attention, 3)), device)
 
 
 @that_take("uneven")
@@ -174,9 +180,10 @@ def test_sinks_of_each_head_join_its_softmax_once(device, attention):
 
 @that_take("softcap", turn=3)
 def test_soft_cap_bends_every_score(device, attention):
-    """The cap lies below the peak; sinks are not capped."""
+    """A cap below the peak, and one that bends it by a few percent; sinks are not capped."""
     rows = ((attention.block + 5, 1), (2, rows_of(attention, 2)))
-    judge(attention, Step(rows, softcap=2.0, peak=3, sinks="sinks" in attention.takes), device)
+    for cap in (2.0, 20.0):
+        judge(attention, Step(rows, softcap=cap, peak=3, sinks="sinks" in attention.takes), device)
 
 
 @that_take("padding", turn=4)

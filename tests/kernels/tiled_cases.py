@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from holdfast.kernels.attention.tiled_attention import TileWork, tile_rows, tiled_attention
+from holdfast.kernels.geometry import BLOCK_TOKENS
 from kernels.exactness import MOAT
 from kernels.paged_cases import PagedCase
 from scratch_memory import Memory
@@ -29,6 +30,8 @@ class Cut:
     splits: int = 1
     bounds: list[int] | None = None
     """Ends of the ranges; the first begins with what is seen first, and the last ends behind the last row."""
+    is_aligned: bool = False
+    """The first range begins with a block, before what the first row sees, as batch_invariant has it."""
 
 
 @dataclass
@@ -50,6 +53,7 @@ def cut_tiles(case: PagedCase, cuts: list[Cut], num_padding: int = 0) -> Tiles:
         for offset in range(0, count, most):
             rows, position = min(most, count - offset), start + offset
             low = 0 if case.window is None else max(0, position - case.window + 1)
+            low = low // BLOCK_TOKENS * BLOCK_TOKENS if cut.is_aligned else low
             high = position + rows
             ends = _ends(cut, low, high)
             for split, (first, end) in enumerate(zip([low, *ends], ends, strict=False)):
