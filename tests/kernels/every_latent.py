@@ -40,8 +40,8 @@ from red_zones import RedZones
 CPU = torch.device("cpu")
 BYTES = {Poison.NAN: 0xFF, Poison.ZEROS: 0x00, Poison.LEFTOVERS: 0x35}
 """Of free slots and pages; 0x35 is a small number in every type that a plane has."""
-MANY_SMS = 400
-"""So many multiprocessors want every list split, block by block."""
+MANY_SMS = 12
+"""So many multiprocessors want the lists of a few rows split."""
 TAKES = frozenset({"prefill", "peak", "splits"})
 
 
@@ -200,7 +200,9 @@ class SparseWorld:
         rows = [(index, start + i) for index, (start, count) in enumerate(self.step.rows) for i in range(count)]
         self.sequences = [index for index, _ in rows]
         self.num_tokens = [position + 1 for _, position in rows]
-        self.chosen_TK = torch.full((len(rows), max(1, max(self.num_tokens) - 3)), BEYOND, dtype=torch.int32)
+        # Lists are shorter than the longest context, and have as many blocks as there are splits.
+        num_places = max(max(self.num_tokens) - 3, 64 * self.step.splits if self.step.splits > 1 else 1)
+        self.chosen_TK = torch.full((len(rows), num_places), BEYOND, dtype=torch.int32)
         generator = torch.Generator().manual_seed(self.step.seed + 5)
         for row, num_tokens in enumerate(self.num_tokens):
             drawn_S = torch.randperm(num_tokens, generator=generator)[: self.chosen_TK.shape[1]].int()
