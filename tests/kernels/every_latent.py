@@ -11,6 +11,9 @@ from unittest.mock import patch
 
 import torch
 
+from holdfast.attention import torch_compressed, torch_latent
+from holdfast.attention.torch_compressed import OnlineSoftmax
+from holdfast.attention.torch_latent import attend_latents
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import latent_prefill
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
@@ -202,7 +205,8 @@ class SparseWorld:
         self.num_tokens = [position + 1 for _, position in rows]
         # Lists are shorter than the longest context, and have as many blocks as there are splits.
         num_places = max(max(self.num_tokens) - 3, 64 * self.step.splits if self.step.splits > 1 else 1)
-        self.chosen_TK = torch.full((len(rows), num_places), BEYOND, dtype=torch.int32)
+        # After its tokens a list holds what an earlier row left: tokens that the row has taken already.
+        self.chosen_TK = torch.zeros(len(rows), num_places, dtype=torch.int32)
         generator = torch.Generator().manual_seed(self.step.seed + 5)
         for row, num_tokens in enumerate(self.num_tokens):
             drawn_S = torch.randperm(num_tokens, generator=generator)[: self.chosen_TK.shape[1]].int()
@@ -245,7 +249,7 @@ class SparseWorld:
     def expected(self) -> torch.Tensor:
         out_TNL = torch.empty(*self.case.q_TNX.shape[:2], self.sizes.latent_dim, dtype=torch.float64)
         for row, (index, num_tokens) in enumerate(zip(self.sequences, self.num_tokens, strict=True)):
-            chosen_K = self.chosen_TK[row]
+            chosen_K = self.chosen_TK[row, :num_tokens]
             chosen_S = chosen_K[(chosen_K >= 0) & (chosen_K < num_tokens)].long().unique()
             seen_SX = self.case.tokens[index][chosen_S].double()
             weights_NS = (self.case.q_TNX[row].double() @ seen_SX.T * self.case.scale).softmax(-1)
@@ -360,6 +364,82 @@ class CompressedWorld:
         return self.case.exact()[: self.step.num_rows].flatten(1)
 
 
+@dataclass
+class TorchWorld:
+    """The softmax of the torch backend over blocks of tokens, a sequence at a time."""
+
+    step: Step
+    sizes: Sizes
+
+    def __post_init__(self) -> None:
+        self.case, self.planes = paged(self.step, self.sizes)
+
+    def run(self, memory: Memory) -> torch.Tensor:
+        case, page = self.case, self.sizes.page
+        out_TNL = memory.take("out", self.step.num_rows, case.num_heads, case.latent_dim)
+        for (start, count), row, pages in zip(case.rows, case.row_starts, case.pages, strict=True):
+            token_S = torch.arange(start + count)
+            slots_S = torch.tensor(pages)[token_S // page] * page + token_S % page
+            q_nNX, rows = case.q_TNX[row : row + count], slice(row, row + count)
+            with patch.object(torch_latent, "LATENT_BLOCK_TOKENS", 64):
+                out_TNL[rows] = attend_latents(q_nNX, self.planes, slots_S, start, case.scale)
+        return out_TNL.flatten(1)
+
+    def expected(self) -> torch.Tensor:
+        return self.case.exact().flatten(1)
+
+
+@dataclass
+class TorchCompressedWorld:
+    """The softmax of the torch backend over a window and all entries, rows of one sequence at a time."""
+
+    step: Step
+    sizes: Sizes
+    ratio: int = 4
+
+    def __post_init__(self) -> None:
+        self.case, self.planes = paged(self.step, self.sizes)
+        ends = tuple(((start + count) // self.ratio, 1) for start, count in self.step.rows)
+        self.entries, self.entry_planes = paged(replace(self.step, rows=ends, seed=self.step.seed + 50), self.sizes)
+        self.sinks_N = torch.tensor([-4.0, 1.5, 3.0]) if self.step.sinks else torch.full((3,), -60.0)
+        self.window = self.step.window or 10**6
+
+    def run(self, memory: Memory) -> torch.Tensor:
+        case, out_TND = self.case, memory.take("out", self.step.num_rows, self.case.num_heads, self.sizes.width)
+        for index, ((start, count), row) in enumerate(zip(case.rows, case.row_starts, strict=True)):
+            own_n = start + torch.arange(count)
+            with patch.object(torch_compressed, "LATENT_BLOCK_TOKENS", 64):
+                softmax = OnlineSoftmax(case.q_TNX[row : row + count], self.sinks_N, case.scale)
+                first = max(0, start - self.window + 1)
+                slots_S = self._slots(case, index)[first:]
+                softmax.add(self.planes, slots_S, own_n + 1 - self.window - first, own_n + 1 - first)
+                num_seen_n = (own_n + 1) // self.ratio
+                slots_C = self._slots(self.entries, index)[: int(num_seen_n[-1])]
+                softmax.add(self.entry_planes, slots_C, torch.zeros_like(num_seen_n), num_seen_n)
+            out_TND[row : row + count] = softmax.result()
+        return out_TND.flatten(1)
+
+    def _slots(self, case: LatentCase, index: int) -> torch.Tensor:
+        page, token_S = self.sizes.page, torch.arange(len(case.tokens[index]))
+        return torch.tensor(case.pages[index])[token_S // page] * page + token_S % page
+
+    def expected(self) -> torch.Tensor:
+        case, out_TND = self.case, torch.empty(self.step.num_rows, 3, self.sizes.width, dtype=torch.float64)
+        for index, ((start, count), row) in enumerate(zip(case.rows, case.row_starts, strict=True)):
+            for i in range(count):
+                end = start + i + 1
+                window_SX = case.tokens[index][max(0, end - self.window) : end]
+                seen_SX = torch.cat((window_SX, self.entries.tokens[index][: end // self.ratio])).double()
+                scores_NS = case.q_TNX[row + i].double() @ seen_SX.T * case.scale
+                weights_NS = torch.cat((scores_NS, self.sinks_N.double().unsqueeze(1)), dim=1).softmax(-1)[:, :-1]
+                out_TND[row + i] = weights_NS @ seen_SX
+        return out_TND.flatten(1)
+
+
+def make_torch(step: Step, device: torch.device, kind: Callable[..., World], sizes: Sizes) -> World:
+    return kind(step, sizes)
+
+
 def make_latent(
     step: Step,
     device: torch.device,
@@ -411,15 +491,17 @@ def _uneven(name: str) -> frozenset[str]:
 TILES = [
     Attention(
         f"latents {name} {tile}",
-        partial(make_latent, sizes=sizes_of(name), large=large),
+        partial(make_latent, sizes=sizes_of(name, page=page), large=large),
         sizes_of(name).latent_dim,
         TOLERANCE[name],
         family=f"latents {'plain' if name == 'plain' else 'quantized'} {tile}",
+        page=page,
         takes=TAKES | {"padding"} | _uneven(name),
     )
     for name in FORMATS
-    for tile, large in (("decode", False), ("prefill", True))
+    for tile, large, page in (("decode", False, 16), ("prefill", True, 64))
 ]
+"""A block of tokens lies in several pages, or in one."""
 SPARSE = [
     Attention(
         f"selected {name}",
@@ -463,6 +545,14 @@ COMPRESSED = [
     )
 ]
 REFERENCES = [
+    Attention("latents torch", partial(make_torch, kind=TorchWorld, sizes=Sizes()), 32, 2e-5, takes=TAKES - {"splits"}),
+    Attention(
+        "compressed torch",
+        partial(make_torch, kind=TorchCompressedWorld, sizes=Sizes()),
+        48,
+        2e-5,
+        takes=TAKES - {"splits"} | {"sinks", "window"},
+    ),
     Attention(
         "latents reference",
         partial(make_latent, sizes=sizes_of("plain"), large=False, function=latent_attention_reference),
