@@ -1,6 +1,8 @@
 """Steps of compressed attention over paged tokens and entries in every format; whatever no row sees is poison, pages that none needs do not exist."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,6 +20,8 @@ from red_zones import RedZones
 # T rows, N query heads, D head dim, S places, P pages, K places of a list
 
 PADDING = -1
+Make = Callable[[bool, int, torch.Tensor], torch.Tensor]
+"""What a row sees at some places, [S, D]: (is it entries, row, places)."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,14 @@ def compressed_case(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     q_scale: float = 3.0,
+    make: Make | None = None,
+    free: int = 0xFF,
 ) -> CompressedCase:
-    """A row at each position, PADDING where there is none."""
+    """A row at each position, PADDING where there is none; every byte of free slots is `free`."""
     generator = torch.Generator().manual_seed(seed)
     num_rows = len(positions)
     seen_tokens = [torch.arange(max(0, p + 1 - sizes.window), p + 1) for p in positions]
-    window = _Scope(sizes, sizes.window_page, seen_tokens, dtype, seed + 10)
+    window = _Scope(sizes, sizes.window_page, seen_tokens, dtype, seed + 10, make and partial(make, False), free)
     selected_TK, entries, ratio = None, None, sizes.ratio
     table_NP = None
     seen = window.seen
@@ -98,7 +104,8 @@ def compressed_case(
                 if len(entry_S) > sizes.top_k:
                     drawn_K = torch.randperm(len(entry_S), generator=generator)[: sizes.top_k].sort().values
                     selected_TK[row], seen_entries[row] = drawn_K, drawn_K
-        scope = _Scope(sizes, sizes.entries_page, seen_entries, dtype, seed + 20)
+        own = make and partial(make, True)
+        scope = _Scope(sizes, sizes.entries_page, seen_entries, dtype, seed + 20, own, free)
         entries, table_NP = scope.planes, scope.table_NP
         seen = [torch.cat(pair) for pair in zip(seen, scope.seen, strict=True)]
     q_TND = random(num_rows, sizes.num_heads, sizes.head_dim, seed=seed + 1, scale=q_scale).to(dtype)
@@ -130,7 +137,14 @@ class _Scope:
     """Pages of one scope, with what its rows see and nothing else; table rows are in reverse."""
 
     def __init__(
-        self, sizes: Sizes, page_tokens: int, places: list[torch.Tensor], dtype: torch.dtype, seed: int
+        self,
+        sizes: Sizes,
+        page_tokens: int,
+        places: list[torch.Tensor],
+        dtype: torch.dtype,
+        seed: int,
+        make: Callable[[int, torch.Tensor], torch.Tensor] | None,
+        free: int,
     ) -> None:
         head_dim, nope_dim = sizes.head_dim, sizes.head_dim - sizes.rope_dim
         needed = [(place_S // page_tokens).unique().tolist() for place_S in places]
@@ -140,10 +154,13 @@ class _Scope:
         num_pages, width = len(order) + 1, 3 + max((page for pages in needed for page in pages), default=0)
         zones = RedZones(torch.device("cpu"))
         if sizes.name == "plain":
-            rows_SX = torch.full((num_pages * page_tokens, head_dim), NAN, dtype=dtype)
+            rows_SX = torch.empty(num_pages * page_tokens, head_dim, dtype=dtype)
             self.planes = LatentPlanes("plain", nope_dim, sizes.rope_dim, page_tokens, rows_SX)
         else:
             self.planes = make_latent_planes(sizes.name, nope_dim, sizes.rope_dim, page_tokens, num_pages, zones)
+        for plane in (self.planes.rows_SX, self.planes.scales_SC, self.planes.rope_SR):
+            if plane is not None:
+                plane.view(torch.uint8).fill_(free)
         self.table_NP = torch.full((len(places), width), BEYOND, dtype=torch.int32)
         self.seen = []
         for row, (place_S, pages) in enumerate(zip(places, needed, strict=True)):
@@ -151,7 +168,7 @@ class _Scope:
             for page in pages:
                 self.table_NP[table_row, page] = order.pop()
             slot_S = self.table_NP[table_row, place_S // page_tokens].long() * page_tokens + place_S % page_tokens
-            wanted_SD = random(len(place_S), head_dim, seed=seed + 100 + row)
+            wanted_SD = make(row, place_S) if make else random(len(place_S), head_dim, seed=seed + 100 + row)
             store_latents(self.planes, slot_S, wanted_SD[:, :nope_dim], wanted_SD[:, nope_dim:])
             self.seen.append(read_latents(self.planes, slot_S, torch.float32))
 
