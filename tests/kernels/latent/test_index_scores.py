@@ -16,7 +16,7 @@ from holdfast.kernels.latent.index_scores import (
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.triton_compat import counting_compiles
 from kernels.index_cases import ScoreCase, amid_bytes, make_score_case, planes_to, slots_of, store_keys
-from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
+from kernels.triton_cases import QUIET, amid_echoes, amid_poison, assert_allocates_nothing
 from red_zones import RedZones
 
 pytestmark = QUIET
@@ -24,8 +24,8 @@ pytestmark = QUIET
 FORMATS = ["float32", "float16", "fp8", pytest.param("bfloat16", marks=pytest.mark.gpu)]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.float32}
 UNTOUCHED = -7.0
-RUNS = [(0, 128), (0, 129), (0, 130), (1, 5), (1, 6), (1, 7), (2, 0), (2, 33), (2, 34)]
-"""Rows of sequences as steps have them: a pair whose second row has a block more, pairs apart, and one row that does not choose."""
+RUNS = [(0, 128), (0, 129), (0, 130), (1, 5), (1, 6), (1, 7), (2, 0), (2, 33), (2, 34), (3, 131), (3, 9), (4, 7)]
+"""Rows of sequences as steps have them: pairs of which either row has a block more, pairs apart, and one row that does not choose."""
 
 
 def scored(function, case: ScoreCase, device="cpu") -> torch.Tensor:
@@ -39,7 +39,7 @@ def scored(function, case: ScoreCase, device="cpu") -> torch.Tensor:
         amid_poison(case.weights, device),
         planes_to(case.planes, device),
         case.pages.to(device),
-        SparseRows(*(numbers.to(device) for numbers in case.rows)),
+        SparseRows(*(amid_echoes(numbers, device) for numbers in case.rows)),
         out_TC[:, : case.num_columns],
     )
     zones.check()
@@ -104,6 +104,14 @@ def test_long_contexts(device, function) -> None:
         keys_SD = case.planes.rows_SD[slots_of(case, i_table, num_tokens)]
         wanted_S = torch.einsum("i,is->s", case.weights[row], (case.q[row] @ keys_SD.T).clamp(min=0))
         torch.testing.assert_close(mine_TC[row, :num_tokens], wanted_S, rtol=2**-17, atol=2**-17)
+
+
+@pytest.mark.parametrize("name", ["float32", "fp8"])
+def test_index_scores_at_block_edges_match_the_reference(device, name) -> None:
+    """Contexts of a block less two to two blocks and two, a lone row and a pair of rows each."""
+    counts = [block * 128 + step for block in (1, 2) for step in (-2, -1, 0, 1, 2)]
+    rows = [(i, count) for i, count in enumerate(counts)] + [(10, 256), (10, 257), (10, 258)]
+    judge(make_score_case(rows, 3, 16, name, 32, DTYPES[name]), device)
 
 
 def test_queries_and_keys_of_different_types(device) -> None:

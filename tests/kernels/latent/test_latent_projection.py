@@ -89,6 +89,12 @@ def test_rows_of_every_form(device, num_rows):
     check(device, num_rows, (2, 16, 16, 32, 16), torch.float32)
 
 
+@pytest.mark.parametrize("num_rows", [65, 520])
+def test_latents_and_values_of_several_blocks_match(device, num_rows):
+    """More columns than a program takes, and more than it multiplies at a time, in every form that has a loop."""
+    check(device, num_rows, (2, 16, 16, 304, 144), torch.float32)
+
+
 @pytest.mark.parametrize("num_rows", [3, 17])
 def test_many_heads(device, num_rows):
     check(device, num_rows, (64, 16, 16, 32, 48), torch.float32)

@@ -45,13 +45,14 @@ def make_scratch(allocate, num_rows, context, k, form):
     return {spec.name: allocate(*spec.shape, dtype=torch.int32).fill_(NOWHERE) for spec in specs}
 
 
-def chosen(allocate, device, scores, num_tokens, k, form=SMALL):
+def chosen(allocate, device, scores, num_tokens, k, form=SMALL, scratch=None):
     """What the kernels choose, amid scores that nobody may look at."""
     num_rows, context = scores.shape
     scores = amid_poison(scores, device)
     for row, length in enumerate(num_tokens):
         scores[row, length:] = INF
-    scratch = make_scratch(allocate, num_rows, context, k, form)
+    if scratch is None:
+        scratch = make_scratch(allocate, num_rows, context, k, form)
     out = allocate(num_rows, k, dtype=torch.int32).fill_(NOWHERE)
     assert top_k_tokens_triton(scores, rows_of(num_tokens, device), out, scratch, form) is out
     return out.tolist()
@@ -116,6 +117,35 @@ def test_kernels_choose_as_the_reference(device, guarded, kind):
 def test_any_number_of_tokens(device, guarded, k):
     scores = (random(1, 600) * 9).round()
     assert chosen(guarded, device, scores, [600], k) == by_reference(scores, [600], k)
+
+
+@pytest.mark.parametrize("context", [100, 300], ids=lambda context: f"{context} tokens")
+def test_top_k_above_every_context_takes_all_tokens(device, guarded, context):
+    lengths = [context, 0, context - 1]
+    scores = random(3, context)
+    assert chosen(guarded, device, scores, lengths, 700) == by_reference(scores, lengths, 700)
+
+
+def test_top_k_on_used_scratch_chooses_as_on_fresh_scratch(device, guarded):
+    """Zeros, integers that are too large, and what a call with other scores left: no call may read any of it."""
+    first, second = random(3, 600), random(3, 600, seed=1)
+    lengths, others = [600, 257, 600], [600, 600, 258]
+    for left in (0, 1, NOWHERE):
+        scratch = make_scratch(guarded, 3, 600, 20, SMALL)
+        for tensor in scratch.values():
+            tensor.fill_(left)
+        for scores, counts in ((first, lengths), (second, others), (second.roll(5, 1), lengths), (first, others)):
+            wanted = by_reference(scores, counts, 20)
+            assert chosen(guarded, device, scores, counts, 20, scratch=scratch) == wanted
+
+
+def test_top_k_of_random_scores_lists_a_few_near_tokens(device, guarded):
+    """Between K and a block of tokens are near: else a row is gone through whole, and that is slow."""
+    scores, lengths = random(12, 1200) * torch.logspace(-3, 3, 12)[:, None], [1200, 600, 300] * 4
+    scratch = make_scratch(guarded, 12, 1200, 20, SMALL)
+    assert chosen(guarded, device, scores, lengths, 20, scratch=scratch) == by_reference(scores, lengths, 20)
+    num_near = scratch["near limits"][:, 1].tolist()
+    assert all(20 <= count <= 256 for count in num_near), num_near
 
 
 def test_rows_of_any_length_and_rows_that_do_not_choose(device, guarded):
