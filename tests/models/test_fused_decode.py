@@ -278,7 +278,9 @@ def test_layers_in_codes_of_two_kinds_are_declined():
 
 def test_fused_decode_declines_a_table_or_limit_in_any_layer():
     """Each of three layers alone."""
-    spec = read_spec({"architectures": ["Qwen3MoeForCausalLM"], **EXPERT_MODELS["qwen3_moe"][1], "num_hidden_layers": 3})
+    spec = read_spec(
+        {"architectures": ["Qwen3MoeForCausalLM"], **EXPERT_MODELS["qwen3_moe"][1], "num_hidden_layers": 3}
+    )
     assert spec.experts is not None
     table = {f"layers.{layer}.router.table": torch.zeros(9, 1, dtype=torch.int32) for layer in range(3)}
     weights = {one.name: torch.zeros(one.shape) for one in parameters(spec)} | table
