@@ -83,6 +83,7 @@ def mixed(x, mix, device, numbers=NUMBERS):
     return shares.cpu()
 
 
+@pytest.mark.each_value
 @SIZES
 @DTYPES
 def test_shares_against_float64(device, dtype, num_rows, num_streams, hidden):
@@ -98,6 +99,7 @@ def test_shares_against_float64(device, dtype, num_rows, num_streams, hidden):
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.each_value
 @SIZES
 @DTYPES
 def test_streams_collapsed_and_combined(device, dtype, num_rows, num_streams, hidden):
@@ -143,6 +145,7 @@ def run_block(fused: bool, device, x, y, shares, mix, norm, numbers=COARSE):
     return x.cpu(), made.cpu(), out.cpu()
 
 
+@pytest.mark.each_value
 @SIZES
 @DTYPES
 @pytest.mark.parametrize("is_head", [False, True], ids=["layer", "head"])

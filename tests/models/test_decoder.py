@@ -120,6 +120,7 @@ BY_LENGTH = ("llama_dynamic", "llama_longrope")
 WHOLE_AT_ONCE = ("llama", "qwen3", "gemma3")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("case", "num_steps"),
     [

@@ -94,6 +94,7 @@ def judge(function, sequences: list[torch.Tensor], steps, compressor: Compressor
             torch.testing.assert_close(entries[position].double(), entry_D, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.each_value
 @KINDS
 @BOTH
 @pytest.mark.parametrize("gate_size", [1.0, 40.0])
