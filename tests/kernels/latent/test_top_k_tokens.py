@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.latent.latent_planes import SparseRows
-from holdfast.kernels.latent.top_k_geometry import BLOCK_ITEMS, TOP_K_FORM, TopKForm, top_k_specs
+from holdfast.kernels.latent.top_k_geometry import (
+    BLOCK_ITEMS,
+    TOP_K_FORM,
+    TopKForm,
+    num_warps,
+    top_k_specs,
+    unsupported_top_k,
+)
 from holdfast.kernels.latent.top_k_tokens import top_k_tokens, top_k_tokens_reference, top_k_tokens_triton
 from kernels.exactness import random
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
@@ -228,6 +235,21 @@ def test_scratch_is_small_beside_the_scores(k, context):
     num_bytes = sum(spec.num_bytes for spec in top_k_specs(64, context, k))
     assert num_bytes <= 64 * (2**16 + 99 + context // 512)
     assert sum(spec.num_bytes for spec in top_k_specs(0, context, k)) == 0
+
+
+def test_sizes_of_the_selection_are_known():
+    """Blocks of 4 K and more, one token in 64 sampled, ranks between K and a full list, 16 items a thread."""
+    form = TOP_K_FORM
+    assert [form.block(k) for k in (1, 2048, 2049, 4096)] == [8192, 8192, 16384, 16384]
+    assert [form.sample(context) for context in (1, 131072, 131073, 10**6)] == [2048, 2048, 4096, 16384]
+    assert [form.wanted(k) for k in (1, 512, 2048, 4096)] == [513, 2048, 4096, 8192]
+    assert [num_warps(items) for items in (32, 128, 256, 512, 2048, 4096, 8192, 2**15)] == [1, 1, 2, 4, 4, 8, 16, 16]
+    shapes = [[spec.shape for spec in top_k_specs(3, context, 2048)] for context in (8192, 8193)]
+    assert shapes == [[(0, 2), (0, 2, 2), (0, 8192), (0, 8192)], [(3, 2), (3, 2, 3), (3, 8192), (3, 8192)]]
+    most = 1024 * 4096
+    assert unsupported_top_k(4096, most) is unsupported_top_k(5000, 5000) is unsupported_top_k(9, 9) is None
+    assert unsupported_top_k(4097, 5000) == "a row may choose up to 4096 tokens, not 4097"
+    assert unsupported_top_k(9, most + 1) == f"a row may choose among up to {most} tokens, not {most + 1}"
 
 
 def test_what_does_not_fit_is_refused(device, guarded):
