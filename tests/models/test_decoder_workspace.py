@@ -20,15 +20,17 @@ from holdfast.errors import WorkspaceError
 from holdfast.memory.devices import GPUS
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
-from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
+from holdfast.memory.workspace_plan import TensorSpec, WorkspacePlan, arena_bytes
 from holdfast.models import layer_stack
-from holdfast.models.activations import StepRequests
+from holdfast.models.activations import StepRequests, row_scaled_request
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec
+from holdfast.models.step_workspace import StepWorkspace
 from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.target import gpu_target
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_schemes import FP8, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from kernels.exactness import require_native, same_bits
@@ -220,3 +222,20 @@ def test_a_decoder_is_freed_as_soon_as_nobody_has_it():
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_counters_of_middle_batches_begin_at_zero():
+    """Products count splits that have arrived from there, whatever lay in the workspace."""
+    spec = replace(tiny("llama").spec, intermediate_size=4096)
+    recipe, plan = WeightRecipe(FP8), WorkspacePlan()
+    request = row_scaled_request(spec, recipe)
+    plan.reserve(request.owner, request.specs, request.lane)
+    plan.lock()
+    workspace = Workspace(plan, CPU, Ledger())
+    for lane in workspace.lanes.values():
+        lane.fill_(0xFF)
+    scratch = StepWorkspace(spec, workspace, "float32", recipe)._tile_scratch
+    assert scratch is not None
+    assert len(scratch.arrived) > 0
+    assert not scratch.arrived.any()
+    workspace.release()
