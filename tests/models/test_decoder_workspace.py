@@ -35,6 +35,8 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import FAMILIES, VOCAB, save_tiny
+from models import tiny_latents
+from models.tiny_compressed import make_compressed_drive, tiny_compressed
 from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=90, max_model_len=100, page_tokens=4)
@@ -239,3 +241,18 @@ def test_counters_of_middle_batches_begin_at_zero():
     assert len(scratch.arrived) > 0
     assert not scratch.arrived.any()
     workspace.release()
+
+
+@pytest.mark.parametrize("kind", ["keys and values", "latents", "streams"])
+def test_a_step_calls_back_before_each_of_its_layers(kind):
+    """A host that waits for a hang-up looks there, in every layer of every step."""
+    drives = {
+        "keys and values": lambda: Drive(make_rig("qwen3"), 100),
+        "latents": lambda: tiny_latents.make_drive(tiny_latents.tiny("v3 like R1")[1], 9),
+        "streams": lambda: make_compressed_drive(tiny_compressed("both entries")[1], 9),
+    }
+    drive, calls = drives[kind](), []
+    decoder = drive.rig.decoder
+    decoder.before_layer = lambda: calls.append(len(calls))
+    drive.run([Request([5, 6, 7], 3)])
+    assert len(calls) == 3 * decoder.num_layers
