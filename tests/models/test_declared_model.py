@@ -189,10 +189,11 @@ def test_asking_twice_lists_once() -> None:
 def test_a_declared_model_asked_again_answers_as_a_new_one(name: str) -> None:
     """Every answer that is kept, for other types, recipes, ranks and stages between: none is that of another question."""
     spec = CASES[name][1]
+    spec = spec if spec.latent else replace(spec, num_kv_heads=6)
     recipes = (AS_STORED, WeightRecipe(FP8), WeightRecipe(FP8, "none"), WeightRecipe(INT8, ignore=("layers.0.*",)))
     ranks = (
         ALONE,
-        *meshes(3),
+        *meshes(2),
         *meshes(2, is_exact=True),
         *meshes(2, has_expert_parallelism=True),
         *meshes(1, [(0, 1), (1, 4)]),
@@ -209,6 +210,16 @@ def test_a_declared_model_asked_again_answers_as_a_new_one(name: str) -> None:
         (wanted if model() is not kept else found).append(answers)
     assert found[0] == found[1] == wanted[0]
     assert len({str(row) for row in wanted[0][0]}) > 2, "ranks and stages hold different weights"
+    shapes = [dict(weight[:2] for weight in kept.parameters(mesh))["embed.weight"] for mesh in meshes(2)]
+    assert shapes == [(51, 96), (50, 96)], "the last has what is left of 101 tokens"
+
+
+def test_a_stored_model_asked_for_other_embeddings_refuses() -> None:
+    """What was settled for one recipe does not answer for the next."""
+    declared = declare_config({**QWEN, "quantization_config": STORED}, "x")
+    assert declared.review_stored(AS_STORED) == declared.review_stored(AS_STORED)
+    with pytest.raises(ConfigError, match="quantized_embeddings=all"):
+        declared.review_stored(replace(AS_STORED, embeddings="all"))
 
 
 def test_heads_of_every_family_are_those_of_its_spec() -> None:

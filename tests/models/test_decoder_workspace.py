@@ -4,6 +4,7 @@ import gc
 import random
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -98,9 +99,29 @@ def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(fa
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged"])
 def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch):
-    """NaN, zeros, other steps' leftovers and noise before each step: every logit is the same to the bit."""
     if backend == "native_paged":
         require_native()
+
+    def make_drive() -> Drive:
+        return Drive(Rig(tiny(family), backend, LIMITS, 100), 100)
+
+    check_fillings(make_drive, ((40, 0), (3, 1), (70, 4)), monkeypatch)
+
+
+@pytest.mark.parametrize("case", ["v3 like R1", "sparse like GLM-5", "both entries"])
+def test_what_lies_in_the_workspace_of_latents_does_not_matter(case, monkeypatch):
+    def make_drive() -> Drive:
+        if case == "both entries":
+            return make_compressed_drive(tiny_compressed(case)[1], 16)
+        return tiny_latents.make_drive(tiny_latents.tiny(case)[1], 16)
+
+    check_fillings(make_drive, ((17, 0), (3, 1)), monkeypatch)
+
+
+def check_fillings(
+    make_drive: Callable[[], Drive], arrivals: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN, zeros, other steps' leftovers and noise before each step: every logit is the same to the bit."""
     noise = torch.Generator().manual_seed(0)
     fillings = {
         "as it was left": lambda lane: lane,
@@ -110,17 +131,14 @@ def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch
     }
     found = {}
     for name, fill in fillings.items():
-        rig = Rig(tiny(family), backend, LIMITS, 100)
+        drive = make_drive()
 
-        def fill_all(rig=rig, fill=fill) -> None:
+        def fill_all(rig=drive.rig, fill=fill) -> None:
             for lane in lanes(rig.workspace).values():
                 fill(lane)
 
-        monkeypatch.setattr(rig, "poison", fill_all)
-        drive = Drive(rig, 100)
-        requests = [
-            Request(list(range(10, 10 + n)), 6, arrival, EVERY_ROW) for n, arrival in ((40, 0), (3, 1), (70, 4))
-        ]
+        monkeypatch.setattr(drive.rig, "poison", fill_all)
+        requests = [Request(list(range(10, 10 + n)), 5, arrival, EVERY_ROW) for n, arrival in arrivals]
         drive.run(requests)
         found[name] = [drive.logits(request) for request in requests]
     expected = found.pop("as it was left")
