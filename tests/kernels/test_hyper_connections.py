@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from holdfast.kernels import hyper_connections as hc
+from holdfast.kernels import stream_geometry
 from holdfast.kernels.hyper_connections import HeadMix, MixNumbers, StreamMix
-from holdfast.kernels.stream_geometry import num_shares, num_splits, stream_parts_spec, stream_specs, sum_columns
+from holdfast.kernels.stream_geometry import (
+    chunks_of_split,
+    num_shares,
+    num_splits,
+    row_block,
+    stream_parts_spec,
+    stream_specs,
+    sum_columns,
+)
 from kernels.exactness import companies, random, same_bits
 from kernels.expert_cases import among
 from kernels.triton_cases import DTYPES, QUIET, amid_poison, assert_allocates_nothing
@@ -16,6 +25,9 @@ pytestmark = QUIET
 CPU = torch.device("cpu")
 NAN = float("nan")
 NUMBERS = MixNumbers(1e-6, 1e-6, 20)
+COARSE = MixNumbers(0.3, 0.02, 3)
+"""Each number large enough, and unlike the others, so that its place shows."""
+RMS_EPS = 0.07
 SIZES = pytest.mark.parametrize(
     ("num_rows", "num_streams", "hidden"), [(1, 4, 64), (3, 4, 200), (17, 4, 96), (65, 4, 40), (2, 3, 33)], ids=str
 )
@@ -71,6 +83,7 @@ def mixed(x, mix, device, numbers=NUMBERS):
     return shares.cpu()
 
 
+@pytest.mark.each_value
 @SIZES
 @DTYPES
 def test_shares_against_float64(device, dtype, num_rows, num_streams, hidden):
@@ -86,6 +99,7 @@ def test_shares_against_float64(device, dtype, num_rows, num_streams, hidden):
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.each_value
 @SIZES
 @DTYPES
 def test_streams_collapsed_and_combined(device, dtype, num_rows, num_streams, hidden):
@@ -113,7 +127,7 @@ def test_streams_collapsed_and_combined(device, dtype, num_rows, num_streams, hi
         zones.check()
 
 
-def run_block(fused: bool, device, x, y, shares, mix, norm, numbers=NUMBERS):
+def run_block(fused: bool, device, x, y, shares, mix, norm, numbers=COARSE):
     """Streams combined, mixed anew and collapsed for the next block: (x, shares, input) by kernels, or by references."""
     zones, on_device = RedZones(device), type(mix)(*(among(tensor, device) for tensor in mix))
     x, y, shares, norm = (among(tensor, device) for tensor in (x, y, shares, norm))
@@ -126,11 +140,12 @@ def run_block(fused: bool, device, x, y, shares, mix, norm, numbers=NUMBERS):
         else (hc.combine_add_up_reference, hc.enter_block_reference)
     )
     assert combine(x, y, shares, on_device[0], parts) is parts
-    assert enter(x, parts, on_device, numbers, made, norm, 1e-6, out) is out
+    assert enter(x, parts, on_device, numbers, made, norm, RMS_EPS, out) is out
     zones.check()
     return x.cpu(), made.cpu(), out.cpu()
 
 
+@pytest.mark.each_value
 @SIZES
 @DTYPES
 @pytest.mark.parametrize("is_head", [False, True], ids=["layer", "head"])
@@ -141,10 +156,34 @@ def test_two_launches_are_as_all_steps_alone(device, dtype, num_rows, num_stream
     shares = by_hand(x, make_mix(num_streams, hidden, seed=5)).float()
     expected = run_block(False, CPU, x, y, shares, mix, norm)
     streams = hc.combine_streams_reference(x, y, shares, torch.empty_like(x))
-    torch.testing.assert_close(expected[1].double(), by_hand(streams, mix), rtol=1e-5, atol=1e-6)
-    limits = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(expected[1].double(), by_hand(streams, mix, COARSE), rtol=1e-5, atol=1e-6)
+    collapsed = (expected[1][:, :num_streams, None].double() * streams.double()).sum(1).to(dtype).double()
+    normed = collapsed * (collapsed.square().mean(-1, keepdim=True) + RMS_EPS).rsqrt() * norm.double()
+    torch.testing.assert_close(expected[2].double(), normed, **limits_of(dtype))
+    found = run_block(True, device, x, y, shares, mix, norm)
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, wanted, **limits_of(dtype))
+    # The norm is that of rounded numbers: of others a third would round to a neighbour.
+    assert float((found[2] == expected[2]).float().mean()) > (0.9 if dtype != torch.float32 else 0.0)
+
+
+def limits_of(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 17])
+def test_streams_in_several_chunks_a_split_match(device, monkeypatch, num_rows):
+    """Two splits of four chunks and a last one that is short; columns of a collapse in two programs."""
+    monkeypatch.setattr(stream_geometry, "MAX_SPLITS", 2)
+    monkeypatch.setattr(hc, "COLLAPSED_COLUMNS", 128)
+    x, y, mix, norm = random(num_rows, 4, 200), random(num_rows, 200, seed=1), make_mix(4, 200), torch.ones(200)
+    shares = by_hand(x, make_mix(4, 200, seed=5)).float()
+    expected = run_block(False, CPU, x, y, shares, mix, norm)
     for found, wanted in zip(run_block(True, device, x, y, shares, mix, norm), expected, strict=True):
-        torch.testing.assert_close(found, wanted, **limits)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    out = hc.collapse_streams_triton(x.to(device), shares.to(device), torch.empty(num_rows, 200, device=device))
+    wanted = hc.collapse_streams_reference(x, shares, torch.empty(num_rows, 200))
+    torch.testing.assert_close(out.cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_as_the_modules_of_transformers(device):
@@ -207,6 +246,22 @@ def test_no_rows(device):
         launch(x, x[:, 0], torch.empty(0, 24), mix.weight_MX, parts)
     for enter in (hc.enter_block_triton, hc.enter_block_reference):
         enter(x, parts, mix, NUMBERS, torch.empty(0, 24), torch.ones(64), 1e-6, torch.empty(0, 64))
+
+
+def test_splits_and_blocks_of_streams_are_known():
+    """Up to 128 splits and 512 programs; chunks have 32 columns, and a split whole chunks."""
+    assert [row_block(rows) for rows in (1, 2, 3, 64, 65)] == [1, 1, 16, 16, 64]
+    assert [sum_columns(sums) for sums in (4, 15, 16, 24, 31, 32)] == [16, 16, 32, 32, 32, 64]
+    found = [(rows, chunks_of_split(rows, 4128), num_splits(rows, 4128)) for rows in (1, 2, 64, 65, 512, 513, 40000)]
+    assert found == [
+        (1, 2, 65),
+        (2, 2, 65),
+        (64, 2, 65),
+        (65, 2, 65),
+        (512, 3, 43),
+        (513, 3, 43),
+        (40000, 129, 1),
+    ]
 
 
 @pytest.mark.parametrize("hidden", [40, 4096, 7168])

@@ -41,6 +41,41 @@ def test_splits_have_room(shape, num_rows, num_tokens, state_rows):
     assert splits == 1 or splits * group * -(-num_rows // TILE_ROWS) <= 132
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "state_rows", "splits"),
+    [
+        (128, 10**6, 10**9, 8),
+        (129, 10**6, 10**9, 4),
+        (128, 1024, 10**9, 2),
+        (128, 1023, 10**9, 1),
+        (128, 10**6, 128 * 16 * 3, 3),
+        (5000, 10**6, 10**9, 1),
+    ],
+)
+def test_splits_are_bounded_by_programs_tokens_and_room(num_rows, num_tokens, state_rows, splits):
+    """132 programs, 512 tokens of a split, and a state for each row and head."""
+    assert num_splits(num_rows, 16, num_tokens, state_rows) == splits
+
+
+def test_sizes_of_groups_chunks_and_room_are_known():
+    assert [shape.group_heads(rows) for rows in (1, 4095, 4096) for shape in (V3, GLM)] == [16, 10, 16, 10, 8, 7]
+    assert V2_LITE.chunk_tokens(16, 4672 * 383 + 4671) == 256
+    assert V2_LITE.state_rows(129 * 8 - 1) == 7
+    small = UpProjection(4, 32, 8, 16, 16)
+    sizes = [
+        tuple(spec.shape[0] for spec in expanded_specs(shape, dtype, max_rows, max_context))
+        for shape, dtype, max_rows, max_context in (
+            (small, "float32", 64, 256),
+            (small, "float32", 64, 1300),
+            (V2_LITE, "bfloat16", 2048, 4096),
+            (V2_LITE, "float32", 1, 10**6),
+        )
+    ]
+    elements = [256 * 168, 1408 * 168, 4096 * 4672, 2**24]
+    floats = [64 * 4 * 17, 2 * 64 * 4 * 17, 2**23, 132 * 16 * 129]
+    assert sizes == list(zip(elements, floats, strict=True))
+
+
 @given(st.integers(1, 300), st.integers(1, 5000))
 def test_groups_are_equal_but_for_one_head(num_heads, num_rows):
     group = V3._replace(num_heads=num_heads).group_heads(num_rows)

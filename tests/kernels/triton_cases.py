@@ -27,6 +27,14 @@ def amid_poison(values_TX: torch.Tensor, device: torch.device, moat: int = MOAT)
     return rows
 
 
+def amid_echoes(numbers_T: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Place integers between copies of the first and of the last: a read outside of them looks like one more row."""
+    if not len(numbers_T):
+        return numbers_T.to(device)
+    before, after = (numbers_T[end : end + 1 or None].expand(MOAT) for end in (0, -1))
+    return torch.cat((before, numbers_T, after)).to(device)[MOAT:-MOAT]
+
+
 def assert_allocates_nothing(call: Callable[[], object]) -> None:
     """A second call takes no memory on the device and does not wait for it."""
     call()

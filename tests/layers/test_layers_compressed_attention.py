@@ -1,4 +1,4 @@
-"""CompressedAttentionLayer: what a backend is given, in which order, and the output projection in groups, over tensors that are given."""
+"""CompressedAttentionLayer: what a backend is given, in which order, the output projection in groups, and codes of inputs, over tensors that are given."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 
 from holdfast.attention.backend import Batch, LogitRows
 from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.layers.compressed_attention import (
@@ -17,7 +18,11 @@ from holdfast.layers.compressed_attention import (
     OutputGroups,
 )
 from holdfast.layers.mlp import Linear, RMSNorm
+from holdfast.quant.quantized_weight import QuantizedWeight
+from holdfast.quant.weight_schemes import FP8
 from kernels.exactness import random
+from kernels.quantized_cases import exact_rows, exact_weight
+from quant.whole_weights import quantize
 
 NAN = float("nan")
 NUM_ROWS, HIDDEN, HEADS, DIM, Q_RANK, GROUPS, RANK, INDEX_HEADS, INDEX_DIM = 5, 6, 4, 8, 7, 2, 3, 3, 4
@@ -61,6 +66,12 @@ class RecordingBackend:
 
 def compressor(dim: int, is_overlapped: bool) -> Compressor:
     return Compressor(4, is_overlapped, random(4, dim * (1 + is_overlapped)), torch.ones(dim), EPS)
+
+
+def coded(product: Linear) -> Linear:
+    weight = product.weight_NK
+    assert isinstance(weight, torch.Tensor)
+    return Linear(QuantizedWeight(FP8, tuple(weight.shape), *quantize(weight, FP8)), product.bias_N)
 
 
 def make_layer(scopes: str) -> tuple[CompressedAttentionLayer, RecordingBackend]:
@@ -141,3 +152,43 @@ def test_what_is_pooled_goes_by_columns():
     assert backend.calls["compress_index"][1].shape == (NUM_ROWS, INDEX_HEADS, INDEX_DIM)
     assert backend.calls["compress_index"][3] is entries.chooser.compressor
     torch.testing.assert_close(backend.calls["select"][1], weights * (INDEX_DIM * INDEX_HEADS) ** -0.5)
+    assert [one is ENTRY_ROTARY for one in backend.calls["compress"][3:4]] == [True]
+    rotaries = backend.calls["compress_index"][4:6]
+    assert [one is two for one, two in zip(rotaries, (ENTRY_ROTARY, ROTARY), strict=True)] == [True, True]
+    assert backend.calls["attend"][3] is ROTARY, "outputs are turned back by the positions of tokens"
+    numbers = [
+        backend.calls[name][at] for name, at in (("compress", 4), ("compress_index", 6), ("select", 2), ("attend", 4))
+    ]
+    assert numbers == [3, 3, 3, 3]
+
+
+PRODUCTS = ("qkv_a", "q", "index q", "out")
+
+
+@pytest.mark.parametrize("names", [PRODUCTS, ("qkv_a", "q"), ("qkv_a", "index q"), ("q",), ("out",)], ids=" and ".join)
+def test_quantized_products_take_codes_of_their_own_rows(names):
+    """Whichever are quantized: index queries share the codes of queries only if both take them."""
+    layer, backend = make_layer("chosen")
+    assert layer.entries is not None
+    assert layer.entries.chooser is not None
+    chooser = layer.entries.chooser
+    plain = {"qkv_a": layer.qkv_a, "q": layer.q, "index q": chooser.q, "out": layer.out.b}
+    own = {name: coded(product) if name in names else product for name, product in plain.items()}
+    layer.qkv_a, layer.q, layer.out = own["qkv_a"], own["q"], layer.out._replace(b=own["out"])
+    layer.entries = layer.entries._replace(chooser=chooser._replace(q=own["index q"]))
+    x, held = random(NUM_ROWS, HIDDEN, seed=9), make_buffers()
+    held = held._replace(quantized=QuantizedRows(torch.zeros(900).to(torch.float8_e4m3fn), torch.zeros(NUM_ROWS)))
+    nothing = torch.zeros(NUM_ROWS, dtype=torch.int64)
+    batch = Batch(nothing, nothing, nothing.unsqueeze(0), (), None)
+    out = layer(x, batch, None, held, torch.empty(NUM_ROWS, HIDDEN))
+    found = {
+        "qkv_a": (held.qkv_a_TX, x),
+        "q": (backend.calls["write"][1].flatten(1), held.q_normed_TX),
+        "index q": (backend.calls["compress_index"][1].flatten(1), held.q_normed_TX),
+        "out": (out, held.grouped_TX),
+    }
+    for name, (result, rows) in found.items():
+        weight = own[name].weight_NK
+        inputs = exact_rows(rows, FP8) if name in names else rows.double()
+        expected = inputs @ (exact_weight(weight) if name in names else weight.double()).T
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5, msg=name)

@@ -9,14 +9,16 @@ from holdfast.layers.hyper_connections import HyperConnection, StreamBuffers, St
 from holdfast.layers.mlp import RMSNorm
 from kernels.exactness import random
 
-HIDDEN, EPS = 48, 1e-6
+HIDDEN = 48
+MIX_EPS, RMS_EPS, EPS = 0.01, 0.2, 0.05
+"""Large and unlike, so that each shows where it is taken for another."""
 
 
 def make_theirs(seed: int, is_head: bool):
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-    config = DeepseekV4Config(hidden_size=HIDDEN, hc_mult=4, hc_sinkhorn_iters=7, hc_eps=EPS, rms_norm_eps=EPS)
+    config = DeepseekV4Config(hidden_size=HIDDEN, hc_mult=4, hc_sinkhorn_iters=7, hc_eps=MIX_EPS, rms_norm_eps=RMS_EPS)
     module = (theirs.DeepseekV4HyperHead if is_head else theirs.DeepseekV4HyperConnection)(config)
     for number, parameter in enumerate(module.parameters()):
         scale = 0.15 if parameter.dim() == 2 else 1.0
@@ -29,7 +31,7 @@ def test_two_blocks_and_the_head(num_rows):
     x = random(num_rows, 4, HIDDEN)
     modules, head = [make_theirs(seed, False) for seed in (1, 2)], make_theirs(3, True)
     norms = [RMSNorm(1.0 + random(HIDDEN, seed=seed, scale=0.2), EPS) for seed in (4, 5, 6)]
-    numbers = MixNumbers(EPS, EPS, 7)
+    numbers = MixNumbers(RMS_EPS, MIX_EPS, 7)
     ours = [
         HyperConnection(StreamMix(module.fn.data, module.base.data, module.scale.data), numbers, norm)
         for module, norm in zip(modules, norms[:2], strict=True)

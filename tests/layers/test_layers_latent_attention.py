@@ -52,7 +52,7 @@ def parts(request):
     qkv_a = random(ROW + (Q_RANK if has_latent else 0), HIDDEN)
     q = random(HEADS * QUERY, Q_RANK if has_latent else HIDDEN, seed=1)
     o, bias = random(HIDDEN, HEADS * VALUE, seed=2), random(len(qkv_a), seed=3)
-    q_norm = RMSNorm(1 + random(Q_RANK, seed=4), 1e-6) if has_latent else None
+    q_norm = RMSNorm(1 + random(Q_RANK, seed=4), 0.3) if has_latent else None
     backend = RecordingBackend()
     products = Linear(qkv_a, bias), Linear(q), Linear(o)
     return LatentAttentionLayer(7, *products, q_norm, NORM, KV_B, ROTARY, backend), backend, q_norm
@@ -82,7 +82,7 @@ def test_projections_backend_projection(parts, wanted):
     q_rank = 0 if q_norm is None else Q_RANK
     latent_q = qkv_a[:, :q_rank]
     if q_norm is not None:
-        latent_q = latent_q * torch.rsqrt(latent_q.square().mean(-1, keepdim=True) + 1e-6) * q_norm.weight_H
+        latent_q = latent_q * torch.rsqrt(latent_q.square().mean(-1, keepdim=True) + 0.3) * q_norm.weight_H
     q = (x if q_norm is None else latent_q) @ layer.q.weight_NK.T
     torch.testing.assert_close(written[0], qkv_a[:, q_rank:])
     torch.testing.assert_close(written[1], q.view(NUM_ROWS, HEADS, QUERY))

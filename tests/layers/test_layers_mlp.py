@@ -281,7 +281,7 @@ def test_the_gated_weights_are_within_reach():
 @pytest.mark.parametrize("has_delta", [False, True], ids=["x", "x and delta"])
 def test_a_norm_leaves_codes_of_what_it_stores(kind, has_delta):
     x, delta, weight, bias = random(5, 96), random(5, 96, seed=1), random(96, seed=2), random(96, seed=3)
-    norm = RMSNorm(weight, 1e-5) if kind == "rms" else LayerNorm(weight, bias, 1e-5)
+    norm = RMSNorm(weight, 1e-5, offset=1.0) if kind == "rms" else LayerNorm(weight, bias, 1e-5)
     room, host = (QuantizedRows(torch.zeros(5, 96).to(torch.float8_e4m3fn), torch.full((5, 1), NAN)) for _ in range(2))
     out = torch.full((5, 96), NAN)
     assert norm(x.clone(), delta if has_delta else None, out, room) is out
@@ -291,13 +291,13 @@ def test_a_norm_leaves_codes_of_what_it_stores(kind, has_delta):
     assert same_bits(room.scales_TB, host.scales_TB)
 
 
-def fp8_mlp(activation, device, dtype) -> GatedMLP:
+def fp8_mlp(activation, device, dtype, limit: float | None = None) -> GatedMLP:
     """Of 200 columns inside and 96 outside, with biases."""
     linears = []
     for index, (size_n, size_k) in enumerate(((400, 96), (96, 200))):
         weight = random_weight(size_n, size_k, FP8, seed=index)
         linears.append(Linear(weight_on(weight, device), random(size_n, seed=index + 5).to(device, dtype)))
-    return GatedMLP(*linears, activation)
+    return GatedMLP(*linears, activation, limit)
 
 
 @pytest.mark.each_value
@@ -305,11 +305,12 @@ def fp8_mlp(activation, device, dtype) -> GatedMLP:
 @pytest.mark.parametrize("is_coded", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_a_gate_in_the_epilogue_is_the_one_between_products(device, monkeypatch, activation, is_coded):
-    """Up to 64 rows where there is scratch; what stands between is then never written."""
+    """Up to 64 rows if there is scratch and no limit; what stands between is then never written."""
     monkeypatch.setattr(linear_module, "can_run", lambda tensor: True)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    mlp, on_cpu = (fp8_mlp(activation, place, dtype) for place in (device, torch.device("cpu")))
-    for num_rows, has_scratch in ((1, True), (20, True), (64, True), (65, True), (20, False)):
+    cases = [(1, True, None), (20, True, None), (64, True, None), (65, True, None), (20, False, None), (20, True, 0.5)]
+    for num_rows, has_scratch, limit in cases:
+        mlp, on_cpu = (fp8_mlp(activation, place, dtype, limit) for place in (device, torch.device("cpu")))
         x = codable_rows(num_rows, 96).to(dtype)
         codes = torch.zeros(num_rows * 200, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
         arrived, amax = (torch.zeros(count, dtype=torch.int32, device=device) for count in (8, 64 * 4))
@@ -320,7 +321,7 @@ def test_a_gate_in_the_epilogue_is_the_one_between_products(device, monkeypatch,
             quantize_rows(x.to(device), mlp.first.room_for_codes(room, num_rows))
         out = torch.full((num_rows, 96), NAN, device=device, dtype=dtype)
         assert mlp(x.to(device), MLPBuffers(wide, active, room), out, is_coded) is out
-        assert bool(wide.isnan().all()) == (has_scratch and num_rows <= 64)
+        assert bool(wide.isnan().all()) == (has_scratch and num_rows <= 64 and limit is None)
         with monkeypatch.context() as patch:
             patch.setattr(linear_module, "can_run", lambda tensor: False)
             host = QuantizedRows(torch.zeros(num_rows * 200).to(torch.float8_e4m3fn), torch.zeros(num_rows))

@@ -97,6 +97,17 @@ def test_the_most_likely_experts_by_their_shares(kind, normalizes, num_rows):
     assert_as_exact_as_torch(run(make(kind, normalizes), x, kind), in_torch, exact)
 
 
+def test_a_watch_sees_the_experts_of_every_call():
+    kind, seen = KINDS[0], []
+    layer, x = make(kind), random(5, HIDDEN)
+    layer.watch = lambda ids_TS: seen.append(ids_TS.clone())
+    for rows in (x, x[:2]):
+        buffers = make_buffers(len(rows), kind)
+        layer(rows, buffers, torch.empty_like(rows))
+        assert torch.equal(seen[-1], buffers.expert_ids_TS)
+    assert [len(ids_TS) for ids_TS in seen] == [5, 2]
+
+
 @EACH
 def test_rows_do_not_change_each_other(kind):
     require_native()

@@ -24,7 +24,15 @@ from holdfast.models.activations import (
     fused_decode_request,
     takes_fused_decode,
 )
-from holdfast.models.spec import ExpertsSpec, ModelSpec, RopeSpec
+from holdfast.models.spec import (
+    CompressedSpec,
+    ExpertsSpec,
+    IndexSpec,
+    LatentSpec,
+    ModelSpec,
+    RopeSpec,
+    StreamsSpec,
+)
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import (
     AS_STORED,
@@ -265,6 +273,13 @@ def test_who_takes_the_fused_decode_path(change):
         {"intermediate_size": 25600 + 32},
         {"head_dim": 63, "num_heads": 1},
         {"experts": ExpertsSpec(128, 8, 768, dense_layers=frozenset({0})), "intermediate_size": 25600 + 32},
+        {"has_output_norms": True},
+        {"norm_offset": 1.0},
+        {"logit_softcap": 30.0},
+        {"streams": StreamsSpec(4, 20, 1e-6)},
+        {"compressed": CompressedSpec(64, 64, 8, (None,) * 64, 8, 64, None)},
+        {"latent": LatentSpec(512, 512, 128, 64, 128, index=IndexSpec(64, 128, 64))},
+        {"experts": ExpertsSpec(128, 8, 768, table_layers=frozenset({63}), table_size=9)},
         {"num_ranks": 2, "gathers": True},
         {"num_ranks": 3, "intermediate_size": 25600 // 3},
         {"recipe": WeightRecipe(MXFP4)},
@@ -278,6 +293,12 @@ def test_who_does_not_take_the_fused_decode_path(change):
     others = [where.pop(name) for name in ("dtype", "device_kind", "recipe")]
     assert takes_fused_decode(QWEN, "bfloat16", "cuda", AS_STORED)
     assert not takes_fused_decode(replace(QWEN, **where), *others)
+
+
+def test_latents_without_an_index_take_the_fused_path():
+    """The index alone is why those above do not."""
+    spec = replace(QWEN, latent=LatentSpec(512, 512, 128, 64, 128))
+    assert takes_fused_decode(spec, "bfloat16", "cuda", AS_STORED)
 
 
 class Launches:

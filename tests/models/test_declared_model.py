@@ -1,10 +1,10 @@
-"""Blueprints: from a config.json to what a plan asks, and what is refused."""
+"""DeclaredModel: from a config.json to what a plan asks, what is refused, and answers that are kept."""
 
 from dataclasses import replace
 
 import pytest
 
-from holdfast.distributed.mesh import ALONE
+from holdfast.distributed.mesh import ALONE, meshes
 from holdfast.errors import ConfigError, ModelFormatError, UnsupportedModelError
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.blueprints.read import PLANNED_FAMILIES, declare_config, refuse_planned_only
@@ -12,7 +12,8 @@ from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import declare_decoder
 from holdfast.models.families import FAMILIES, parameters, read_spec
 from holdfast.quant.formats import COMPRESSED_FORMATS, KV_FORMATS
-from holdfast.quant.weight_schemes import AS_STORED, FP8, MXFP4, WeightRecipe
+from holdfast.quant.weight_schemes import AS_STORED, FP8, INT8, MXFP4, WeightRecipe
+from models.test_family_fields import CASES
 
 QWEN = CATALOGUE["Qwen3-8B"]
 V4 = declare_config(CATALOGUE["DeepSeek-V4-Pro"], "x")
@@ -182,3 +183,65 @@ def test_asking_twice_lists_once() -> None:
     assert declared.parameters() is declared.parameters()
     assert declared.group_bytes("bfloat16") is declared.group_bytes("bfloat16", AS_STORED)
     assert replace(declared, name="y").parameters() == declared.parameters()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "deepseek_v3"])
+def test_a_declared_model_asked_again_answers_as_a_new_one(name: str) -> None:
+    """Every answer that is kept, for other types, recipes, ranks and stages between: none is that of another question."""
+    spec = CASES[name][1]
+    spec = spec if spec.latent else replace(spec, num_kv_heads=6)
+    recipes = (AS_STORED, WeightRecipe(FP8), WeightRecipe(FP8, "none"), WeightRecipe(INT8, ignore=("layers.0.*",)))
+    ranks = (
+        ALONE,
+        *meshes(2),
+        *meshes(2, is_exact=True),
+        *meshes(2, has_expert_parallelism=True),
+        *meshes(1, [(0, 1), (1, 4)]),
+    )
+    kept, found, wanted = declare_decoder(spec, name), [], []
+    for model in (lambda: kept, lambda: declare_decoder(spec, name), lambda: kept):
+        answers = [
+            [model().group_bytes(dtype, recipe, mesh) for mesh in ranks if model().is_divisible(mesh)]
+            for dtype in ("float32", "bfloat16")
+            for recipe in recipes
+        ]
+        answers += [[model().parameters(mesh) for mesh in ranks if model().is_divisible(mesh)]]
+        answers += [[model().review_recipe(recipe) for recipe in recipes[1:]]]
+        (wanted if model() is not kept else found).append(answers)
+    assert found[0] == found[1] == wanted[0]
+    assert len({str(row) for row in wanted[0][0]}) > 2, "ranks and stages hold different weights"
+    shapes = [dict(weight[:2] for weight in kept.parameters(mesh))["embed.weight"] for mesh in meshes(2)]
+    assert shapes == [(51, 96), (50, 96)], "the last has what is left of 101 tokens"
+
+
+def test_a_stored_model_asked_for_other_embeddings_refuses() -> None:
+    """What was settled for one recipe does not answer for the next."""
+    declared = declare_config({**QWEN, "quantization_config": STORED}, "x")
+    assert declared.review_stored(AS_STORED) == declared.review_stored(AS_STORED)
+    with pytest.raises(ConfigError, match="quantized_embeddings=all"):
+        declared.review_stored(replace(AS_STORED, embeddings="all"))
+
+
+def test_heads_of_every_family_are_those_of_its_spec() -> None:
+    """What attention is planned with: a field that stays at its default shows."""
+    for name, (_, spec) in CASES.items():
+        heads = declare_decoder(spec, name).declaration.heads(ALONE)
+        assert heads is not None
+        assert heads.num_heads == spec.num_heads
+        assert (heads.num_kv_heads, heads.head_dim) == (spec.num_kv_heads, spec.head_dim)
+        assert heads.windows == tuple(spec.window(layer) for layer in range(4))
+        assert (heads.scale, heads.softcap) == (spec.score_scale, spec.attention_softcap)
+        assert (heads.has_sinks, heads.is_rotated) == (spec.has_sinks, spec.rope is not None)
+        is_by_head = spec.latent is None and spec.compressed is None
+        assert heads.has_key_bias == (spec.qkv_bias and is_by_head)
+        assert heads.has_separable_key_bias == (spec.qkv_bias and not spec.qk_norm and is_by_head)
+        index = next((own for layer in range(4) if (own := spec.layer_index(layer))), None)
+        own = (heads.index_heads, heads.index_dim, heads.index_top_k, heads.index_turns_neighbours)
+        assert own == ((0, 0, 0, False) if index is None else (6, 48, 11, index.turns_neighbours))
+        if spec.latent is not None:
+            assert (heads.rope_dim, heads.nope_dim, heads.value_dim) == (16, 20, 28)
+        if index is not None and spec.latent is not None:
+            assert heads.shared_layers == index.shared_layers
+        ratios = [spec.entry_ratio(layer) for layer in range(4)]
+        assert heads.ratios == (tuple(ratios) if spec.compressed is not None else ())
+        assert heads.overlapped_layers == ({0, 3} if spec.compressed is not None else set())

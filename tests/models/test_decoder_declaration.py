@@ -1,5 +1,6 @@
 """Keys and values by head: what a rank holds, against the families that run and against transformers."""
 
+from collections import Counter
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.distributed.mesh import ALONE, Mesh
+from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.kernels.geometry import (
     ROW_SCALED_BLOCK_N,
@@ -29,10 +30,12 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE, find_model
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
+from holdfast.models.declared_weights import Weight
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.spec import ModelSpec, RopeSpec
 from holdfast.quant.weight_schemes import FP8, INT8, WEIGHT_SCHEMES, WeightRecipe, WeightScheme
 from models.meta_models import count_elements
+from models.test_family_fields import CASES
 
 TINY_MOE: dict[str, Any] = {
     "vocab_size": 97,
@@ -307,3 +310,27 @@ SPEC = ModelSpec(
 def test_dense_layers_must_be_a_list_of_numbers(value) -> None:
     with pytest.raises(ModelFormatError, match="mlp_only_layers"):
         declare_config(moe("Qwen3Moe", mlp_only_layers=value), "x")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "deepseek_v4"])
+def test_weights_of_stages_have_the_names_of_the_whole_model(name: str) -> None:
+    """Names, tensors and shapes that patterns and loads go by: each once, and a tied head twice."""
+    spec = CASES[name][1]
+    declared = declare_decoder(spec, name)
+
+    def facts(weights: tuple[Weight, ...]) -> list[tuple[object, ...]]:
+        return [(weight.model_name, weight.tensors, weight.shape, weight.kind) for weight in weights]
+
+    whole = facts(declared.parameters())
+    for cuts in ([(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)]):
+        held: list[tuple[object, ...]] = []
+        for mesh, (start, _) in zip(meshes(1, cuts), cuts, strict=True):
+            if not declared.is_divisible(mesh):
+                return  # a layer that takes the choice of one in another stage
+            weights = declared.parameters(mesh)
+            held += facts(weights)
+            first = next(weight for weight in weights if weight.name.startswith("layers."))
+            assert (first.name, first.model_name) == (first.name, first.name.replace(".0.", f".{start}.", 1))
+        assert Counter(held) == Counter(
+            whole + [own for own in whole if spec.tied_embeddings and own[0] == "embed.weight"]
+        )

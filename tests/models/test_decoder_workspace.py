@@ -4,6 +4,7 @@ import gc
 import random
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,19 +21,23 @@ from holdfast.errors import WorkspaceError
 from holdfast.memory.devices import GPUS
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace import Workspace
-from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
+from holdfast.memory.workspace_plan import TensorSpec, WorkspacePlan, arena_bytes
 from holdfast.models import layer_stack
-from holdfast.models.activations import StepRequests
+from holdfast.models.activations import StepRequests, row_scaled_request
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.spec import ModelSpec
+from holdfast.models.step_workspace import StepWorkspace
 from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.target import gpu_target
 from holdfast.quant.formats import KV_FORMATS
+from holdfast.quant.weight_schemes import FP8, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import FAMILIES, VOCAB, save_tiny
+from models import tiny_latents
+from models.tiny_compressed import make_compressed_drive, tiny_compressed
 from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=90, max_model_len=100, page_tokens=4)
@@ -94,9 +99,29 @@ def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(fa
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["native_paged", "torch_paged"])
 def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch):
-    """NaN, zeros, other steps' leftovers and noise before each step: every logit is the same to the bit."""
     if backend == "native_paged":
         require_native()
+
+    def make_drive() -> Drive:
+        return Drive(Rig(tiny(family), backend, LIMITS, 100), 100)
+
+    check_fillings(make_drive, ((40, 0), (3, 1), (70, 4)), monkeypatch)
+
+
+@pytest.mark.parametrize("case", ["v3 like R1", "sparse like GLM-5", "both entries"])
+def test_what_lies_in_the_workspace_of_latents_does_not_matter(case, monkeypatch):
+    def make_drive() -> Drive:
+        if case == "both entries":
+            return make_compressed_drive(tiny_compressed(case)[1], 16)
+        return tiny_latents.make_drive(tiny_latents.tiny(case)[1], 16)
+
+    check_fillings(make_drive, ((17, 0), (3, 1)), monkeypatch)
+
+
+def check_fillings(
+    make_drive: Callable[[], Drive], arrivals: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN, zeros, other steps' leftovers and noise before each step: every logit is the same to the bit."""
     noise = torch.Generator().manual_seed(0)
     fillings = {
         "as it was left": lambda lane: lane,
@@ -106,17 +131,14 @@ def test_what_lies_in_the_workspace_does_not_matter(family, backend, monkeypatch
     }
     found = {}
     for name, fill in fillings.items():
-        rig = Rig(tiny(family), backend, LIMITS, 100)
+        drive = make_drive()
 
-        def fill_all(rig=rig, fill=fill) -> None:
+        def fill_all(rig=drive.rig, fill=fill) -> None:
             for lane in lanes(rig.workspace).values():
                 fill(lane)
 
-        monkeypatch.setattr(rig, "poison", fill_all)
-        drive = Drive(rig, 100)
-        requests = [
-            Request(list(range(10, 10 + n)), 6, arrival, EVERY_ROW) for n, arrival in ((40, 0), (3, 1), (70, 4))
-        ]
+        monkeypatch.setattr(drive.rig, "poison", fill_all)
+        requests = [Request(list(range(10, 10 + n)), 5, arrival, EVERY_ROW) for n, arrival in arrivals]
         drive.run(requests)
         found[name] = [drive.logits(request) for request in requests]
     expected = found.pop("as it was left")
@@ -220,3 +242,35 @@ def test_a_decoder_is_freed_as_soon_as_nobody_has_it():
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_counters_of_middle_batches_begin_at_zero():
+    """Products count splits that have arrived from there, whatever lay in the workspace."""
+    spec = replace(tiny("llama").spec, intermediate_size=4096)
+    recipe, plan = WeightRecipe(FP8), WorkspacePlan()
+    request = row_scaled_request(spec, recipe)
+    plan.reserve(request.owner, request.specs, request.lane)
+    plan.lock()
+    workspace = Workspace(plan, CPU, Ledger())
+    for lane in workspace.lanes.values():
+        lane.fill_(0xFF)
+    scratch = StepWorkspace(spec, workspace, "float32", recipe)._tile_scratch
+    assert scratch is not None
+    assert len(scratch.arrived) > 0
+    assert not scratch.arrived.any()
+    workspace.release()
+
+
+@pytest.mark.parametrize("kind", ["keys and values", "latents", "streams"])
+def test_a_step_calls_back_before_each_of_its_layers(kind):
+    """A host that waits for a hang-up looks there, in every layer of every step."""
+    drives = {
+        "keys and values": lambda: Drive(make_rig("qwen3"), 100),
+        "latents": lambda: tiny_latents.make_drive(tiny_latents.tiny("v3 like R1")[1], 9),
+        "streams": lambda: make_compressed_drive(tiny_compressed("both entries")[1], 9),
+    }
+    drive, calls = drives[kind](), []
+    decoder = drive.rig.decoder
+    decoder.before_layer = lambda: calls.append(len(calls))
+    drive.run([Request([5, 6, 7], 3)])
+    assert len(calls) == 3 * decoder.num_layers

@@ -43,10 +43,18 @@ def test_in_company_of_other_lengths_and_in_chunks(case):
         judge(theirs, drive, request)
 
 
-@pytest.mark.parametrize("page_tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_every_chunk_size(page_tokens):
+@pytest.mark.parametrize(
+    ("page_tokens", "sizes"),
+    [
+        (4, (1, 2, 3, 4, 5, 7, 8, 9, 16, 21)),
+        *(pytest.param(page, range(1, 22), marks=pytest.mark.slow) for page in (1, 4)),
+    ],
+    ids=["edges", "pages of 1", "pages of 4"],
+)
+def test_every_chunk_size(page_tokens, sizes):
+    """Around entries of four and eight tokens at once."""
     answer = alone(BOTH, 21, 3)
-    for max_rows in range(1, 22):
+    for max_rows in sizes:
         drive = make_compressed_drive(tiny_compressed(BOTH)[1], max_rows, page_tokens)
         request = make_request(21, 3)
         drive.run([request])
@@ -54,18 +62,23 @@ def test_every_chunk_size(page_tokens):
         assert len(drive.logits(request)) == 23, f"{max_rows=}"
 
 
-def test_only_the_rows_that_are_read_are_finished():
-    answer = alone(BOTH, 22, 4)
-    drive = make_compressed_drive(tiny_compressed(BOTH)[1], 9)
+@pytest.mark.parametrize("case", [BOTH, "chosen entries"])
+def test_only_the_rows_that_are_read_are_finished(case):
+    """The last layer takes its experts by score, or from a table by the ids of these rows."""
+    answer = alone(case, 22, 4)
+    drive = make_compressed_drive(tiny_compressed(case)[1], 9)
     request = Request(list(answer.prompt), 4)
     drive.run([request])
     answer.check(drive, request)
     assert len(drive.logits(request)) == 4
 
 
-def test_preempted_at_every_position():
+@pytest.mark.parametrize(
+    "places", [(1, 2, 3, 6, 10), pytest.param(range(1, 11), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_preempted_at_every_position(places):
     answer = alone(BOTH, 33, 9)
-    for place in range(1, 11):
+    for place in places:
         drive = make_compressed_drive(tiny_compressed(BOTH)[1], 11)
         request = Request(list(answer.prompt), 9)
         preempt_after(drive, place)

@@ -218,6 +218,7 @@ MUTATIONS: dict[str, Mutation] = {
 """Those of the reference, and some of each part of a layer."""
 
 
+@pytest.mark.slow  # it judges tests, and no code of the engine
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_wrong_reading_shows(mutation, monkeypatch):
     """The tolerance tells each of them from what is right, by far."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ import torch
 from holdfast.kernels.gemm.deferred_rms_norm import RowAmax, row_amax_reference
 from holdfast.kernels.gemm.small_batch import normed_linear_reference
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
+from holdfast.layers.mlp import GatedMLP, Linear
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models import activations, fused_decode
 from holdfast.models.activations import fused_decode_request
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
+from holdfast.models.decoder_layer import DecoderLayer, LayerBuilder
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.fused_decode import make_scratch
 from holdfast.quant.quantized_weight import QuantizedWeight
@@ -32,7 +35,7 @@ from kernels.triton_cases import QUIET
 from loading.tiny_models import save_tiny
 from models.fused_decode_steps import CPU, LIMITS, decode, make_rig, placed, use_references
 from models.test_decoder_quantized import quantized, quantized_model, tiny
-from models.tiny_experts import assembled, config_of, tensors_of
+from models.tiny_experts import EXPERT_MODELS, assembled, config_of, tensors_of
 from runner.drive import LoadedModel
 
 DENSE = {
@@ -271,6 +274,28 @@ def test_layers_in_codes_of_two_kinds_are_declined():
     weights = {**model.weights, gate.name: quantized(tiny("qwen3").weights[gate.name], INT8, gate)}
     expected = "weights have codes of different kinds, float8_e4m3fn and int8"
     assert reason(LoadedModel(model.spec, weights), recipe) == expected
+
+
+def test_fused_decode_declines_a_table_or_limit_in_any_layer():
+    """Each of three layers alone."""
+    spec = read_spec(
+        {"architectures": ["Qwen3MoeForCausalLM"], **EXPERT_MODELS["qwen3_moe"][1], "num_hidden_layers": 3}
+    )
+    assert spec.experts is not None
+    table = {f"layers.{layer}.router.table": torch.zeros(9, 1, dtype=torch.int32) for layer in range(3)}
+    weights = {one.name: torch.zeros(one.shape) for one in parameters(spec)} | table
+
+    def layers_with(tables: set[int]) -> list[DecoderLayer[Any]]:
+        own = replace(spec, experts=replace(spec.experts, table_layers=frozenset(tables)))
+        builder = LayerBuilder(own, weights, cast(Any, None), (None,) * 3)
+        return [builder.layer(index) for index in range(3)]
+
+    assert fused_decode.declined(layers_with(set()), None) is None
+    for layer in range(3):
+        assert "from a table by token id" in (fused_decode.declined(layers_with({layer}), None) or "")
+        layers, product = layers_with(set()), Linear(torch.zeros(2, 2))
+        layers[layer].mlp = GatedMLP(product, product, "silu", limit=7.0)
+        assert "has a limit on its gate" in (fused_decode.declined(layers, None) or "")
 
 
 def test_a_decoder_that_is_declined_says_so_and_takes_the_ordinary_way(caplog):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.config import Limits
 from holdfast.errors import ModelError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_model
@@ -19,7 +20,8 @@ from holdfast.request.sampling_params import SamplingParams
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import FAMILIES, VOCAB, save_tiny
 from models.test_decoder import judge, make_drive, make_requests, theirs_logits
-from runner.drive import LoadedModel, Request, load_model
+from models.test_decoder_workspace import make_step
+from runner.drive import Drive, LoadedModel, Request, Rig, load_model
 
 TINY = FAMILIES["gemma3"][1]
 TEXT: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
@@ -274,15 +276,24 @@ def test_bfloat16_keeps_norms_in_float32() -> None:
     norms = [dtype for name, dtype in dtypes.items() if "norm" in name]
     assert norms == [torch.float32] * (6 * 4 + 1)
     assert dtypes["embed.weight"] == torch.bfloat16
-    from holdfast.config import Limits
-    from runner.drive import Drive, Rig
-
     drive = Drive(Rig(ours, "torch_paged", Limits(4, 24, 160, 4), 160, "bfloat16", "bfloat16"), 160)
     (request,) = make_requests((90,))
     drive.run([request])
     expected = theirs_logits(theirs, (*request.prompt, *request.output))
     errors = [float((row - expected[place]).abs().max()) for place, row in drive.logits(request).items()]
     assert max(errors) < 0.5
+
+
+def test_embeddings_are_scaled_by_a_rounded_number() -> None:
+    """The root of 72 is 8.485, and 8.5 in bfloat16."""
+    with TemporaryDirectory() as folder:
+        save_tiny("gemma3", folder, dtype="bfloat16", hidden_size=72)
+        ours = load_model(Path(folder), "bfloat16")
+    rig = Rig(ours, "torch_paged", Limits(4, 24, 160, 4), 160, "bfloat16", "bfloat16")
+    step = make_step(9, groups=rig.groups)
+    batch = rig.runner.buffers.fill(step, (8,), 9, 1)
+    embedded = ours.weights["embed.weight"][batch.token_ids_T]
+    assert torch.equal(rig.decoder.embed(batch).x_TH, embedded * torch.tensor(8.5, dtype=torch.bfloat16))
 
 
 def save_images(folder: Path, prefixes: tuple[str, str, str]) -> Any:

@@ -116,6 +116,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("rope", ROPES)
 def test_scale_and_rotation_are_those_of_transformers(rope, prefix):

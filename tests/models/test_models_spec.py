@@ -1,10 +1,11 @@
-"""ModelSpec: derived sizes, windows by layer."""
+"""ModelSpec: derived sizes, facts by layer, and the same facts in slices of layers."""
 
 import dataclasses
 
 import pytest
 
 from holdfast.models.spec import ExpertsSpec, ModelSpec, RopeSpec
+from models.test_family_fields import CASES
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -53,3 +54,49 @@ def test_a_spec_is_a_frozen_value() -> None:
     assert hash(dataclasses.replace(SPEC)) == hash(SPEC)
     with pytest.raises(dataclasses.FrozenInstanceError):
         SPEC.vocab_size = 1  # type: ignore[misc]
+
+
+def facts_of(spec: ModelSpec, layer: int) -> dict[str, object]:
+    """All that a layer is asked for; of an index and of experts without the numbers of other layers."""
+    experts, index = spec.layer_experts(layer), spec.layer_index(layer)
+    return {
+        "window": spec.window(layer),
+        "rope": spec.layer_rope(layer),
+        "ratio": spec.entry_ratio(layer),
+        "pooled": spec.pooled_width(layer),
+        "index": index and dataclasses.replace(index, shared_layers=frozenset()),
+        "experts": experts and dataclasses.replace(experts, dense_layers=frozenset(), table_layers=frozenset()),
+        "has_table": spec.layer_kind(layer).has_table,
+        "compressor": spec.layer_kind(layer).compressor,
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_slice_has_the_facts_of_its_layers(name: str) -> None:
+    """Every cut of every family, and every cut of a cut."""
+    whole = CASES[name][1]
+    facts = [facts_of(whole, layer) for layer in range(whole.num_layers)]
+    cuts = [(first, last) for last in range(1, whole.num_layers + 1) for first in range(last)]
+    for first, last in cuts:
+        part = whole.layer_slice(first, last)
+        for low, high in ((low, high) for low, high in cuts if high <= part.num_layers):
+            own = part.layer_slice(low, high)
+            assert [facts_of(own, layer) for layer in range(own.num_layers)] == facts[first + low : first + high]
+            assert own.first_layer == first + low
+            assert own.is_first_stage == (first + low == 0)
+            assert own.is_last_stage == (first + high == whole.num_layers)
+            assert own.has_mlp == any(fact["experts"] is None for fact in facts[first + low : first + high])
+    for num_layers in range(1, whole.num_layers + 1):
+        fewer = whole.first_layers(num_layers)
+        assert [facts_of(fewer, layer) for layer in range(num_layers)] == facts[:num_layers]
+        assert (fewer.first_layer, fewer.is_last_stage) == (0, True)
+
+
+def test_layers_of_v4_differ_by_kind() -> None:
+    """Pooled: columns and gates of both halves, those of the index, and a weight for each of its heads."""
+    spec = CASES["deepseek_v4"][1]
+    assert [spec.pooled_width(layer) for layer in range(4)] == [2 * 96 + 2 * 96 + 6, 0, 2 * 48, 2 * 96 + 2 * 96 + 6]
+    assert [spec.entry_ratio(layer) for layer in range(4)] == [8, 0, 16, 8]
+    assert [spec.layer_index(layer) is not None for layer in range(4)] == [True, False, False, True]
+    assert [spec.layer_rope(layer) is spec.rope for layer in range(4)] == [True, False, True, True]
+    assert spec.rope_sets == ((spec.rope, 1), (spec.local_rope, 1), (spec.rope, 8), (spec.rope, 16))

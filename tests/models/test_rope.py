@@ -9,6 +9,7 @@ from holdfast.models.families import read_spec
 from holdfast.models.rope import StepRope, make_step_rope
 from holdfast.models.settings import Settings, read_rope
 from models.rope_oracle import step_rows
+from models.test_family_fields import CASES
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
@@ -147,6 +148,24 @@ def test_step_rope_of_two_rotations_has_two_sets() -> None:
     assert first is third
     assert second is fourth
     assert not torch.equal(first.cos_TP[0], second.cos_TP[0])
+
+
+def test_entries_are_turned_at_their_first_token() -> None:
+    """Ratios of eight and sixteen, each with the rotation of its layer; a layer without entries has none."""
+    spec = CASES["deepseek_v4"][1]
+    rope = make_step_rope(spec, 300, 40, torch.float32, torch.device("cpu"))
+    positions = torch.tensor([0, 7, 8, 15, 16, 33, 250])
+    for ratio, layer in ((8, 0), (16, 2), (8, 3)):
+        rope.fill(positions // ratio * ratio)
+        firsts = rope.rotaries[layer]
+        assert firsts is not None
+        wanted = firsts.cos_TP[: len(positions)].clone(), firsts.sin_TP[: len(positions)].clone()
+        rope.fill(positions)
+        entries = rope.entries[layer]
+        assert entries is not None
+        found = entries.cos_TP[: len(positions)], entries.sin_TP[: len(positions)]
+        assert all(torch.equal(own, other) for own, other in zip(found, wanted, strict=True))
+    assert rope.entries[1] is None
 
 
 def test_step_rope_of_learned_positions_has_no_rows() -> None:

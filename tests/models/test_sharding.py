@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.distributed.mesh import Mesh
+from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.models.families import parameters, read_spec
 from holdfast.models.parameters import DEEPSEEK_NAMES, Parameter, Part, list_parameters
 from holdfast.models.sharding import shard_parameters, vocabulary_rows
 from holdfast.models.spec import LatentSpec
+from models.test_family_fields import CASES
 
 LATENT_SHAPES = {
     "architectures": ["LlamaForCausalLM"],
@@ -263,3 +264,28 @@ def test_biases_and_sinks_of_gpt_oss_go_with_their_weights():
     assert [part.rows for part in shares["sliced"]["experts.gate_up.weight"].parts][:2] == [(96, 192), (288, 384)]
     assert [shares[kind]["o.bias"].shape for kind in kinds] == [(64,), (32,), (64,)]
     assert [shares[kind]["o.weight"].shape for kind in kinds] == [(64, 256), (32, 512), (64, 256)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_hold_every_parameter_once_and_a_tied_head_twice(name):
+    """Layers are those of the slice of the spec, counted from 0; what is not in a layer is in the first or the last stage."""
+    spec = CASES[name][1]
+    listed = {parameter.name: parameter for parameter in parameters(spec)}
+    for cuts in ([(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)]):
+        held = []
+        for mesh, (start, end) in zip(meshes(1, cuts), cuts, strict=True):
+            own = shard_parameters(listed.values(), mesh, spec.num_heads, spec.num_kv_heads)
+            layers = {one.name: one.shape for one in own if one.name.startswith("layers.")}
+            part = parameters(spec.layer_slice(start, end))
+            assert layers == {one.name: one.shape for one in part if one.name.startswith("layers.")}
+            for one in own:
+                first, number, *rest = one.name.split(".")
+                whole = ".".join((first, str(int(number) + start), *rest)) if first == "layers" else one.name
+                assert (one.whole or one) == listed[whole]
+                held.append(whole)
+            others = {one.name.partition(".")[0] for one in own} - {"layers"}
+            before = {"embed", "positions", "embed_in"} if mesh.is_first_stage else set()
+            behind = {"final_norm", "lm_head", "embed_out", "head_streams"} if mesh.is_last_stage else set()
+            tied = {"embed"} if mesh.is_last_stage and spec.tied_embeddings else set()
+            assert others == (before | behind | tied) & {one.partition(".")[0] for one in listed}
+        assert sorted(held) == sorted([*listed, *(["embed.weight"] if spec.tied_embeddings else [])])

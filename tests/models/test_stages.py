@@ -1,6 +1,8 @@
 """Pipeline stages: logits of the last are those of one process to the bit, and each has the pages of its own layers."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,16 +24,45 @@ from models.staged_runners import (
 )
 from runner.rank_runs import Built, share_of
 
-BOTH_AT_ONCE = ("llama_tied", "gemma3", "gpt_oss", "deepseek_v3")
-"""Models of which `make test` shares stages among ranks: a tied head, windows, experts with sinks, latents. It has stages and ranks
+BOTH_AT_ONCE = ("llama_tied", "gpt_oss", "deepseek_v3")
+"""Models of which `make test` shares stages among ranks: a tied head, experts with windows and sinks, latents. It has stages and ranks
 alone of all of them."""
 
 
-def compare(path: Path, ranks: tuple[Mesh, ...], layers: int, **options: object) -> None:
+class Alone(NamedTuple):
+    """One process that has run all steps."""
+
+    path: Path
+    ranks: StagedRanks
+    logits: list[torch.Tensor]
+
+
+AloneRuns = Callable[..., Alone]
+
+
+@pytest.fixture(scope="module")
+def alone_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AloneRuns]:
+    """alone_runs(family, **options): the run by one process, made once."""
+    made: dict[tuple[object, ...], Alone] = {}
+
+    def run(family: str, **options: object) -> Alone:
+        key = family, *options.items()
+        if key not in made:
+            path = find_model(tmp_path_factory.mktemp("alone"), family)
+            ranks = StagedRanks(path, [ALONE], **options)
+            made[key] = Alone(path, ranks, *ranks.run(stage_logits))
+        return made[key]
+
+    yield run
+    for one in made.values():
+        one.ranks.release()
+
+
+def compare(runs: AloneRuns, family: str, ranks: tuple[Mesh, ...], num_ranks: int = 1, **options: object) -> None:
     """Ranks against one process: every logit that is wanted, and every page that was written."""
-    alone, shared = StagedRanks(path, [ALONE], **options), StagedRanks(path, ranks, **options)
+    path, alone, expected = runs(family, **options)
+    layers, shared = num_layers(family), StagedRanks(path, ranks, **options, tensor_parallel_size=num_ranks)
     try:
-        (expected,) = alone.run(stage_logits)
         found = shared.run(stage_logits)
         last = [own for own, mesh in zip(found, ranks, strict=True) if mesh.is_last_stage]
         for number, right_RV in enumerate(expected):
@@ -42,7 +73,6 @@ def compare(path: Path, ranks: tuple[Mesh, ...], layers: int, **options: object)
             seen |= compare_pages(alone.built[0], built, built.mesh.layer_range(layers))
         assert seen == set(range(layers))
     finally:
-        alone.release()
         shared.release()
 
 
@@ -67,9 +97,9 @@ def compare_pages(alone: Built, built: Built, layers: range) -> set[int]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("family", STAGED)
-def test_stages_compute_what_one_process_computes(tmp_path: Path, family: str, num_stages: int) -> None:
+def test_stages_compute_what_one_process_computes(alone_runs: AloneRuns, family: str, num_stages: int) -> None:
     """Rows that are wanted are none, some and all."""
-    compare(find_model(tmp_path, family), meshes(1, cuts_of(family, num_stages)), num_layers(family))
+    compare(alone_runs, family, meshes(1, cuts_of(family, num_stages)))
 
 
 @pytest.mark.parametrize(
@@ -80,17 +110,15 @@ def test_stages_compute_what_one_process_computes(tmp_path: Path, family: str, n
         if name != "opt, norms last"
     ],
 )
-def test_two_ranks_share_each_of_two_stages(tmp_path: Path, family: str) -> None:
-    ranks = meshes(2, cuts_of(family, 2), is_exact=True)
-    compare(find_model(tmp_path, family), ranks, num_layers(family), tensor_parallel_size=2)
+def test_two_ranks_share_each_of_two_stages(alone_runs: AloneRuns, family: str) -> None:
+    compare(alone_runs, family, meshes(2, cuts_of(family, 2), is_exact=True), num_ranks=2)
 
 
 @pytest.mark.parametrize("kv_dtype", ["turboquant_k8v4", pytest.param("turboquant_3bit_nc", marks=pytest.mark.slow)])
-def test_quantized_pages_are_those_of_one_process(tmp_path: Path, kv_dtype: str) -> None:
+def test_quantized_pages_are_those_of_one_process(alone_runs: AloneRuns, kv_dtype: str) -> None:
     """Keys are centred by a prompt that goes through all stages; the first and last layers may be protected."""
     for family in ("llama", "gemma3"):
-        cuts = cuts_of(family, 2)
-        compare(find_model(tmp_path, family), meshes(1, cuts), num_layers(family), kv_cache_dtype=kv_dtype)
+        compare(alone_runs, family, meshes(1, cuts_of(family, 2)), kv_cache_dtype=kv_dtype)
 
 
 def test_a_stage_without_its_neighbour_says_so(tmp_path: Path) -> None:

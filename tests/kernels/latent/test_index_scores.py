@@ -1,22 +1,36 @@
 """Scores of the index over every kind of page: the kernel against its reference, and that only what a row sees is read and written."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from holdfast.kernels.latent import index_scores as index_scores_module
 from holdfast.kernels.latent.index_scores import (
+    OPERAND_BYTES,
     TOKENS_AT_ONCE,
+    choose_operands,
     index_blocks,
     index_scores,
     index_scores_reference,
     index_scores_triton,
     num_splits,
+    pages_of_block,
 )
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.triton_compat import counting_compiles
-from kernels.index_cases import ScoreCase, amid_bytes, make_score_case, planes_to, slots_of, store_keys
-from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
+from kernels.index_cases import (
+    ScoreCase,
+    amid_bytes,
+    make_index_planes,
+    make_score_case,
+    planes_to,
+    slots_of,
+    store_keys,
+)
+from kernels.triton_cases import QUIET, amid_echoes, amid_poison, assert_allocates_nothing
 from red_zones import RedZones
 
 pytestmark = QUIET
@@ -24,8 +38,8 @@ pytestmark = QUIET
 FORMATS = ["float32", "float16", "fp8", pytest.param("bfloat16", marks=pytest.mark.gpu)]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.float32}
 UNTOUCHED = -7.0
-RUNS = [(0, 128), (0, 129), (0, 130), (1, 5), (1, 6), (1, 7), (2, 0), (2, 33), (2, 34)]
-"""Rows of sequences as steps have them: a pair whose second row has a block more, pairs apart, and one row that does not choose."""
+RUNS = [(0, 128), (0, 129), (0, 130), (1, 5), (1, 6), (1, 7), (2, 0), (2, 33), (2, 34), (3, 131), (3, 9), (4, 7)]
+"""Rows of sequences as steps have them: pairs of which either row has a block more, pairs apart, and one row that does not choose."""
 
 
 def scored(function, case: ScoreCase, device="cpu") -> torch.Tensor:
@@ -39,7 +53,7 @@ def scored(function, case: ScoreCase, device="cpu") -> torch.Tensor:
         amid_poison(case.weights, device),
         planes_to(case.planes, device),
         case.pages.to(device),
-        SparseRows(*(numbers.to(device) for numbers in case.rows)),
+        SparseRows(*(amid_echoes(numbers, device) for numbers in case.rows)),
         out_TC[:, : case.num_columns],
     )
     zones.check()
@@ -106,6 +120,14 @@ def test_long_contexts(device, function) -> None:
         torch.testing.assert_close(mine_TC[row, :num_tokens], wanted_S, rtol=2**-17, atol=2**-17)
 
 
+@pytest.mark.parametrize("name", ["float32", "fp8"])
+def test_index_scores_at_block_edges_match_the_reference(device, name) -> None:
+    """Contexts of a block less two to two blocks and two, a lone row and a pair of rows each."""
+    counts = [block * 128 + step for block in (1, 2) for step in (-2, -1, 0, 1, 2)]
+    rows = [(i, count) for i, count in enumerate(counts)] + [(10, 256), (10, 257), (10, 258)]
+    judge(make_score_case(rows, 3, 16, name, 32, DTYPES[name]), device)
+
+
 def test_queries_and_keys_of_different_types(device) -> None:
     judge(make_score_case([(0, 40), (1, 9)], 4, 32, "float32", dtype=torch.float16), device)
 
@@ -153,6 +175,39 @@ def test_programs_follow_from_rows_and_the_longest_context(num_rows) -> None:
         num_programs, all_blocks = num_rows * splits, num_rows * -(-num_columns // blocks.tokens)
         assert num_programs <= at_once or num_programs > 3 * at_once or num_programs >= min(all_blocks, 3 * at_once)
         assert -(-num_columns // splits) <= 4096
+
+
+def test_blocks_pages_and_splits_are_known() -> None:
+    """16 KiB of keys in a block of 128 tokens at the most; whole pages make a block, or a block lies in one."""
+    blocks = {(kind, dim): index_blocks(kind, dim) for kind in OPERAND_BYTES for dim in (16, 128)}
+    assert {key: own.tokens for key, own in blocks.items() if own.tokens < 128} == {
+        ("bytes", 128): 64,
+        ("half", 128): 64,
+        ("float32", 128): 32,
+    }
+    assert {kind for (kind, _), own in blocks.items() if not own.has_pairs} == {"float32"}
+    assert {kind: blocks[kind, 128].programs_per_sm for kind in OPERAND_BYTES}.items() >= {("e4m3", 3), ("half", 2)}
+    assert [pages_of_block(page, 64) for page in (1, 7, 8, 16, 24, 32, 64, 96, 128)] == [0, 0, 8, 4, 0, 2, 1, 0, 1]
+    own = blocks["e4m3", 128]
+    found = [num_splits(rows, columns, own, 132) for rows, columns in ((1, 300), (1, 10**6), (66, 10**5), (900, 10**5))]
+    assert found == [3, 396, 25, 25]
+
+
+def test_operands_follow_from_types_and_the_device(monkeypatch) -> None:
+    """Codes as they are from Ada on; 16 bits where queries and keys agree."""
+    monkeypatch.setattr(index_scores_module, "is_interpreted", lambda: False)
+
+    def operands(name: str, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        planes = make_index_planes(name, 16, 16, 1, RedZones(torch.device("cpu")))
+        return choose_operands(cast(torch.Tensor, SimpleNamespace(dtype=dtype, is_cuda=True, device=0)), planes)
+
+    codes = [operands("fp8", torch.float8_e4m3fn, version) for version in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))]
+    assert codes == ["bytes", "bytes", "e4m3", "e4m3", "e4m3"]
+    half, brain, full = torch.float16, torch.bfloat16, torch.float32
+    assert [operands("float16", dtype) for dtype in (half, brain, full)] == ["half", "float32", "float32"]
+    assert [operands("bfloat16", dtype) for dtype in (half, brain, full)] == ["float32", "half", "float32"]
+    assert [operands("float32", dtype) for dtype in (half, brain, full)] == ["float32"] * 3
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from holdfast.kernels.latent.latent_projection import (
     project_values_reference,
     project_values_triton,
     projection_form,
+    row_form,
 )
 from kernels.exactness import random, same_bits
 from kernels.expert_cases import among
@@ -89,9 +90,32 @@ def test_rows_of_every_form(device, num_rows):
     check(device, num_rows, (2, 16, 16, 32, 16), torch.float32)
 
 
+@pytest.mark.parametrize("num_rows", [17, 65, 520])
+def test_latents_and_values_of_several_blocks_match(device, num_rows):
+    """More columns than a program takes, and more than it multiplies at a time, in every form that has a loop."""
+    check(device, num_rows, (2, 16, 16, 304, 144), torch.float32)
+
+
 @pytest.mark.parametrize("num_rows", [3, 17])
 def test_many_heads(device, num_rows):
     check(device, num_rows, (64, 16, 16, 32, 48), torch.float32)
+
+
+def test_forms_change_at_their_numbers_of_rows_and_heads():
+    """(rows, columns, depth) of both products at each edge."""
+    found = {
+        (num_rows, num_heads): [tuple(blocks[:3]) for blocks in projection_form(num_rows, num_heads)]
+        for num_rows in (1, 16, 17, 64, 65, 512, 513)
+        for num_heads in (63, 64)
+    }
+    few, some, many = (16, 64, 0), (64, 64, 0), (64, 128, 0)
+    values = {rows: (64, 64, 128) if rows <= 512 else (128, 128, 64) for rows in (17, 64, 65, 512, 513)}
+    wanted = {(rows, heads): [few, (16, 32 if heads == 64 else 16, 0)] for rows in (1, 16) for heads in (63, 64)}
+    wanted |= {(rows, 63): [some, (64, 32, 0)] for rows in (17, 64)}
+    wanted |= {(rows, 64): [many, values[rows]] for rows in (17, 64)}
+    wanted |= {(rows, heads): [many, values[rows]] for rows in (65, 512, 513) for heads in (63, 64)}
+    assert found == wanted
+    assert row_form(40) == (projection_form(40, 16), projection_form(40, 128))
 
 
 def test_forms_grow_with_the_rows():

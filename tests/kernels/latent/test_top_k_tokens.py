@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.latent.latent_planes import SparseRows
-from holdfast.kernels.latent.top_k_geometry import BLOCK_ITEMS, TOP_K_FORM, TopKForm, top_k_specs
+from holdfast.kernels.latent.top_k_geometry import (
+    BLOCK_ITEMS,
+    TOP_K_FORM,
+    TopKForm,
+    num_warps,
+    top_k_specs,
+    unsupported_top_k,
+)
 from holdfast.kernels.latent.top_k_tokens import top_k_tokens, top_k_tokens_reference, top_k_tokens_triton
 from kernels.exactness import random
 from kernels.triton_cases import QUIET, amid_poison, assert_allocates_nothing
@@ -45,13 +52,14 @@ def make_scratch(allocate, num_rows, context, k, form):
     return {spec.name: allocate(*spec.shape, dtype=torch.int32).fill_(NOWHERE) for spec in specs}
 
 
-def chosen(allocate, device, scores, num_tokens, k, form=SMALL):
+def chosen(allocate, device, scores, num_tokens, k, form=SMALL, scratch=None):
     """What the kernels choose, amid scores that nobody may look at."""
     num_rows, context = scores.shape
     scores = amid_poison(scores, device)
     for row, length in enumerate(num_tokens):
         scores[row, length:] = INF
-    scratch = make_scratch(allocate, num_rows, context, k, form)
+    if scratch is None:
+        scratch = make_scratch(allocate, num_rows, context, k, form)
     out = allocate(num_rows, k, dtype=torch.int32).fill_(NOWHERE)
     assert top_k_tokens_triton(scores, rows_of(num_tokens, device), out, scratch, form) is out
     return out.tolist()
@@ -118,6 +126,35 @@ def test_any_number_of_tokens(device, guarded, k):
     assert chosen(guarded, device, scores, [600], k) == by_reference(scores, [600], k)
 
 
+@pytest.mark.parametrize("context", [100, 300], ids=lambda context: f"{context} tokens")
+def test_top_k_above_every_context_takes_all_tokens(device, guarded, context):
+    lengths = [context, 0, context - 1]
+    scores = random(3, context)
+    assert chosen(guarded, device, scores, lengths, 700) == by_reference(scores, lengths, 700)
+
+
+def test_top_k_on_used_scratch_chooses_as_on_fresh_scratch(device, guarded):
+    """Zeros, integers that are too large, and what a call with other scores left: no call may read any of it."""
+    first, second = random(3, 600), random(3, 600, seed=1)
+    lengths, others = [600, 257, 600], [600, 600, 258]
+    for left in (0, 1, NOWHERE):
+        scratch = make_scratch(guarded, 3, 600, 20, SMALL)
+        for tensor in scratch.values():
+            tensor.fill_(left)
+        for scores, counts in ((first, lengths), (second, others), (second.roll(5, 1), lengths), (first, others)):
+            wanted = by_reference(scores, counts, 20)
+            assert chosen(guarded, device, scores, counts, 20, scratch=scratch) == wanted
+
+
+def test_top_k_of_random_scores_lists_a_few_near_tokens(device, guarded):
+    """Between K and a block of tokens are near: else a row is gone through whole, and that is slow."""
+    scores, lengths = random(12, 1200) * torch.logspace(-3, 3, 12)[:, None], [1200, 600, 300] * 4
+    scratch = make_scratch(guarded, 12, 1200, 20, SMALL)
+    assert chosen(guarded, device, scores, lengths, 20, scratch=scratch) == by_reference(scores, lengths, 20)
+    num_near = scratch["near limits"][:, 1].tolist()
+    assert all(20 <= count <= 256 for count in num_near), num_near
+
+
 def test_rows_of_any_length_and_rows_that_do_not_choose(device, guarded):
     lengths = [0, 1, 15, 16, 17, 64, 65, 0, 256, 257, 300]
     scores = random(len(lengths), 300)
@@ -141,8 +178,8 @@ def test_a_row_is_chosen_as_if_it_were_alone(device, guarded):
 
 
 def test_chunks_of_a_list_end_anywhere(device, guarded):
-    scores = random(24, 1000)
-    assert chosen(guarded, device, scores, [1000] * 24, 40) == by_reference(scores, [1000] * 24, 40)
+    scores = random(8, 1000)
+    assert chosen(guarded, device, scores, [1000] * 8, 40) == by_reference(scores, [1000] * 8, 40)
 
 
 def test_a_list_that_is_just_full(device, guarded):
@@ -177,7 +214,7 @@ def test_real_forms(device, guarded, kind, context, k):
     assert chosen(guarded, device, scores, [context], k, TOP_K_FORM) == by_reference(scores, [context], k)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_scores(device, data):
     length = data.draw(st.integers(1, 150))
@@ -198,6 +235,21 @@ def test_scratch_is_small_beside_the_scores(k, context):
     num_bytes = sum(spec.num_bytes for spec in top_k_specs(64, context, k))
     assert num_bytes <= 64 * (2**16 + 99 + context // 512)
     assert sum(spec.num_bytes for spec in top_k_specs(0, context, k)) == 0
+
+
+def test_sizes_of_the_selection_are_known():
+    """Blocks of 4 K and more, one token in 64 sampled, ranks between K and a full list, 16 items a thread."""
+    form = TOP_K_FORM
+    assert [form.block(k) for k in (1, 2048, 2049, 4096)] == [8192, 8192, 16384, 16384]
+    assert [form.sample(context) for context in (1, 131072, 131073, 10**6)] == [2048, 2048, 4096, 16384]
+    assert [form.wanted(k) for k in (1, 512, 2048, 4096)] == [513, 2048, 4096, 8192]
+    assert [num_warps(items) for items in (32, 128, 256, 512, 2048, 4096, 8192, 2**15)] == [1, 1, 2, 4, 4, 8, 16, 16]
+    shapes = [[spec.shape for spec in top_k_specs(3, context, 2048)] for context in (8192, 8193)]
+    assert shapes == [[(0, 2), (0, 2, 2), (0, 8192), (0, 8192)], [(3, 2), (3, 2, 3), (3, 8192), (3, 8192)]]
+    most = 1024 * 4096
+    assert unsupported_top_k(4096, most) is unsupported_top_k(5000, 5000) is unsupported_top_k(9, 9) is None
+    assert unsupported_top_k(4097, 5000) == "a row may choose up to 4096 tokens, not 4097"
+    assert unsupported_top_k(9, most + 1) == f"a row may choose among up to {most} tokens, not {most + 1}"
 
 
 def test_what_does_not_fit_is_refused(device, guarded):

@@ -59,7 +59,7 @@ def make_case(num_rows: int, num_heads: int, dim: int, rope_dim: int, dtype: tor
         ((normal(num_rows, dim) + 0.3) * size_T1).to(dtype),
         normal(num_rows, num_heads, dim).to(dtype),
         slots_T,
-        IndexNorm((0.5 + normal(dim).abs()).to(dtype), normal(dim).to(dtype), 1e-6),
+        IndexNorm((0.5 + normal(dim).abs()).to(dtype), normal(dim).to(dtype), 0.1),
         rotary_rows(positions_T, rope_dim),
     )
 

@@ -1,9 +1,12 @@
 """The write of latents into every kind of page: the kernel against its reference, and that nothing else is touched."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.latent import write_latent as write_latent_module
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
 from holdfast.kernels.latent.write_latent import (
     LatentNorm,
@@ -104,6 +107,24 @@ def test_every_shape_is_quantized_like_the_reference(device, name, latent_dim, r
 def test_plain_pages_hold_the_same_numbers(device, latent_dim, rope_dim, num_heads) -> None:
     case = make_latent_case(5, num_heads, latent_dim, rope_dim, torch.float32, NUM_PAGES * PAGE_TOKENS)
     judge(case, "float32", device)
+
+
+@pytest.mark.parametrize("name", ["float32", *QUANTIZED_LATENTS])
+def test_heads_of_several_programs_match_the_reference(device, monkeypatch, name) -> None:
+    """Two heads go to a program, and eps is as large as what is normed."""
+    monkeypatch.setattr(write_latent_module, "ELEMENTS_PER_PROGRAM", 16)
+    for latent_dim in (48, 256):
+        case = make_latent_case(4, 5, latent_dim, 8, torch.float32, NUM_PAGES * PAGE_TOKENS)
+        judge(replace(case, norm=case.norm._replace(eps=0.7)), name, device)
+
+
+def test_a_latent_is_normed_with_its_eps() -> None:
+    case = make_latent_case(4, 2, 48, 8, torch.float32, NUM_PAGES * PAGE_TOKENS)
+    planes, _ = written(write_latent, replace(case, norm=case.norm._replace(eps=0.7)), "float32")
+    used = case.slots >= 0
+    latent_XL = case.latent[used, :48].double()
+    wanted = latent_XL * (latent_XL.square().mean(-1, keepdim=True) + 0.7).rsqrt() * case.norm.weight_L.double()
+    torch.testing.assert_close(planes.rows_SX[case.slots[used], :48].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 @DTYPES
