@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from each_value import mark_others_slow
+from pointer_bounds import bound_pointers
 from quick_interpreter import quicken_interpreter
 from red_zones import RedZones
 
@@ -130,6 +131,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     quicken_interpreter()
+    bound_pointers()
     freeze_imports(item.session, least=30)
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from distributed.exchange_steps import NEEDS, all_calls, some_steps
 from distributed.gloo_ranks import CPU, run_gloo
 from distributed.lock_step import LockStep
 from holdfast.distributed import collectives
 from holdfast.distributed.collectives import CollectiveExchange, open_collectives
 from holdfast.distributed.exchange import Exchange
-from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_terms, in_stage
+from holdfast.distributed.exchange_plan import exchange_terms, in_stage
 from holdfast.distributed.linked import LinkedExchange
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.distributed.rendezvous import listen_for_ranks
@@ -25,54 +26,8 @@ from holdfast.errors import ConfigError, EngineDeadError
 from holdfast.memory.ledger import Ledger
 
 PROGRAM = Path(__file__).parent / "gloo_ranks.py"
-ROWS, HIDDEN, VOCAB = 5, 24, 13
-NEEDS = ExchangeNeeds(
-    room_bytes=ROWS * HIDDEN * 4, num_logit_rows=ROWS, vocab_size=VOCAB, hidden_bytes=ROWS * HIDDEN * 4
-)
-
-
-def all_calls(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
-    """A step as a model and a runner would make it, with numbers that differ by rank, call and row."""
-    chance = torch.Generator().manual_seed(mesh.rank)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=chance)
-
-    found: list[torch.Tensor] = []
-    ids = torch.arange(ROWS) + 100 * mesh.rank
-    exchange.share_tokens(ids)
-    found.append(ids)
-    x_TH = numbers(ROWS, HIDDEN)
-    if not mesh.is_first_stage:
-        exchange.receive_rows(x_TH)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16) if exchange.size > 1 else ():
-        room = exchange.room(ROWS, HIDDEN, dtype).copy_(x_TH * (mesh.tensor_rank + 1) + numbers(ROWS, HIDDEN))
-        found.append(exchange.sum_rows(room, torch.empty(ROWS, HIDDEN, dtype=dtype)))
-        room = exchange.room(ROWS, 6, dtype).copy_(numbers(ROWS, 6))
-        found.append(exchange.gather_columns(room, torch.empty(ROWS, 6 * exchange.size, dtype=dtype)))
-    if exchange.size > 1:
-        room = exchange.room(ROWS, HIDDEN, torch.bfloat16).copy_(numbers(ROWS, HIDDEN))
-        x_TH = exchange.sum_rows(room, torch.empty(ROWS, HIDDEN))
-    found.append(x_TH.clone())
-    if not mesh.is_last_stage:
-        exchange.send_rows(x_TH)
-        x_TH.fill_(float("nan"))
-    if mesh.is_last_stage or mesh.rank == 0:
-        share = NEEDS.vocab_share(mesh)
-        width = max(0, min(share, VOCAB - mesh.tensor_rank * share))
-        part = numbers(ROWS, width) if mesh.is_last_stage else None
-        whole = exchange.whole_logits(ROWS) if mesh.rank == 0 else None
-        exchange.gather_logits(part, whole)
-        if whole is not None:
-            found.append(whole.clone())
-        small = numbers(ROWS, 2) if mesh.is_last_stage else None
-        found.append(exchange.gather_small(small, torch.empty(exchange.size, ROWS, 2)))
-    exchange.end_step()
-    return found
-
-
 def two_steps(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
-    return [*all_calls(mesh, exchange), *all_calls(mesh, exchange)]
+    return some_steps(mesh, exchange)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +92,10 @@ def test_two_engines_interleave_in_one_process() -> None:
         return two_steps(mesh, exchange)
 
     def outer(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
-        first = all_calls(mesh, exchange)
+        first = all_calls(mesh, exchange, seed=0)
         if mesh.rank == 0:
             run_gloo(ranks, NEEDS, inner)
-        return [*first, *all_calls(mesh, exchange)]
+        return [*first, *all_calls(mesh, exchange, seed=1)]
 
     for one, other in zip(run_gloo(ranks, NEEDS, outer), LockStep(ranks, NEEDS).run(two_steps), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
