@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from each_value import mark_others_slow
+from pointer_bounds import bound_pointers
 from quick_interpreter import quicken_interpreter
 from red_zones import RedZones
 from scratch_memory import Memory, Poison, filled_empty
@@ -131,6 +132,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     quicken_interpreter()
+    bound_pointers()
     freeze_imports(item.session, least=30)
 
 

@@ -8,71 +8,27 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from distributed.exchange_steps import NEEDS, all_calls, some_steps
 from distributed.gloo_ranks import CPU, run_gloo
 from distributed.lock_step import LockStep
 from holdfast.distributed import collectives
-from holdfast.distributed.collectives import CollectiveExchange, open_collectives
+from holdfast.distributed.collectives import CollectiveExchange, NcclPeers, open_collectives
 from holdfast.distributed.exchange import Exchange
-from holdfast.distributed.exchange_plan import ExchangeNeeds, exchange_terms, in_stage
+from holdfast.distributed.exchange_plan import exchange_terms, in_stage
 from holdfast.distributed.linked import LinkedExchange
 from holdfast.distributed.mesh import Mesh, meshes
-from holdfast.distributed.rendezvous import listen_for_ranks
+from holdfast.distributed.rendezvous import listen_for_ranks, make_gloo
 from holdfast.errors import ConfigError, EngineDeadError
 from holdfast.memory.ledger import Ledger
 
 PROGRAM = Path(__file__).parent / "gloo_ranks.py"
-ROWS, HIDDEN, VOCAB = 5, 24, 13
-NEEDS = ExchangeNeeds(
-    room_bytes=ROWS * HIDDEN * 4, num_logit_rows=ROWS, vocab_size=VOCAB, hidden_bytes=ROWS * HIDDEN * 4
-)
-
-
-def all_calls(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
-    """A step as a model and a runner would make it, with numbers that differ by rank, call and row."""
-    chance = torch.Generator().manual_seed(mesh.rank)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=chance)
-
-    found: list[torch.Tensor] = []
-    ids = torch.arange(ROWS) + 100 * mesh.rank
-    exchange.share_tokens(ids)
-    found.append(ids)
-    x_TH = numbers(ROWS, HIDDEN)
-    if not mesh.is_first_stage:
-        exchange.receive_rows(x_TH)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16) if exchange.size > 1 else ():
-        room = exchange.room(ROWS, HIDDEN, dtype).copy_(x_TH * (mesh.tensor_rank + 1) + numbers(ROWS, HIDDEN))
-        found.append(exchange.sum_rows(room, torch.empty(ROWS, HIDDEN, dtype=dtype)))
-        room = exchange.room(ROWS, 6, dtype).copy_(numbers(ROWS, 6))
-        found.append(exchange.gather_columns(room, torch.empty(ROWS, 6 * exchange.size, dtype=dtype)))
-    if exchange.size > 1:
-        room = exchange.room(ROWS, HIDDEN, torch.bfloat16).copy_(numbers(ROWS, HIDDEN))
-        x_TH = exchange.sum_rows(room, torch.empty(ROWS, HIDDEN))
-    found.append(x_TH.clone())
-    if not mesh.is_last_stage:
-        exchange.send_rows(x_TH)
-        x_TH.fill_(float("nan"))
-    if mesh.is_last_stage or mesh.rank == 0:
-        share = NEEDS.vocab_share(mesh)
-        width = max(0, min(share, VOCAB - mesh.tensor_rank * share))
-        part = numbers(ROWS, width) if mesh.is_last_stage else None
-        whole = exchange.whole_logits(ROWS) if mesh.rank == 0 else None
-        exchange.gather_logits(part, whole)
-        if whole is not None:
-            found.append(whole.clone())
-        small = numbers(ROWS, 2) if mesh.is_last_stage else None
-        found.append(exchange.gather_small(small, torch.empty(exchange.size, ROWS, 2)))
-    exchange.end_step()
-    return found
-
-
 def two_steps(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
-    return [*all_calls(mesh, exchange), *all_calls(mesh, exchange)]
+    return some_steps(mesh, exchange)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +53,86 @@ def test_gloo_answers_as_lock_step_does_and_holds_what_is_planned(ranks: tuple[M
         planned = {term.owner: term.num_bytes for term in terms if not term.owner.startswith("sampling/")}
         assert held[mesh.rank] == planned
     assert all(ledger.total_bytes == 0 for ledger in ledgers)
+
+
+class NcclOverGloo:
+    """In the place of ProcessGroupNCCL: calls between start and end of coalescing run when their end is waited for."""
+
+    def __init__(self, store: object, name: str, rank: int, size: int, timeout_s: float, device: torch.device) -> None:
+        self._group = make_gloo(store, name, rank, size, timeout_s)
+        self._together: list[tuple[str, torch.Tensor, int]] | None = None
+
+    def _start_coalescing(self) -> None:
+        self._together = []
+
+    def _end_coalescing(self) -> SimpleNamespace:
+        calls, self._together = self._together or [], None
+
+        def wait() -> None:
+            works = [getattr(self._group, verb)([tensor], rank, 0) for verb, tensor, rank in calls]
+            for work in works:
+                work.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> object:
+        return self._call("send", tensors, rank)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> object:
+        return self._call("recv", tensors, rank)
+
+    def _call(self, verb: str, tensors: list[torch.Tensor], rank: int) -> object:
+        if self._together is not None:
+            return self._together.append((verb, *tensors, rank))
+        return getattr(self._group, verb)(tensors, rank, 0)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._group, name)
+
+
+@pytest.mark.parametrize(
+    "ranks", [meshes(2), meshes(2, [(0, 1), (1, 2), (2, 3)])], ids=["tensor2", "tensor2-stages3"]
+)
+def test_nccl_calls_answer_as_lock_step_does(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
+    """Among stages NCCL has no collectives of a stage: sends and receives in one group stand for them."""
+    monkeypatch.setattr(collectives, "make_nccl", NcclOverGloo)
+    monkeypatch.setattr(collectives, "open_peers", lambda *arguments: (NcclPeers(*arguments), 0))
+    found = run_gloo(ranks, NEEDS, two_steps)
+    for mesh, one, other in zip(ranks, found, LockStep(ranks, NEEDS).run(two_steps), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), mesh
+
+
+class LateSends:
+    """In the place of peers: a send is under way until it was waited for, and its memory has to stay as it is."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self.sent: list[torch.Tensor] = []
+
+    def send(self, tensor: torch.Tensor, rank: int) -> SimpleNamespace:
+        number, given = len(self.sent), tensor.clone()
+        self.sent.append(given)
+
+        def wait() -> None:
+            assert torch.equal(tensor, given), f"the memory of send {number} was written before it ended"
+            self.waited.append(number)
+
+        return SimpleNamespace(wait=wait)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def test_send_rows_waits_for_the_send_whose_slot_it_takes() -> None:
+    mesh, peers = meshes(1, [(0, 1), (1, 2), (2, 3)])[0], LateSends()
+    exchange = CollectiveExchange(mesh, NEEDS, peers, CPU, Ledger())  # type: ignore[arg-type]
+    for number in range(8):
+        rows = torch.full((1 + number % 2, 4), float(number))
+        exchange.send_rows(rows)
+        rows.fill_(-1.0)
+        assert peers.waited == list(range(number - 2))
+    assert [float(rows[0, 0]) for rows in peers.sent] == list(range(8))
+    exchange.close()
 
 
 def test_stages_that_are_linked_answer_as_lock_step_does_and_hold_what_is_planned() -> None:
@@ -137,10 +173,10 @@ def test_two_engines_interleave_in_one_process() -> None:
         return two_steps(mesh, exchange)
 
     def outer(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
-        first = all_calls(mesh, exchange)
+        first = all_calls(mesh, exchange, seed=0)
         if mesh.rank == 0:
             run_gloo(ranks, NEEDS, inner)
-        return [*first, *all_calls(mesh, exchange)]
+        return [*first, *all_calls(mesh, exchange, seed=1)]
 
     for one, other in zip(run_gloo(ranks, NEEDS, outer), LockStep(ranks, NEEDS).run(two_steps), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -97,6 +97,8 @@ from holdfast.quant.quantized_weight import QuantizedWeight  # noqa: E402
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
+ANSWERS = {"can_run": True, "supports_pdl": True, "shared_bytes": 227 * 1024}
+"""What launchers ask about the GPU of a tensor. Memory of a host would answer 256 KiB of shared memory."""
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 NAMES |= {torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
@@ -912,9 +914,9 @@ def main() -> None:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernels.append(CompiledOnly(getattr(module, name)))
             setattr(module, name, kernels[-1])
-        for question in ("can_run", "supports_pdl"):
+        for question, answer in ANSWERS.items():
             if hasattr(module, question):
-                setattr(module, question, lambda tensor: True)
+                setattr(module, question, lambda tensor, answer=answer: answer)
     results: dict[str, object] = {}
     for case in sys.argv[1:]:
         for kernel in kernels:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 
 import pytest
 import torch
@@ -18,9 +19,16 @@ DTYPES = pytest.mark.parametrize(
 QUIET = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
-def amid_poison(values_TX: torch.Tensor, device: torch.device, moat: int = MOAT) -> torch.Tensor:
-    """The same rows on the device with NaN before, behind and between them: a read outside of a row shows."""
+MOATS = cycle(MOAT + 16 * more for more in range(5))
+
+
+def amid_poison(values_TX: torch.Tensor, device: torch.device, moat: int | None = None) -> torch.Tensor:
+    """The same rows on the device with NaN before, behind and between them: a read outside of a row shows.
+
+    Rows of the next tensor lie further apart, or nearer: no tensor has the row stride of another.
+    """
     num_rows, width = values_TX.shape
+    moat = next(MOATS) if moat is None else moat
     buffer = torch.full((num_rows + 2, width + 2 * moat), float("nan"), dtype=values_TX.dtype, device=device)
     rows = buffer[1:-1, moat : moat + width]
     rows.copy_(values_TX)

@@ -21,7 +21,7 @@ EPS = 1e-5
 
 def room(zones, num_rows, size) -> QuantizedRows:
     codes = zones.allocate(num_rows, size, dtype=torch.uint8).fill_(0x55).view(torch.float8_e4m3fn)
-    return QuantizedRows(codes, zones.allocate(num_rows, 1).fill_(7.0))
+    return QuantizedRows(codes, zones.allocate(num_rows, 3).fill_(7.0)[:, 1:2])
 
 
 def assert_codes_of(y_TD, quantized) -> None:

@@ -24,7 +24,8 @@ TYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:]
 )
 TABLES = pytest.mark.parametrize("scheme", [FP8, INT8], ids=lambda scheme: scheme.name)
-IDS = torch.tensor([3, 0, 28, 3, 7])
+IDS = torch.tensor([3, 0, 28, 3, 7, 11, 12, 23, 24])
+"""Some twice, and those at both sides of every edge of SHARES."""
 
 
 def table_of(scheme, num_columns, device="cpu", num_rows=29):
@@ -89,14 +90,14 @@ def test_an_id_beyond_the_table_is_an_error_on_a_cpu():
 @pytest.mark.parametrize("scheme", [FP8_BLOCK, MXFP4], ids=lambda scheme: scheme.name)
 def test_schemes_without_scales_by_row_are_refused(scheme):
     with pytest.raises(AssertionError, match=f"{scheme.name}: a row cannot be looked up by itself"):
-        lookup_rows(IDS, table_of(scheme, 64), torch.empty(5, 64))
+        lookup_rows(IDS, table_of(scheme, 64), torch.empty(len(IDS), 64))
 
 
 def test_room_of_another_shape_is_refused(device):
     with pytest.raises(AssertionError, match=r"out_TK\.shape"):
-        lookup_rows(IDS, table_of(FP8, 64), torch.empty(5, 65))
+        lookup_rows(IDS, table_of(FP8, 64), torch.empty(len(IDS), 65))
     with pytest.raises(AssertionError, match="columns lie apart"):
-        lookup_rows_triton(IDS.to(device), table_of(FP8, 5, device), torch.empty(5, 5, device=device).t())
+        lookup_rows_triton(IDS.to(device), table_of(FP8, 9, device), torch.empty(9, len(IDS), device=device).t())
 
 
 @TABLES
@@ -110,7 +111,7 @@ def test_no_tokens(device, scheme):
 @TABLES
 def test_nothing_is_allocated(device, scheme):
     table, ids = table_of(scheme, 640, device), IDS.to(device)
-    out = torch.empty(5, 640, dtype=torch.bfloat16, device=device)
+    out = torch.empty(len(IDS), 640, dtype=torch.bfloat16, device=device)
     assert_allocates_nothing(lambda: lookup_rows(ids, table, out))
 
 
@@ -144,7 +145,7 @@ def test_shares_of_ranks_add_up_to_the_row(device, guarded, scheme, dtype, num_c
     table = plain.to(device) if scheme is None else table_of(scheme, num_columns, device)
     ids = IDS.to(device)
     whole = (
-        lookup_rows_reference(IDS, table_of(scheme, num_columns), plain.new_empty(5, num_columns))
+        lookup_rows_reference(IDS, table_of(scheme, num_columns), plain.new_empty(len(IDS), num_columns))
         if scheme
         else plain[IDS]
     )

@@ -31,13 +31,26 @@ def test_one_row(device, scheme, size_n, size_k):
         judge_add(quantized_case(1, size_n, size_k, widest_on(device), scheme, with_bias=with_bias), device)
 
 
-@pytest.mark.each_value
-@BOTH
-@pytest.mark.parametrize("size_k", [3, 100, 128, 640, 768, 777, 1024, 4608], ids=lambda size: f"K{size}")
+DEEP_SIZES = (128, 640, 768, 1024, 4096, 4608, 5120)
+"""Sizes of K for every number of loads whose sums begin in half precision, and for several such sums."""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size_k"),
+    [*((FP8, size_k) for size_k in (3, 100, 777, *DEEP_SIZES)), (INT8, 777), (INT8, 1024)],
+    ids=lambda value: scheme_id(value) if value in (FP8, INT8) else f"K{value}",
+)
 def test_every_way_in_which_blocks_along_k_are_chosen(device, scheme, size_k):
     judge_normed(quantized_case(1, 5, size_k, widest_on(device), scheme), device)
     judge_normed(quantized_case(1, 3, size_k, widest_on(device), scheme, gated=True), device)
     judge_add(quantized_case(1, 9, size_k, widest_on(device), scheme), device)
+
+
+def test_deep_sizes_take_every_number_of_loads():
+    for residual in (False, True):
+        blocks = [quantized_gemv_blocks(size_k, False, residual, quantized=True) for size_k in DEEP_SIZES]
+        assert {one.depth for one in blocks} == {1, 2, 3, 4, 5}
+        assert any(size_k > one.block_k * one.depth for size_k, one in zip(DEEP_SIZES, blocks, strict=True))
 
 
 @BOTH

@@ -6,7 +6,9 @@ import torch
 from holdfast.kernels.gemm.quantize_activations import (
     BLOCK_COLUMNS,
     QuantizedRows,
+    RowAmaxBits,
     quantize_rows,
+    quantize_rows_by_amax,
     quantize_rows_reference,
     quantize_rows_triton,
 )
@@ -27,7 +29,7 @@ def quantized(function, x, blocked, device="cpu"):
     num_blocks = -(-num_columns // BLOCK_COLUMNS) if blocked else 1
     codes = zones.allocate(num_rows, num_columns + 16, dtype=torch.float8_e4m3fn)
     codes.view(torch.uint8).fill_(0x55)
-    scales = zones.allocate(num_blocks, num_rows, dtype=torch.float32).fill_(torch.nan).t()
+    scales = zones.allocate(num_blocks, num_rows, 2, dtype=torch.float32).fill_(torch.nan)[:, :, 0].t()
     room = QuantizedRows(codes[:, :num_columns], scales)
     assert function(x, room) is room
     zones.check()
@@ -48,6 +50,20 @@ def test_like_the_reference_in_any_width(device, width, blocked):
     assert_same(
         quantized(quantize_rows_triton, amid_poison(x, device), blocked, device),
         quantized(quantize_rows_reference, x, blocked),
+    )
+
+
+@pytest.mark.parametrize("num_amax", [1, 3, 16])
+@pytest.mark.parametrize("width", [33, 2048, 2049, 4100], ids=lambda width: f"K{width}")
+def test_rows_by_amax_are_like_the_reference_in_any_width(device, width, num_amax):
+    """Sizes of rows differ by far, and the largest number may lie in any of their blocks."""
+    x = random(3, width) * torch.tensor([1e-2, 1.0, 1e4])[:, None]
+    padded = torch.nn.functional.pad(x.abs(), (0, -width % num_amax)).view(3, num_amax, -1).amax(-1)
+    bits = amid_poison(padded.reshape(1, -1), device).view(torch.int32)
+    amax = RowAmaxBits(bits, num_amax)
+    assert_same(
+        quantized(lambda rows, room: quantize_rows_by_amax(rows, amax, room), amid_poison(x, device), False, device),
+        quantized(quantize_rows_reference, x, False),
     )
 
 

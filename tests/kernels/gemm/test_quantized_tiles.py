@@ -44,6 +44,8 @@ from red_zones import RedZones
 pytestmark = QUIET
 
 TILE_SCHEMES = pytest.mark.parametrize("scheme", EVERY_SCHEME, ids=scheme_id)
+KINDS = (FP8, replace(FP8_BLOCK, block_rows=8), INT8, MXFP4)
+"""A scheme of each kind of operands: whatever is for rows or sizes is tried with each."""
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=["float16", "bfloat16"]
 )
@@ -83,16 +85,14 @@ def judge(x_MK, weight, bias_N, device, out_dtype=None) -> None:
     assert_as_exact_as_torch(y, in_torch, exact, magnitude=10.0 * slack(device, weight.scheme))
 
 
-@pytest.mark.each_value
-@TILE_SCHEMES
+@pytest.mark.parametrize("scheme", KINDS, ids=scheme_id)
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 33, 130], ids=lambda count: f"{count} rows")
 def test_every_number_of_rows(device, scheme, num_rows):
     x, weight = inputs(num_rows, 65, 160, scheme)
     judge(x.to(widest_on(device)), weight, None, device)
 
 
-@pytest.mark.each_value
-@TILE_SCHEMES
+@pytest.mark.parametrize("scheme", KINDS, ids=scheme_id)
 @pytest.mark.parametrize(("size_n", "size_k"), [(2, 3), (33, 128), (63, 100), (129, 333)])
 def test_every_size_with_a_bias(device, scheme, size_n, size_k):
     x, weight = inputs(3, size_n, size_k, scheme, seed=2)

@@ -33,7 +33,7 @@ from holdfast.kernels.geometry import (
 )
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8
-from kernels.exactness import assert_as_exact_as_torch, companies, random, same_bits
+from kernels.exactness import assert_as_exact_as_torch, random, same_bits
 from kernels.quantized_cases import (
     codable_rows,
     exact_rows,
@@ -77,21 +77,26 @@ def coded(zones, x_MK, weight) -> QuantizedRows:
 
 
 def run(x_MK, weight, bias_N, device, out_dtype, split=True) -> torch.Tensor:
-    """The kernel amid poison, twice over the same scratch: its counters are zeros again after the first."""
+    """The kernel amid poison, twice over the same scratch: the first time over the rows in another order."""
     zones, (size_n, size_k) = RedZones(device), weight.shape
     rows = coded(zones, x_MK, weight)
     if split:
         rows = rows._replace(scratch=scratch_amid(zones, len(x_MK), size_n, size_k))
     bias, weight = None if bias_N is None else amid(bias_N, device), weight_amid(weight, device)
+    backwards = rows._replace(codes_TK=_backwards(rows.codes_TK), scales_TB=_backwards(rows.scales_TB))
     results = []
-    for _ in range(2):
+    for one in (backwards, rows):
         out = zones.allocate(len(x_MK), size_n, dtype=out_dtype).fill_(NAN)
-        assert row_scaled_linear(rows, weight, bias, out) is out
+        assert row_scaled_linear(one, weight, bias, out) is out
         results.append(out.cpu())
         assert rows.scratch is None or not rows.scratch.arrived.any()
     zones.check()
-    assert same_bits(*results)
-    return results[0]
+    assert same_bits(results[0].flip(0), results[1])
+    return results[1]
+
+
+def _backwards(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[list(range(len(tensor)))[::-1]].contiguous()
 
 
 def run_gate(x_MK, weight, bias_N, kind, device, out_dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +140,7 @@ def test_every_size_with_a_bias(device, size_n, size_k):
         judge(x.to(widest_on(device)), weight, random(size_n, seed=5).to(widest_on(device)), device)
 
 
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=12, deadline=None)
 @given(rows=st.integers(1, 40), size_n=st.integers(1, 200), size_k=st.integers(1, 1500), has_bias=st.booleans())
 def test_any_size(device, rows, size_n, size_k, has_bias):
     x, weight = codable_rows(rows, size_k, seed=rows), random_weight(size_n, size_k, FP8, seed=size_n)
@@ -170,7 +175,7 @@ def test_a_row_is_the_same_in_any_company(device, split):
     assert row_scaled_splits(65, 1100) > 2
     x, weight = codable_rows(64, 1100).to(widest_on(device)), random_weight(65, 1100, FP8)
     whole = run(x, weight, None, device, torch.float32, split)
-    for some in companies(64):
+    for some in ([63], [5, 3], list(range(17)), list(range(1, 34))):
         assert same_bits(run(x[some], weight, None, device, torch.float32, split), whole[some])
 
 
@@ -216,11 +221,11 @@ def test_a_row_of_zeros_is_the_bias(device):
 def test_the_gate_is_that_of_torch_and_its_amax_is_of_what_is_stored(device, kind, num_rows, size_i, size_k):
     dtype = widest_on(device)
     x, weight = codable_rows(num_rows, size_k).to(dtype), random_weight(2 * size_i, size_k, FP8)
-    for bias in (None, random(2 * size_i, seed=5).to(dtype)):
-        y, amax = run_gate(x, weight, bias, kind, device, dtype)
+    for bias, out_dtype in ((None, dtype), (random(2 * size_i, seed=5).to(dtype), torch.float16)):
+        y, amax = run_gate(x, weight, bias, kind, device, out_dtype)
         zones = RedZones(torch.device("cpu"))
         rows = coded(zones, x, weight)._replace(scratch=scratch_amid(zones, num_rows, size_i, size_k))
-        in_torch = torch.empty(y.shape, dtype=dtype)
+        in_torch = torch.empty(y.shape, dtype=out_dtype)
         left = row_scaled_gate_reference(rows, weight, bias, kind, in_torch)
         exact = exact_rows(x, FP8) @ exact_weight(weight).T
         gate, up = (exact if bias is None else exact + bias.double()).chunk(2, dim=-1)

@@ -146,6 +146,20 @@ def test_any_product(device, num_rows, size_n, blocks_k, gated, with_bias, num_s
     judge_add(small_batch_case(num_rows, size_n, 64 * blocks_k, dtype, False, with_bias, seed), device)
 
 
+@pytest.mark.parametrize("num_rows", [1, 3], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("size_k", [64, 1024], ids=["one split", "split-K"])
+def test_residual_gets_outputs_as_a_store_rounds_them(device, num_rows, size_k):
+    """Whole numbers, whose sums are exact: half precision rounds those beyond 2048, and once more with x."""
+    case = small_batch_case(num_rows, 70, size_k, torch.float16)
+    case.x_MK.copy_(torch.randint(-60, 61, case.x_MK.shape, generator=torch.Generator().manual_seed(1)))
+    case.weight_NK.copy_(torch.randint(-20, 21, case.weight_NK.shape, generator=torch.Generator().manual_seed(2)))
+    case.residual_MN.copy_(torch.arange(case.residual_MN.numel()).view(case.residual_MN.shape) % 7 - 3)
+    y = (case.x_MK.double() @ case.weight_NK.double().T).half()
+    assert (y.abs() > 2048).sum() > 20, "nothing is rounded"
+    x, *_ = run_add(linear_add, case, device)
+    assert same_bits(x, (case.residual_MN.float() + y.float()).half())
+
+
 def small_companies() -> list[list[int]]:
     """Leading rows of every count that is treated differently, and shuffled ones; two at least."""
     generator = torch.Generator().manual_seed(0)

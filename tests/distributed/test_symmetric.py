@@ -1,0 +1,64 @@
+"""Exchanges over symmetric memory, with kernels and signals in the interpreter: the answers of lock-step threads, to the bit."""
+
+import pytest
+import torch
+
+from distributed.exchange_steps import NEEDS, some_steps
+from distributed.interpreted_ranks import InterpretedRanks
+from distributed.lock_step import LockStep
+from holdfast.distributed.exchange import Exchange
+from holdfast.distributed.exchange_plan import exchange_terms
+from holdfast.distributed.mesh import Mesh, meshes
+from holdfast.kernels.exchange import sum_rows
+from holdfast.memory.ledger import Ledger
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+FLOATS = (torch.float32, torch.float16)
+"""The interpreter truncates what it stores as bfloat16."""
+
+
+def steps(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
+    """More than there are slots between stages."""
+    return some_steps(mesh, exchange, 2 + mesh.num_stages // 2, dtypes=FLOATS)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [meshes(2), meshes(3), meshes(1, [(0, 1), (1, 2)]), meshes(2, [(0, 1), (1, 2)])],
+    ids=["tensor2", "tensor3", "stages2", "tensor2-stages2"],
+)
+def test_symmetric_steps_are_those_of_lock_step(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
+    ledgers, held = [Ledger() for _ in ranks], {}
+    monkeypatch.setattr(sum_rows, "TWO_PASS_BYTES", 1)  # three ranks add up shares
+
+    def work(mesh: Mesh, exchange: Exchange) -> list[torch.Tensor]:
+        held[mesh.rank] = {entry.owner: entry.num_bytes for entry in ledgers[mesh.rank]}
+        return steps(mesh, exchange)
+
+    found = InterpretedRanks(ranks, monkeypatch).run(NEEDS, work, ledgers)
+    for mesh, one, other in zip(ranks, found, LockStep(ranks, NEEDS).run(steps), strict=True):
+        assert len(one) == len(other)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), mesh
+        terms = exchange_terms(NEEDS, mesh, "symmetric")
+        assert held[mesh.rank] == {term.owner: term.num_bytes for term in terms if term.owner != "sampling/shares"}
+    assert all(ledger.total_bytes == 0 for ledger in ledgers)
+
+
+@pytest.mark.parametrize("ranks", [meshes(2), meshes(1, [(0, 1), (1, 2)])], ids=["tensor2", "stages2"])
+def test_symmetric_waits_end_when_a_peer_abandons(monkeypatch, ranks: tuple[Mesh, ...]) -> None:
+    """All that follow end too: the peer comes to none of them."""
+
+    def work(mesh: Mesh, exchange: Exchange) -> bool:
+        if mesh.rank:
+            exchange.abandon()
+            return True
+        for _ in range(3):
+            if mesh.tensor_size > 1:
+                exchange.sum_rows(exchange.room(2, 8, torch.float32).fill_(1.0), torch.empty(2, 8))
+                exchange.end_step()
+            else:
+                exchange.send_rows(torch.ones(2, 8))
+                exchange.gather_logits(None, exchange.whole_logits(2))
+        return True
+
+    assert InterpretedRanks(ranks, monkeypatch).run(NEEDS, work) == [True, True]
