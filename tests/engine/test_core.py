@@ -164,8 +164,9 @@ def test_all_or_none_are_queued():
     with pytest.raises(QueueFullError, match="4 more completions were asked; 0 wait and the queue holds 3"):
         core.submit([request(number) for number in range(4)])
     with pytest.raises(RequestError, match="tokens"):
-        core.submit([request(0), request(1, b"x" * 500)])
+        core.submit([request(0), request(1), request(2, b"x" * 500)])
     assert core.stats().num_waiting == 0
+    assert not core.has_unfinished
     core.submit([request(0), request(1)])
     assert core.stats().num_waiting == 2
     run(core)
