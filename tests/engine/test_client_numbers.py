@@ -5,13 +5,13 @@ from itertools import permutations
 
 import pytest
 
-from engine.fakes import EOS, assert_at_rest, logprobs_at, make_engine, run_all, tokens_of
+from engine.fakes import EOS, assert_at_rest, hidden_of, logprobs_at, make_engine, run_all, tokens_of
 from engine.test_core_proposals import GuessRunner, answers, guessing_engine
 from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler, position_logprobs
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import ScheduledSequence, SequenceResult
+from holdfast.request.sequence import NO_TOKEN, ScheduledSequence, SequenceResult
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
@@ -208,3 +208,16 @@ def test_step_sizes_and_tokens_add_up() -> None:
     assert front.steps_by_size[:5] == [6, 1, 0, 2, 1]
     assert sum(front.steps_by_size) == len(sizes) == engine.stats().num_steps
     assert engine.stats().num_prompt_tokens == 22
+
+
+def test_pooled_request_that_fails_has_an_error_and_no_vector() -> None:
+    engine = make_engine(run_ahead=0)
+    engine.runner.answer = lambda item, result: result._replace(token_ids=(NO_TOKEN,)) if result.pooled else result
+    engine.submit(engine.prepare_pooled("a text"), "one")
+    (delta,) = run_all(engine)["one", 0]
+    assert (delta.finish_reason, delta.pooled, delta.token_ids) == ("error", b"", ())
+    engine.runner.answer = lambda item, result: result
+    engine.submit(engine.prepare_pooled("a text"), "one")
+    (delta,) = run_all(engine)["one", 0]
+    assert (delta.finish_reason, delta.pooled) == ("length", hidden_of(list(b"a text")))
+    assert (engine.stats().num_output_tokens, engine.stats().num_requests) == (0, 2)
