@@ -7,6 +7,7 @@ import pytest
 
 from engine.fakes import EOS, assert_at_rest, hidden_of, logprobs_at, make_engine, run_all, tokens_of
 from engine.test_core_proposals import GuessRunner, answers, guessing_engine
+from engine.test_hang_ups import with_layers
 from holdfast.engine.engine import Engine
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler, position_logprobs
 from holdfast.request.outputs import CompletionDelta
@@ -184,6 +185,14 @@ def test_prompt_logprobs_come_once_with_the_first_completion(n: int, chunk: int)
             for place, token in enumerate(prompt.encode())
         ]
         assert whole == (None, *expected[1:])
+        buffer = DeltaBuffer()
+        for own in deltas.values():
+            for delta in own:
+                buffer.add(delta)
+        merged = [delta.prompt_logprobs for delta in buffer.take()]
+        assert merged == [whole] + [None] * (n - 1)
+        buffer.add(deltas[name, 0][-1])
+        assert buffer.take()[0].prompt_logprobs is None, "they were taken already"
         for completion in range(n):
             own = [entry for delta in deltas[name, completion] for entry in delta.logprobs or ()]
             tokens = tokens_of(deltas[name, completion])
@@ -221,3 +230,14 @@ def test_pooled_request_that_fails_has_an_error_and_no_vector() -> None:
     (delta,) = run_all(engine)["one", 0]
     assert (delta.finish_reason, delta.pooled) == ("length", hidden_of(list(b"a text")))
     assert (engine.stats().num_output_tokens, engine.stats().num_requests) == (0, 2)
+
+
+def test_stopped_step_ends_every_sequence_that_was_in_it() -> None:
+    engine = make_engine(run_ahead=0)
+    with_layers(engine, {2: "a", 7: "b"})
+    for name in "ab":
+        engine.add_request(name, f"prompt of {name}", replace(GREEDY, n=2, max_tokens=3))
+    engine.step()
+    assert counted(engine) == (0, 0, 2, 0), "the core has none, and the front still has both requests"
+    assert len(engine.abort_all()) == 4
+    assert counted(engine) == (0, 0, 0, 0)
