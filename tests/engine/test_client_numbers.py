@@ -241,3 +241,24 @@ def test_stopped_step_ends_every_sequence_that_was_in_it() -> None:
     assert counted(engine) == (0, 0, 2, 0), "the core has none, and the front still has both requests"
     assert len(engine.abort_all()) == 4
     assert counted(engine) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("kind", ["eos", "stop token", "stop string", "stop string of two"])
+def test_min_tokens_holds_off_every_end_exactly_so_long(kind: str, min_tokens: int) -> None:
+    end = EOS if kind == "eos" else ord("X")
+    options = {"eos": {}, "stop token": {"stop_token_ids": [end]}, "stop string": {"stop": ["X"]}}
+    own = options.get(kind, {"stop": ["bX"]})
+    engine = make_engine(run_ahead=0)
+    engine.runner.script["Q"] = [*b"ab", end] * 5
+    for name in ("one", "two"):
+        engine.add_request(name, "Q", replace(GREEDY, min_tokens=min_tokens, **own))
+        deltas = run_all(engine)[name, 0]
+        # Every third token is an end, and the first that may end is number min_tokens.
+        num_tokens = max(-(-min_tokens // 3), 1) * 3
+        assert len(tokens_of(deltas)) == num_tokens
+        reason = {"eos": None, "stop token": end, "stop string": "X"}.get(kind, "bX")
+        assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", reason)
+        metrics = deltas[-1].metrics
+        assert metrics is not None
+        assert metrics.total_seconds > metrics.first_token_seconds > metrics.queue_seconds >= 0
