@@ -284,3 +284,21 @@ def test_pending_step_is_the_latest_that_computes_a_page() -> None:
     assert (cache.pending_step(tables), len(cache), chain.num_blocks) == (0, 1, 1)
     cache.register(chain, [*range(6)], tables, 6)
     assert len(cache) == 3
+
+
+def test_block_registered_anew_after_eviction_may_be_found() -> None:
+    bench = Bench()
+    tokens = list(range(12))
+    _, pages = bench.compute(tokens)
+    chain = bench.cache.chain(b"")
+    hit = bench.cache.match(chain, tokens, 12)
+    bench.pool.release_many(pages)
+    assert not bench.cache.may_hold_more(chain, hit)
+    bench.cache._evict(pages[1])
+    assert not bench.cache.may_hold_more(chain, hit), "less is left, and nothing else"
+    bench.compute(tokens[:8])
+    assert bench.cache.may_hold_more(chain, hit)
+    again = bench.cache.match(chain, tokens, 12)
+    assert again.num_tokens == 8
+    bench.compute(tokens)
+    assert bench.cache.may_hold_more(chain, again)

@@ -166,3 +166,21 @@ def test_register_of_a_block_without_pages_enters_nothing() -> None:
     bench.check()
     assert len(bench.cache) == 0
     assert chain.is_closed, "nothing after it could be reached"
+
+
+def test_owners_of_a_hit_change_with_sharing_and_eviction() -> None:
+    bench = Bench(WHOLE, WINDOW)
+    tokens = list(range(14))
+    _, tables = bench.compute(tokens)
+    hit = bench.match(tokens)
+    # The window sees two pages of the hit's end. It gave the older one back before the last two tokens.
+    assert bench.cache.owners_seen(hit) == (0, 1)
+    bench.pool.share(tables[1][5])
+    assert bench.cache.owners_seen(hit) == (0, 2)
+    bench.pool.release(tables[1][5])
+    bench.release(tables)
+    assert bench.cache.owners_seen(hit) == (0, 0)
+    bench.cache._evict(hit.tables[1][4])
+    assert bench.cache.owners_seen(hit) == (-1, 0)
+    bench.cache._evict(hit.tables[0][2])
+    assert bench.cache.owners_seen(hit) == (-1,)

@@ -403,7 +403,7 @@ def steps_that_run_nobody_are_numbered(patch):
     patch.setattr(Scheduler, "schedule", schedule)
 
 
-@mutant(r"the oldest sequence \d+ does not run|sequences are left after")
+@mutant(r"fits on \d+ tokens and waits")
 def one_blocked_by_quarantine_is_not_tried_again(patch):
     def leave(self, number):
         blocked = self._blocked

@@ -402,7 +402,7 @@ def admission_waits_until_the_pool_is_empty_of_owners_and_cache(patch):
     patch.setattr(Scheduler, "_admit_waiting", admit_waiting)
 
 
-@mutant(r"the oldest sequence \d+ does not run")
+@mutant(r"fits on \d+ tokens and waits")
 def a_blocked_sequence_is_never_tried_again(patch):
     def is_still_blocked(self, sequence):
         return self._blocked is not None and self._blocked.sequence_id == sequence.sequence_id
@@ -519,7 +519,7 @@ def a_hit_wants_a_page_too_few_of_a_window(patch):
     patch.setattr(BlockPart, "serves", lambda self, run, tokens: real(self, run + self.group.page_tokens, tokens))
 
 
-@mutant(r"holds what is behind its|the oldest sequence \d+ does not run", first_seed=6)
+@mutant(r"holds what is behind its|the oldest sequence \d+ does not run|fits on \d+ tokens and waits", first_seed=6)
 def a_hit_takes_what_is_behind_the_window_too(patch):
     def tables(self, entries):
         with patch.context() as inside:

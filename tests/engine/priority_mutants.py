@@ -71,7 +71,7 @@ def empty_lanes_stay(patch):
     patch.setattr(Lanes, "pop_last", pop_last)
 
 
-@mutant("the oldest sequence")
+@mutant(r"fits on \d+ tokens and waits")
 def one_that_does_not_fit_holds_up_more_important_ones_for_ever(patch):
     def is_still_blocked(self, sequence):
         return self._blocked is not None

@@ -21,6 +21,7 @@ from engine.simulated_world import VOCABULARY, Client, World, colliding_hash, fi
 from holdfast.cache.groups import HOLE, tokens_again
 from holdfast.cache.prefix import strong_hash
 from holdfast.engine.scheduler import Scheduler
+from holdfast.engine.sharing import hit_start
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence, SequenceState
@@ -36,6 +37,19 @@ def rank(sequence: Sequence) -> tuple[int, int]:
     return sequence.params.priority, sequence.sequence_id
 
 
+class WatchedScheduler(Scheduler):
+    """Scheduler that tries each admission again which it leaves out, because nothing that decides it seems changed."""
+
+    def _is_still_blocked(self, sequence: Sequence) -> bool:
+        is_blocked = super()._is_still_blocked(sequence)
+        if is_blocked:
+            num_left = self.pool.num_available - sum(map(self._claim, self.running))
+            for hit in (self._hit(sequence), self.prefix.miss()) if self._windows else (self._hit(sequence),):
+                num_taken = self._num_taken(sequence, hit_start(hit, self._tokens_again))
+                assert num_taken > num_left, f"{sequence.sequence_id} fits on {hit.num_tokens} tokens and waits"
+        return is_blocked
+
+
 class Simulation:
     """One world from its seed. `run` raises AssertionError at the first thing that is wrong."""
 
@@ -44,7 +58,7 @@ class Simulation:
         self.groups, self.block = self.world.groups, self.world.block
         self.rng = Random(f"events {seed}")
         limits = self.world.limits
-        self.scheduler = Scheduler(
+        self.scheduler = WatchedScheduler(
             limits,
             self.world.num_pages,
             self.world.caches_prefixes,

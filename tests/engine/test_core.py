@@ -120,20 +120,21 @@ def test_an_abort_with_steps_in_flight(num_steps):
     at_rest(core)
 
 
-def test_settling_waits_for_what_nobody_wants():
-    core, runner = make_core(1)
+@pytest.mark.parametrize("run_ahead", [1, 2, 3])
+def test_settling_waits_for_what_nobody_wants(run_ahead):
+    core, runner = make_core(run_ahead)
     core.submit([request(0)])
     core.step()
     core.abort([0])
-    assert (core.num_in_flight, core.has_unfinished) == (1, True)
+    assert (core.num_in_flight, core.has_unfinished) == (run_ahead, True)
     core.settle()
-    assert len(runner.steps) == 2
+    assert len(runner.steps) == 1 + run_ahead
     at_rest(core)
     assert not core.has_unfinished
     core.submit([request(1)])
     core.step()
     core.settle()
-    assert core.num_in_flight == 1, "somebody waits for it"
+    assert core.num_in_flight == run_ahead, "somebody waits for it"
 
 
 def test_several_tokens_of_a_step_are_cut_at_an_end():
@@ -164,8 +165,9 @@ def test_all_or_none_are_queued():
     with pytest.raises(QueueFullError, match="4 more completions were asked; 0 wait and the queue holds 3"):
         core.submit([request(number) for number in range(4)])
     with pytest.raises(RequestError, match="tokens"):
-        core.submit([request(0), request(1, b"x" * 500)])
+        core.submit([request(0), request(1), request(2, b"x" * 500)])
     assert core.stats().num_waiting == 0
+    assert not core.has_unfinished
     core.submit([request(0), request(1)])
     assert core.stats().num_waiting == 2
     run(core)

@@ -171,6 +171,38 @@ def test_no_step_runs_ahead_of_one_that_proposes_and_a_rejected_sequence_runs_ah
     assert engine.runner.most_in_flight == 2
 
 
+def test_speculating_sequence_of_any_step_in_flight_holds_the_next() -> None:
+    engine = guessing_engine(run_ahead=2)
+    engine.runner.script |= {"plain": list(b"abab" * 9), "guessing": list(b"abab" * 9)}
+    engine.add_request("plain", "plain", SamplingParams(temperature=0.0, max_tokens=40, presence_penalty=0.5))
+    for _ in range(4):
+        engine.step()
+    assert engine.runner.most_in_flight == 3
+    engine.runner.most_in_flight = 0
+    engine.add_request("guessing", "guessing", SamplingParams(temperature=0.0, max_tokens=30))
+    engine.step()
+    # One step without it is in flight, and one with it; a third is not launched.
+    flights = [[item.sequence.may_speculate for item in step.scheduled] for step in engine.core._in_flight]
+    assert flights == [[False], [False, True]]
+    engine.step()
+    assert engine.core.num_in_flight == 1
+    run_all(engine)
+
+
+def test_prompt_logprobs_leave_no_row_to_drafts_before_an_answer() -> None:
+    found = []
+    for params in (GREEDY, SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=0)):
+        engine = guessing_engine()
+        engine.runner.script["ab" * 16 + "a"] = list(b"ba" * 20)
+        engine.add_request("one", "ab" * 16 + "a", params)
+        run_all(engine)
+        found.append((engine.runner.steps[1], engine.runner.proposed[0]))
+    # 32 rows of the prompt are one step. The last row has drafts after it, unless the prompt is measured.
+    assert found[0][0] == ((0, 32, 5),)
+    assert found[1][0] == ((0, 32, 1),)
+    assert found[1][1] == (0, 4), "they come with the answer"
+
+
 def test_many_requests_on_few_pages_are_answered_as_without() -> None:
     prompts = [f"{'pattern ' * (number % 3)}{number}" for number in range(14)]
     params = [SamplingParams(temperature=0.0 if number % 2 else 0.8, max_tokens=12 + number) for number in range(14)]

@@ -181,3 +181,59 @@ def test_core_with_a_pacer_keeps_streams_at_their_pace(run_ahead: int) -> None:
     engine.add_request("long", "d" * 300, SamplingParams(temperature=0.0, max_tokens=4))
     run_all(engine)
     assert clock.steps[-1][1] < max(seconds for _, seconds in clock.steps) == pytest.approx(0.03 + 0.003 * 256)
+
+
+class Seen(StepPacer):
+    """Keeps what it is told, and limits nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(3.0)
+        self.asked: list[int] = []
+        self.steps: list[tuple[int, int, int, float]] = []
+
+    def prompt_rows(self, num_decoding: int) -> int | None:
+        self.asked.append(num_decoding)
+        return None
+
+    def see(self, num_rows: int, num_prompt_rows: int, num_decoding: int, seconds: float) -> None:
+        self.steps.append((num_rows, num_prompt_rows, num_decoding, round(seconds, 6)))
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_pacer_sees_each_step_with_its_own_rows_and_time(run_ahead: int, is_interrupted: bool) -> None:
+    engine = make_engine(run_ahead=run_ahead, enable_prefix_caching=False, max_num_batched_tokens=64)
+    clock, pacer, launches = Clock(engine), Seen(), []
+    core, runner = engine.core, engine.runner  # type: ignore[attr-defined]
+    core.pacer = pacer  # type: ignore[attr-defined]
+    launch, collect = runner.launch, runner.collect
+
+    def launched(step) -> None:
+        clock.now += 0.001  # the host takes a while, too
+        launches.append(step)
+        launch(step)
+
+    runner.launch = launched
+    for name, num_tokens in (("a", 3), ("b", 9)):
+        engine.add_request(name, name * num_tokens, SamplingParams(temperature=0.0, max_tokens=6))
+    for _ in range(3):
+        engine.step()
+    if is_interrupted:
+
+        def interrupted() -> None:
+            runner.collect = collect
+            raise KeyboardInterrupt
+
+        runner.collect = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.add_request("c", "c" * 20, SamplingParams(temperature=0.0, max_tokens=3))
+    run_all(engine)
+    assert [seen[0] for seen in pacer.steps] == [rows for rows, _ in clock.steps]
+    for (rows, prompt_rows, num_decoding, seconds), (_, computed) in zip(pacer.steps, clock.steps, strict=True):
+        # A step takes its own time, and the time of launches between its begin and its end.
+        assert computed - 1e-6 <= seconds <= computed + 0.001 * (2 + run_ahead)
+        assert num_decoding >= rows or prompt_rows
+    prompts = [seen[:3] for seen in pacer.steps if seen[1]]
+    assert prompts == [(12, 12, 2), (22, 20, 2)]
+    assert pacer.asked == [0, 2, 2, 3], "it is not asked while no prompt waits or is half read"

@@ -121,3 +121,20 @@ def test_sequences_that_share_a_window_move_on_apart() -> None:
     while has_work(scheduler):
         run(scheduler)
     assert scheduler.num_preemptions == 0
+
+
+def test_blocked_sequence_starts_once_its_hit_is_shared_less() -> None:
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=4, max_model_len=64, page_tokens=2)
+    scheduler = Scheduler(limits, 7, True, 100, groups=[CacheGroup("window of 4", 2, window=4)], prefix_root=b"root")
+    first, second = sequence(0, list(range(8)), max_tokens=10), sequence(1, list(range(11)), max_tokens=5)
+    scheduler.add(first)
+    for _ in range(2):
+        run(scheduler)
+    scheduler.add(second)
+    # Free pages and claims stay as they are: the first takes a page for each that its window gives back.
+    left = [(shape(run(scheduler)), scheduler.pool.num_available) for _ in range(3)]
+    assert left == [([(0, position, 1)], 5) for position in (8, 9, 10)]
+    assert shape(run(scheduler)) == [(0, 11, 1), (1, 8, 3)]
+    while has_work(scheduler):
+        run(scheduler)
+    assert scheduler.num_preemptions == 0

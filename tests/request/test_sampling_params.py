@@ -219,3 +219,38 @@ def test_anything_at_all_is_either_sound_or_a_request_error(options: dict[str, o
     assert params.max_tokens is None or params.max_tokens >= 1
     assert all(isinstance(text, str) and text for text in params.stop)
     assert SamplingParams(**dataclasses.asdict(params)) == params
+
+
+BOUNDS: dict[str, tuple[object, object, object, object]] = {
+    "n": (0, 1, 128, 129),
+    "temperature": (-1e-9, 0.0, 100.0, 100.001),
+    "top_k": (-2, -1, 2**31 - 1, 2**31),
+    "top_p": (0.0, 1e-9, 1.0, 1.001),
+    "min_p": (-1e-9, 0.0, 1.0, 1.001),
+    "repetition_penalty": (0.0, 1e-9, 100.0, 100.001),
+    "presence_penalty": (-2.001, -2.0, 2.0, 2.001),
+    "frequency_penalty": (-2.001, -2.0, 2.0, 2.001),
+    "seed": (-2, -1, 2**64 - 1, 2**64),
+    "max_tokens": (0, 1, 2**31 - 1, 2**31),
+    "min_tokens": (-1, 0, 2**31 - 1, 2**31),
+    "logprobs": (-1, 0, 20, 21),
+    "prompt_logprobs": (-1, 0, 20, 21),
+    "truncate_prompt_tokens": (-2, -1, 2**31 - 1, 2**31),
+    "priority": (-(2**31), -(2**31) + 1, 2**31 - 1, 2**31),
+    "stop": ([""], ["x"], ["x" * 1024] * 16, ["x"] * 17),
+    "bad_words": ([""], ["x"], ["x" * 1024] * 256, ["x" * 1025]),
+    "stop_token_ids": ([-1], [0], [*range(255), 2**31 - 1], range(257)),
+    "allowed_token_ids": ([-1], [0], [2**31 - 1], [2**31]),
+    "logit_bias": ({-1: 0.0}, {0: -100}, dict.fromkeys(range(1024), 100), dict.fromkeys(range(1025), 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds_of_a_field_are_exact(name: str) -> None:
+    below, lowest, highest, above = BOUNDS[name]
+    for value in (lowest, highest):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    for value in (below, above):
+        with pytest.raises(RequestError, match=name.split("_")[0]):
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert SamplingParams(max_tokens=5, min_tokens=5).min_tokens == 5

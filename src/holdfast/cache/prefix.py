@@ -94,8 +94,12 @@ class PrefixHit:
     tables: tuple[tuple[int, ...], ...]
     """For each group its pages by place, HOLE before the window."""
     num_tokens: int
-    num_known: int
-    """Blocks of the sequence that are entries, whether every group can serve them or not."""
+    known: tuple[PrefixEntry, ...] = ()
+    """Entries of the sequence's blocks, whether every group can serve them or not."""
+
+    @property
+    def num_known(self) -> int:
+        return len(self.known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +184,31 @@ class PrefixCache:
             if self._serves(runs, len(found) * self.block_tokens):
                 num_served = len(found)
         entries = tuple(found[:num_served])
-        return PrefixHit(entries, self._tables(entries), num_served * self.block_tokens, len(found))
+        return PrefixHit(entries, self._tables(entries), num_served * self.block_tokens, tuple(found))
 
     def miss(self) -> PrefixHit:
         """Of a sequence that starts on nothing."""
-        return PrefixHit((), self._tables(()), 0, 0)
+        return PrefixHit((), self._tables(()), 0)
 
-    def holds(self, chain: PrefixChain, index: int) -> bool:
-        """True when block `index` of a sequence that was matched before may be found now."""
+    def may_hold_more(self, chain: PrefixChain, hit: PrefixHit) -> bool:
+        """True if `match` may find another block of a sequence than those of an earlier hit that are left."""
+        index = hit.num_known
+        while index and not hit.known[index - 1].is_registered:
+            index -= 1
         return index < len(chain.keys) and chain.keys[index].digest in self._entries
+
+    def owners_seen(self, hit: PrefixHit) -> tuple[int, ...]:
+        """Count the owners of each page of a hit that windows see: none, one or several; -1 if it was evicted since."""
+        if hit.entries and not hit.entries[-1].is_registered:
+            return (-1,)
+        num_owners: list[int] = []
+        for part in self._windows:
+            num_places = len(hit.entries) * part.count
+            for place in range(part.group.first_page(hit.num_tokens), num_places):
+                block, slot = divmod(place, part.count)
+                page = hit.entries[block].slots[part.first + slot]
+                num_owners.append(-1 if page == HOLE else min(self._pool.num_owners(page), 2))
+        return tuple(num_owners)
 
     def is_current(self, chain: PrefixChain) -> bool:
         """False if the cache was reset since the sequence started: others must not start on what it computed."""

@@ -576,7 +576,7 @@ class Scheduler:
                     start = fork
                 elif budget == 0:
                     return
-            num_known = start.hit.num_known
+            hit = start.hit
             if start.source is None and claims + self._num_taken(sequence, start) > self.pool.num_available:
                 # Pages of a window that two share come back later than those of one: it may fit without them.
                 start = hit_start(self.prefix.miss(), self._tokens_again) if self._windows else start
@@ -586,7 +586,8 @@ class Scheduler:
                     self.pool.num_available,
                     self.num_running,
                     claims,
-                    num_known,
+                    hit,
+                    self.prefix.owners_seen(hit),
                     self.prefix.num_filled,
                 )
                 return
@@ -665,7 +666,7 @@ class Scheduler:
         return self.prefix.match(chain, sequence.token_ids, most)
 
     def _is_still_blocked(self, sequence: Sequence) -> bool:
-        """Without somebody leaving, claiming less, or more of its prefix, it fits no better than last time."""
+        """Without somebody leaving, claiming less, or a change of its prefix, it fits no better than last time."""
         blocked = self._blocked
         if blocked is None or blocked.sequence_id != sequence.sequence_id:
             return False
@@ -679,7 +680,9 @@ class Scheduler:
         if not self._asks_cache(sequence):
             return True
         chain = self._tracks[sequence.sequence_id].chain
-        return not self.prefix.holds(chain, blocked.num_known) and self.prefix.num_filled == blocked.num_filled
+        if self.prefix.may_hold_more(chain, blocked.hit) or self.prefix.num_filled != blocked.num_filled:
+            return False
+        return self.prefix.owners_seen(blocked.hit) == blocked.num_owners
 
     def _asks_cache(self, sequence: Sequence) -> bool:
         return self._caches_prefixes and sequence.use_prefix_cache

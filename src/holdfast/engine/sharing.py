@@ -46,7 +46,7 @@ class Start:
         return max(self.num_computed, self.num_stored)
 
 
-NO_START = Start(PrefixHit((), (), 0, 0), (), 0)
+NO_START = Start(PrefixHit((), (), 0), (), 0)
 """From the first token on."""
 
 

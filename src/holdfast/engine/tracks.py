@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 
-from holdfast.cache.prefix import PrefixChain
+from holdfast.cache.prefix import PrefixChain, PrefixHit
 from holdfast.request.sequence import Sequence
 from holdfast.request.step import Admitted
 
@@ -46,8 +46,9 @@ class Blocked:
     num_running: int
     num_claimed: int
     """By those that ran."""
-    num_known: int
-    """Blocks of its prefix that were entries."""
+    hit: PrefixHit
+    num_owners: tuple[int, ...]
+    """Of the pages of the hit that windows see: they decide how many pages it takes."""
     num_filled: int
     """Holes of the prefix cache that had been filled."""
 
