@@ -71,7 +71,7 @@ def run(rig: Rig, wishes: list[Wish], seed: int, run_ahead: int, cancels: Callab
 
 
 def outcome(person: Person) -> tuple[object, ...]:
-    return person.output, person.logprobs, person.prompt_logprobs, person.has_failed
+    return person.output, person.logprobs, person.prompt_logprobs, person.has_failed, person.pooled
 
 
 def assert_same(ran: Ran, expected: Ran) -> None:
@@ -408,43 +408,3 @@ def test_what_lies_on_a_device_stays_from_the_step_on_in_which_it_fails(load, mo
     runner.close()
     assert kept == [runner]
     assert "buffers" in vars(runner)
-
-
-class WatchedGraphs(StepGraphs):
-    """The graphs, and which of them ran."""
-
-    def __init__(self, *sizes: Any) -> None:
-        super().__init__(*sizes)
-        self.replayed: Counter = Counter()
-
-    def replay(self, size: int, is_decode: bool) -> torch.Tensor:
-        self.replayed[size, is_decode] += 1
-        return super().replay(size, is_decode)
-
-
-def test_steps_from_graphs_run_ahead_too(load, monkeypatch):
-    """Tokens that are coming are looked up inside the graphs, and steps with proposals take the mixed ones."""
-    if triton is None:
-        pytest.skip("Triton is not installed")
-    model, seed = load("llama"), 1
-    wishes = [replace(wish, max_tokens=6, stops=frozenset()) for wish in make_wishes(seed, 6, VOCAB, lengths=(1, 2, 9))]
-    expected = run(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
-    guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
-    use_fake_graphs(monkeypatch)
-    rig = make_rig(model, like_gpu=True, backend="triton_paged")
-    pretend_to_have_a_stream(rig)
-    graphs = WatchedGraphs((1, 2, 4), (8, 16), LIMITS.sampled_rows)
-    rig.runner.warm((1,), graphs, lambda done, total: None)
-    rig.poison_pages(range(NUM_PAGES))
-    ran = run(rig, guessing, seed, run_ahead=1)
-    for own, other in zip(ran.people, expected.people, strict=True):
-        assert own.output == other.output, "another backend, whose logits are near"
-    assert any(item.proposals for step in ran.steps for item in step.items)
-    only_proposals = [
-        step
-        for step in ran.steps
-        if step.items and all(item.samples and item.num_new_tokens == 1 + len(item.proposals) for item in step.items)
-    ]
-    assert any(item.proposals for step in only_proposals for item in step.items), "every row is chosen from"
-    assert graphs.replayed[1, True] + graphs.replayed[2, True] + graphs.replayed[4, True] > 2
-    assert graphs.replayed[8, False] + graphs.replayed[16, False] > 2

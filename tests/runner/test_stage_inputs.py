@@ -40,7 +40,7 @@ class DeferredGraphs(StepGraphs):
         for is_decode, size in ((True, 4), (False, 16)):
             batch = runner._capture_batch(size, is_decode, self)
             self._held[size, is_decode] = batch, runner.backend.plan(batch, captured=True)
-        device.run_until()
+        device.begin()
 
     def replay(self, size: int, is_decode: bool) -> torch.Tensor:
         self._device.put(lambda: self._runner._run_captured(*self._held[size, is_decode]))
