@@ -27,6 +27,7 @@ from runner.sampling_rows import FakeForms
 from runner.stepping import Ran, Stepper, Wish, drive, make_wishes, with_guesses
 from runner.test_launch import LIMITS, NUM_PAGES, PatientCollect, assert_same, make_rig, prompt_step
 
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FORMS = (
     {"temperature": 0.0},
     {"temperature": 0.9, "top_k": 8, "logprobs": 2},
@@ -37,23 +38,23 @@ FORMS = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> LoadedModel:
     """Dummy weights: nothing here needs transformers, whose import takes seconds."""
-    folder = write_model(tmp_path_factory.mktemp("llama"), "llama", vocab_size=VOCAB, hidden_size=64, head_dim=16)
+    folder = write_model(tmp_path_factory.mktemp("llama"), "llama", vocab_size=VOCAB, hidden_size=64, head_dim=16, **HEADS)
     return load_model(folder, load_format="dummy")
 
 
 @pytest.fixture
 def small_buffers(monkeypatch) -> None:
-    """Two edited rows in a block, a list that a few edits fill, and two pooled rows in a buffer."""
-    monkeypatch.setattr(terms, "EDITED_ELEMENTS", 2 * VOCAB)
+    """One edited row in a block, a list that a few edits fill, and two pooled rows in a buffer."""
+    monkeypatch.setattr(terms, "EDITED_ELEMENTS", VOCAB)
     monkeypatch.setattr(terms, "LISTED_EDITS", 1)
     monkeypatch.setattr(terms, "POOLED_ROWS", 2)
 
 
-def make_mixed(seed: int, count: int) -> list[Wish]:
-    """Requests of every kind: some follow a form, some are pooled."""
+def make_mixed(seed: int, count: int, forms: float) -> list[Wish]:
+    """Requests of every kind: a share of them follow a form, some are pooled."""
     dice, wishes = Random(seed), make_wishes(seed, count, VOCAB)
     for wish in wishes:
-        if dice.random() < 0.3:
+        if dice.random() < forms:
             wish.params = SamplingParams(**dice.choice(FORMS), structured_outputs={"json_object": True})
         wish.is_pooled = dice.random() < 0.4
     return wishes
@@ -96,15 +97,21 @@ def run_late(
         return drive(rig.runner, stepper, 1, poison), device
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
+SEEDS = [
+    *((0, 0.2), (1, 0.9)),
+    *(pytest.param(seed, (0.2, 0.9)[seed % 2], marks=pytest.mark.slow) for seed in range(2, 30)),
+]
+
+
+@pytest.mark.parametrize(("seed", "forms"), SEEDS)
 @pytest.mark.usefixtures("small_buffers")
-def test_late_device_any_schedule_gives_the_same_to_the_bit(monkeypatch, model, seed):
-    wishes = make_mixed(seed, 14)
+def test_late_device_any_schedule_gives_the_same_to_the_bit(monkeypatch, model, seed, forms):
+    wishes = make_mixed(seed, 16, forms)
     expected = expect(model, wishes, seed)
     guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
     ran, device = run_late(monkeypatch, model, guessing, seed)
     assert_same(ran, expected)
-    assert sum(len(person.pooled) for person in ran.people) > 5
+    assert sum(len(person.pooled) for person in ran.people) > 2
     assert device.most_queued > 20
     assert device.num_waits > len(ran.steps)
 
@@ -126,7 +133,7 @@ def test_late_device_steps_from_graphs_give_the_same_tokens(monkeypatch, model):
     if triton is None:
         pytest.skip("Triton is not installed")
     seed = 1
-    wishes = [replace(wish, max_tokens=6, stops=frozenset()) for wish in make_wishes(seed, 6, VOCAB, lengths=(1, 2, 9))]
+    wishes = [replace(wish, max_tokens=5, stops=frozenset()) for wish in make_wishes(seed, 5, VOCAB, lengths=(1, 2, 9))]
     expected = expect(model, wishes, seed)
     guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
     graphs = WatchedGraphs((1, 2, 4), (8, 16), LIMITS.sampled_rows)
@@ -159,7 +166,7 @@ def test_late_device_steps_from_graphs_give_the_same_tokens(monkeypatch, model):
 def test_late_device_interrupted_collects_give_the_same(monkeypatch, model, owner, name):
     """Late rows whose copies are under way when Ctrl-C comes are chosen anew."""
     params = SamplingParams(temperature=0.9, repetition_penalty=1.5, logprobs=1)
-    wishes = [Wish([20 + number, 9], params, 12, seed=number) for number in range(6)]
+    wishes = [Wish([20 + number, 9], params, 8, seed=number) for number in range(4)]
     patients = []
 
     def interrupt(rig: Rig, device: DeferredDevice) -> None:
