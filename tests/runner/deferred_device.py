@@ -202,7 +202,7 @@ class DeferredDevice:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     @contextmanager
-    def _pinning(self) -> Iterator[None]:
+    def pinning(self) -> Iterator[None]:
         """Tensors say that they lie on a GPU, and pinned ones are this device's."""
         zeros = torch.zeros
 
@@ -222,7 +222,7 @@ class DeferredDevice:
         """
         runner: Any = rig.runner
         hidden_size = rig.model.spec.hidden_size
-        with self._pinning():
+        with self.pinning():
             rig.sampler.take_device_sampler(rig.limits.sampled_rows)
             runner._pooled_rows = PooledRows(hidden_size, "float32", GPU, Ledger())
         num_rows = max(rig.limits.max_num_batched_tokens, rig.limits.sampled_rows, PROMPT_ROWS)

@@ -12,20 +12,24 @@ import torch
 from holdfast.kernels.triton_compat import triton
 from holdfast.planning import terms
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.sequence import LiveStep, ScheduledSequence
+from holdfast.memory.ledger import Ledger
+from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.request.step import Step
 from holdfast.runner.graphs import StepGraphs
-from holdfast.runner.sampling.device_sampler import DeviceChoosing
+from holdfast.runner.sampling.batch import Choice
+from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY, DeviceChoosing, DeviceSampler
+from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.logit_edits import EditStaging
 from holdfast.runner.slots import Slots
+from holdfast.runner.step_inputs import PageTable
 from loading.tiny_models import VOCAB
 from runner.deferred_device import DeferredDevice, LateStream
 from runner.drive import LoadedModel, Rig, load_model
 from runner.fake_graphs import pretend_to_have_a_stream, use_fake_graphs
 from runner.rank_runs import write_model
-from runner.sampling_rows import FakeForms
+from runner.sampling_rows import EOS, FakeForms
 from runner.stepping import Ran, Stepper, Wish, drive, make_wishes, with_guesses
-from runner.test_launch import LIMITS, NUM_PAGES, PatientCollect, assert_same, make_rig, prompt_step
+from runner.test_launch import GREEDY, LIMITS, NUM_PAGES, PatientCollect, assert_same, make_rig, prompt_step
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FORMS = (
@@ -248,3 +252,75 @@ def test_late_device_ends_its_work_before_a_runner_closes(monkeypatch, model):
         assert device.current.num_done < device.current.num_put
         runner.close()
         assert device.current.num_done == device.current.num_put
+
+
+def test_late_device_launch_waits_for_no_step(monkeypatch, model):
+    """Plain rows: a launch ends before the step before it has run, so that the host prepares while the device works."""
+    wishes = [Wish([20 + number, 9], SamplingParams(temperature=0.9, logprobs=1), 9, seed=number) for number in range(4)]
+    ran_at: list[int] = []
+
+    def watch(rig: Rig, device: DeferredDevice) -> None:
+        runner: Any = rig.runner
+        launch, step_logits = runner.launch, rig.decoder.step_logits
+        num_run = [0]
+
+        def count(*told: Any) -> torch.Tensor:
+            num_run[0] += 1
+            return step_logits(*told)
+
+        def launch_watched(step: Step) -> None:
+            before = num_run[0]
+            launch(step)
+            ran_at.append(num_run[0] - before)
+
+        monkeypatch.setattr(rig.decoder, "step_logits", count)
+        runner.launch = launch_watched
+
+    run_late(monkeypatch, model, wishes, 3, watch)
+    assert len(ran_at) > 8
+    assert set(ran_at) == {0}
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3, 4, 8], ids=lambda count: f"{count} at once")
+def test_late_page_table_rows_that_are_taken_over_come_whole(monkeypatch, num_sequences):
+    """Single copies and lists: the entries of the next sequences are written when those before were sent."""
+    limits = replace(LIMITS, max_num_seqs=num_sequences)
+    device, sent = DeferredDevice(is_deferred=True), []
+    with monkeypatch.context() as patch:
+        device.take_over(patch)
+        table = PageTable(limits, torch.device("cpu"), Ledger())
+        device.begin()
+        for number in range(4):
+            sequences = [
+                Sequence(number * num_sequences + own, [0], 1, GREEDY, 0, 1, tables=[[10 * number + own, own, number]])
+                for own in range(num_sequences)
+            ]
+            rows = table.rows(sequences)
+            device.put(lambda rows=rows: sent.append(table.tables[0][rows, :3].tolist()))
+        assert device.most_queued > 2
+        device.run_until()
+    expected = [[[10 * number + own, own, number] for own in range(num_sequences)] for number in range(4)]
+    assert sent == expected
+
+
+@pytest.mark.parametrize("listed_edits", [1, 700])
+def test_late_sampler_with_more_edits_than_the_list_holds(monkeypatch, listed_edits):
+    """Two steps under way, each of which fills its list several times."""
+    monkeypatch.setattr(terms, "LISTED_EDITS", listed_edits)
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={5: 2.0}, min_tokens=3000)
+    sequences = [Sequence(row, list(range(1000)) * 2, 1000, params, row, 9) for row in range(3)]
+    steps = [torch.randn(3, 1000, generator=torch.Generator().manual_seed(seed)) * 3 for seed in range(3)]
+    choices, host = [Choice.of(own) for own in sequences], HostSampler(1000, 3)
+    expected = [host.launch(logits_SV, choices, EOS).read() for logits_SV in steps]
+    device, found, underway = DeferredDevice(is_deferred=True), [], []
+    with monkeypatch.context() as patch:
+        device.take_over(patch)
+        with device.pinning():
+            sampler = DeviceSampler(1000, torch.device("cpu"), 3, Ledger())
+        device.begin()
+        for logits_SV in steps:
+            underway.append(sampler.launch(logits_SV, choices, EOS))
+            if len(underway) == MAX_UNDER_WAY:
+                found.append(underway.pop(0).read())
+        found += [choosing.read() for choosing in underway]
+    assert found == expected
