@@ -16,6 +16,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.request.step import Step
 from holdfast.runner.graphs import StepGraphs
+from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.sampling.batch import Choice
 from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY, DeviceChoosing, DeviceSampler
 from holdfast.runner.sampling.host_sampler import HostSampler
@@ -23,7 +24,7 @@ from holdfast.runner.sampling.logit_edits import EditStaging
 from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import PageTable
 from loading.tiny_models import VOCAB
-from runner.deferred_device import DeferredDevice, LateStream
+from runner.deferred_device import GPU, DeferredDevice, LateStream
 from runner.drive import LoadedModel, Rig, load_model
 from runner.fake_graphs import pretend_to_have_a_stream, use_fake_graphs
 from runner.rank_runs import write_model
@@ -324,3 +325,30 @@ def test_late_sampler_with_more_edits_than_the_list_holds(monkeypatch, listed_ed
                 found.append(underway.pop(0).read())
         found += [choosing.read() for choosing in underway]
     assert found == expected
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 2), (3, 5, 4)], ids=str)
+@pytest.mark.usefixtures("small_buffers")
+def test_late_pooled_rows_of_two_steps_come_in_rounds(monkeypatch, counts):
+    """Rows lie in one place of the device, step after step, and in two buffers of the host."""
+    hidden_RH, device, found = torch.zeros(9, 8), DeferredDevice(is_deferred=True), []
+    steps = [torch.randn(9, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    with monkeypatch.context() as patch:
+        device.take_over(patch)
+        with device.pinning():
+            rows = PooledRows(8, "float32", GPU, Ledger())
+        device.begin()
+        underway = []
+        for step_RH, count in zip(steps, counts, strict=True):
+            device.put(lambda step_RH=step_RH: hidden_RH.copy_(step_RH))
+            copy, event = rows.send(hidden_RH, range(8 - count, 8)), torch.cuda.Event()
+            event.record()
+            underway.append((copy, event))
+            if len(underway) == MAX_UNDER_WAY or step_RH is steps[-1]:
+                copy, event = underway.pop(0)
+                event.synchronize()
+                found.append(copy.read())
+        underway[0][1].synchronize()
+        found.append(underway[0][0].read())
+    expected = [step_RH[8 - count : 8].numpy() for step_RH, count in zip(steps, counts, strict=True)]
+    assert [b"".join(own) for own in found] == [own.tobytes() for own in expected]
