@@ -7,9 +7,9 @@ from typing import Any
 
 MUTATORS = (
     *("append", "extend", "insert", "remove", "pop", "popleft", "clear", "update", "setdefault", "add", "discard"),
-    *("__setitem__", "__delitem__", "__iadd__", "keys", "__len__"),
+    *("__setitem__", "__delitem__", "__iadd__", "keys", "__len__", "__iter__"),
 )
-"""Calls of a container that need the lock; keys and the length too, since another thread may change them meanwhile."""
+"""Calls of a container that need the lock; looking through it, too, since another thread may change it meanwhile."""
 
 
 class OwnedLock:

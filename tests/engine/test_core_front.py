@@ -154,7 +154,10 @@ def test_front_refusals_end_their_sequences_alone(connect):
     child.script += [Refused((0, 1), full), outputs(output(2, 5, "stop"), num_submitted=3), Refused((3,), full)]
     assert core.num_queued == 4
     first = core.step()
-    assert [(one.sequence_id, one.ending.error) for one in first.outputs if one.ending] == [(0, "a; b; c"), (1, "a; b; c")]
+    assert [(one.sequence_id, one.ending.error) for one in first.outputs if one.ending] == [
+        (0, "a; b; c"),
+        (1, "a; b; c"),
+    ]
     assert core.num_queued == 2
     assert tokens(core.step()) == [(5,)]
     assert core.num_queued == 1

@@ -155,14 +155,21 @@ def test_core_server_tells_how_it_is_at_every_moment(monkeypatch: pytest.MonkeyP
     assert line.num_looks > 10
     messages = [message for sending in line.sent for _, message in sending]
     answers = [message for message in messages if isinstance(message, CoreStats)]
-    assert [answer.num_submitted for answer in answers] == [3, 4], "to what was asked, and once when there is nothing to do"
+    assert [answer.num_submitted for answer in answers] == [3, 4], (
+        "to what was asked, and once when there is nothing to do"
+    )
     assert (answers[0].num_waiting, answers[1].num_waiting, answers[1].num_running) == (3, 0, 0)
     assert sum(isinstance(message, CoreMap) for message in messages) == 1
 
 
 @pytest.mark.parametrize(
     ("last", "num_told"),
-    [((StatsRequest(),), 1), ((StatsRequest(), MapRequest()), 1), ((MapRequest(), StatsRequest()), 1), ((MapRequest(),), 0)],
+    [
+        ((StatsRequest(),), 1),
+        ((StatsRequest(), MapRequest()), 1),
+        ((MapRequest(), StatsRequest()), 1),
+        ((MapRequest(),), 0),
+    ],
     ids=["stats", "stats and a map", "a map and stats", "a map"],
 )
 def test_core_server_that_was_just_asked_says_no_more(last: tuple[Message, ...], num_told: int) -> None:

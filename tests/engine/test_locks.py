@@ -94,7 +94,14 @@ def test_driver_changes_its_engine_under_its_lock():
     driver.close()
     guard.assert_held(
         *("submit", "step", "abort", "settle", "watch", "reset_prefix_cache", "close", "take", "add"),
-        *("_readings.__setitem__", "_readings.__delitem__", "_readings.pop", "_readings.keys", "_readings.__len__"),
+        *(
+            "_readings.__setitem__",
+            "_readings.__delitem__",
+            "_readings.pop",
+            "_readings.keys",
+            "_readings.__len__",
+            "_readings.__iter__",
+        ),
     )
 
 
@@ -268,7 +275,7 @@ POSTED = ("_num_posted", "_is_idle", "_takes_requests", "_progressed_at", "_map"
 def make_thread(**options: Any) -> tuple[EngineThread, Guard]:
     engine = make_engine(**options)
     thread = EngineThread(engine)
-    guard = Guard(thread, "_changed", ("_commands", *POSTED), free=("popleft", "__len__"))
+    guard = Guard(thread, "_changed", ("_commands", *POSTED), free=("popleft", "__len__", "__iter__"))
     guard.watch(engine.core, "pulse")
     return thread, guard
 

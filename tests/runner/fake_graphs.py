@@ -83,9 +83,7 @@ def pretend_to_have_a_stream(rig: Rig) -> FakeStream:
     runner._stream = stream
     runner._on_stream = lambda: torch.inference_mode()
     model = runner.model
-    runner.model = SimpleNamespace(
-        step_logits=captured(model.step_logits), hidden=model.hidden, logits=model.logits
-    )
+    runner.model = SimpleNamespace(step_logits=captured(model.step_logits), hidden=model.hidden, logits=model.logits)
     rig.sampler.find_argmax = captured(rig.sampler.find_argmax)  # type: ignore[method-assign]
     rig.sampler.resolve = captured(rig.sampler.resolve)  # type: ignore[method-assign]
     return stream

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from holdfast.kernels.triton_compat import triton
+from holdfast.memory.ledger import Ledger
 from holdfast.planning import terms
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.request.step import Step
 from holdfast.runner.graphs import StepGraphs
@@ -43,7 +43,9 @@ FORMS = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> LoadedModel:
     """Dummy weights: nothing here needs transformers, whose import takes seconds."""
-    folder = write_model(tmp_path_factory.mktemp("llama"), "llama", vocab_size=VOCAB, hidden_size=64, head_dim=16, **HEADS)
+    folder = write_model(
+        tmp_path_factory.mktemp("llama"), "llama", vocab_size=VOCAB, hidden_size=64, head_dim=16, **HEADS
+    )
     return load_model(folder, load_format="dummy")
 
 
@@ -204,8 +206,10 @@ def test_late_streams_hand_hidden_rows_over_in_order(monkeypatch, model, is_firs
 
         def read_twice() -> list[torch.Tensor]:
             seen: list[torch.Tensor] = []
-            for factor in (3.0, -0.5):
+            for factor in (2.0, -0.5):
                 device.put(lambda factor=factor: weight_VH.mul_(factor))
+                # Powers of two: whichever stream is first, products are the same to the bit.
+                runner._stream.put(lambda: weight_VH.mul_(4.0))
                 hidden_TH = runner.hidden_rows(step)
                 device.put(lambda hidden_TH=hidden_TH: seen.append(hidden_TH.clone()))
                 logits_RV = runner.row_logits(hidden_TH[-1:])
@@ -257,7 +261,9 @@ def test_late_device_ends_its_work_before_a_runner_closes(monkeypatch, model):
 
 def test_late_device_launch_waits_for_no_step(monkeypatch, model):
     """Plain rows: a launch ends before the step before it has run, so that the host prepares while the device works."""
-    wishes = [Wish([20 + number, 9], SamplingParams(temperature=0.9, logprobs=1), 9, seed=number) for number in range(4)]
+    wishes = [
+        Wish([20 + number, 9], SamplingParams(temperature=0.9, logprobs=1), 9, seed=number) for number in range(4)
+    ]
     ran_at: list[int] = []
 
     def watch(rig: Rig, device: DeferredDevice) -> None:
