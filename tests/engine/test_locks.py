@@ -330,25 +330,52 @@ def test_engine_thread_that_fails_changes_it_under_its_condition():
     asyncio.run(asyncio.wait_for(work(), 30))
 
 
-def test_rank_group_gives_no_result_while_ranks_are_ended():
-    """A step that a dying rank has let go of ends, too; until all are gone the condition says so."""
+def make_group() -> Any:
+    """A RankGroup that no thread watches: nothing wakes a waiter but what it waits for."""
     group: Any = RankGroup.__new__(RankGroup)
     group._changed, group._death, group._refusal = threading.Condition(), None, None
-    done: Future[str] = Future()
+    return group
+
+
+def end_of(group: Any, future: Future) -> tuple[threading.Thread, list[object]]:
+    """A thread that waits for a step, and what it gets."""
+    found: list[object] = []
+
+    def wait() -> None:
+        try:
+            found.append(group.wait(future))
+        except EngineDeadError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_rank_group_gives_no_result_while_ranks_are_ended():
+    """A step that a dying rank has let go of ends, too; until all are gone the condition says so."""
+    group, done = make_group(), Future()
     done.set_result("what lay in the rooms")
     with group._changed:
-        waiting = threading.Thread(target=lambda: found.append(in_thread_wait()), daemon=True)
-        found: list[object] = []
-
-        def in_thread_wait() -> object:
-            try:
-                return group.wait(done)
-            except EngineDeadError as error:
-                return str(error)
-
-        waiting.start()
-        waiting.join(0.2)
+        waiting, found = end_of(group, done)
+        waiting.join(0.1)
         assert not found, "it waits for whoever ends the ranks"
         group._death = "rank 2 was killed"
-    waiting.join(20)
+    waiting.join(10)
     assert "rank 2 was killed" in str(found[0])
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_rank_group_wakes_who_waits_for_a_step(dies):
+    group, step = make_group(), Future()
+    waiting, found = end_of(group, step)
+    waiting.join(0.1)
+    assert not found
+    if dies:
+        with group._changed:
+            group._death = "rank 2 was killed"
+            group._changed.notify_all()
+    else:
+        step.set_result("tokens")
+    waiting.join(10)
+    assert ("rank 2 was killed" if dies else "tokens") in str(found[0])

@@ -206,12 +206,22 @@ def test_rank_group_counts_silence_of_ranks_that_serve(monkeypatch):
 
 def test_rank_group_ends_once_and_asks_first():
     with group_of(2) as (group, peers):
+        asked: list[bool] = []
+        for peer in peers:
+            send: Any = peer.channel.try_send
+
+            def ask(make: Callable[[], bytes], send: Any = send) -> bool:
+                asked.append(group._changed._is_owned())  # type: ignore[attr-defined]
+                return send(make)
+
+            peer.channel.try_send = ask  # type: ignore[method-assign]
         ending = threading.Thread(target=group.end)
         ending.start()
         for peer in peers:
             assert peer.heard(1) == [(2, Shutdown())]
-            peer.other.close()  # at once: the others were asked before
+            peer.other.close()
         ending.join(10)
+        assert asked == [True, True], "none ends the others before all are asked"
         assert not ending.is_alive()
         with pytest.raises(EngineDeadError, match="it was shut down"):
             group.raise_if_dead()
