@@ -14,7 +14,7 @@ from engine.fake_rank import LIMITS, NUM_PAGES
 from engine.fakes import HashRunner, own_pulse
 from holdfast.config import EngineConfig
 from holdfast.engine import ranks
-from holdfast.engine.channel import Channel, channel_pair
+from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
 from holdfast.engine.messages import Died, Heartbeat, Refused, Shutdown
 from holdfast.engine.rank_messages import (
     RankConnect,
@@ -181,6 +181,26 @@ def test_rank_group_blames_the_cause_and_not_who_was_taken_along(first, second, 
         assert [peer.num_kills for peer in peers] == [1, 1], "they die once"
 
 
+def test_rank_group_hears_the_cause_that_comes_a_moment_later():
+    with group_of(2) as (group, peers):
+        peers[1].other.close()
+        threading.Timer(ranks.BLAME_SECONDS / 4, lambda: peers[0].say(Refused((), ConfigError("x", "y", "z")))).start()
+        with pytest.raises(ConfigError, match="rank 1: x; y; z"):
+            group.expect(RankReported, 10)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_rank_group_that_is_not_watched_any_more_is_dead():
+    with group_of(2) as (group, peers):
+
+        def fail() -> None:
+            raise OSError("no more")
+
+        peers[1].life_line.beat = fail
+        with pytest.raises(EngineDeadError, match="its ranks are not watched any more: OSError"):
+            group.expect(RankReported, 10)
+
+
 def test_rank_group_counts_silence_of_ranks_that_serve(monkeypatch):
     """A heartbeat by the channel is a sign of life of that rank alone."""
     looks = [0.0]
@@ -227,6 +247,37 @@ def test_rank_group_ends_once_and_asks_first():
             group.raise_if_dead()
         group.end()
         assert [peer.num_kills for peer in peers] == [1, 1]
+
+
+def test_rank_group_ends_ranks_that_do_not_go(monkeypatch):
+    """Asked in vain, they are let go of on this device, and killed."""
+    monkeypatch.setattr(ranks, "END_SECONDS", 0.1)
+    with group_of(2) as (group, peers):
+        let_go: list[int] = []
+        group.on_death = lambda: let_go.append(1)
+        group.end()
+        assert [peer.num_kills for peer in peers] == [1, 1]
+        assert let_go
+        with pytest.raises(EngineDeadError, match="it was shut down"):
+            group.expect(RankReported, 1)
+
+
+@pytest.mark.parametrize("verb", ["send_all", "send_frame"])
+def test_rank_group_that_cannot_send_says_why_a_rank_is_gone(verb, monkeypatch):
+    """The watching thread knows the cause, and comes a little later than the error of the channel."""
+    with group_of(2) as (group, peers):
+
+        def fail(*_: object, **__: object) -> None:
+            peers[1].status = -9
+            threading.Timer(0.05, peers[1].other.close).start()
+            raise ChannelClosedError("gone")
+
+        monkeypatch.setattr(peers[1].channel, "send", fail)
+        monkeypatch.setattr(peers[1].channel, "send_frame", fail)
+        told = RankPlanned({}) if verb == "send_all" else encode_rank_message(RankPlanned({}), 2)
+        with pytest.raises(EngineDeadError, match="rank 2 was killed"):
+            getattr(group, verb)(told)
+        assert peers[0].heard(1) == [(2, RankPlanned({}))], "those before it have it"
 
 
 class Frames:
