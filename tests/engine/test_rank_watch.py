@@ -358,6 +358,33 @@ def test_ranked_runner_tells_every_result_once_with_the_next_frame(is_eager, run
     assert (released, group.num_ends) == ([1], 1)
 
 
+def test_ranked_runner_tells_two_results_with_one_frame():
+    group, runner = Frames(), Numbered()
+    ranked = RankedRunner(runner, group, StepThread(), is_eager=False)  # type: ignore[arg-type]
+    first, second, third = steps(3)
+    ranked.launch(first)
+    ranked.launch(second)
+    assert [ranked.collect().results[0].token_ids for _ in range(2)] == [(1,), (2,)]
+    ranked.launch(third)
+    assert [frame.results for _, frame in group.frames] == [(), (), (((1,),), ((2,),))]
+    ranked.close(lambda: None)
+
+
+def test_ranked_runner_begins_no_step_that_others_were_not_sent():
+    group, runner = Frames(), Numbered()
+    ranked = RankedRunner(runner, group, StepThread())  # type: ignore[arg-type]
+
+    def fail(frame: bytes) -> None:
+        raise EngineDeadError("a", "rank 1 was killed", "c")
+
+    group.send_frame = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineDeadError, match="rank 1 was killed"):
+        ranked.launch(steps(1)[0])
+    released: list[int] = []
+    ranked.close(lambda: released.append(1))
+    assert (runner.calls, released) == ([], [1])
+
+
 def test_ranked_runner_collects_again_after_an_interrupt():
     group, runner = Frames(), Numbered()
     ranked = RankedRunner(runner, group, StepThread(), is_eager=False)  # type: ignore[arg-type]

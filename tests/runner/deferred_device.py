@@ -1,9 +1,10 @@
-"""A device that is as late as can be: work runs in order, and only when the host waits for it.
+"""A device that is as late as can be: work runs in order, and only when a thread of the host waits for it.
 
 So what the host writes before a copy or a kernel has read it changes what comes out. Copies compare bytes, too. A copy from
 pinned memory must find what stood there when it was enqueued. A copy to pinned memory must find its poison untouched.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class LateStream:
     def __init__(self, device: "DeferredDevice") -> None:
         self._device = device
         self._queue: deque[Callable[[], Any]] = deque()
+        self._turn = threading.RLock()
         self.num_put = self.num_done = 0
 
     def put(self, work: Callable[[], Any]) -> int:
@@ -56,10 +58,11 @@ class LateStream:
 
     def run_until(self, number: int | None = None) -> None:
         """Run up to that work, or all of it."""
-        while self.num_done < (self.num_put if number is None else number):
-            work, self.num_done = self._queue.popleft(), self.num_done + 1
-            with self._device.running():
-                work()
+        with self._turn:
+            while self.num_done < (self.num_put if number is None else number):
+                work, self.num_done = self._queue.popleft(), self.num_done + 1
+                with self._device.running():
+                    work()
 
     def synchronize(self) -> None:
         self._device.num_waits += 1
@@ -90,6 +93,9 @@ class LateEvent:
         if self._stream is not None:
             self._stream.run_until(self._mark)
 
+    def elapsed_time(self, later: "LateEvent") -> float:
+        return 1.0
+
 
 class DeferredDevice:
     """Streams of late work. Everything happens at once before `begin`, and always if `is_deferred` is False."""
@@ -99,14 +105,16 @@ class DeferredDevice:
         self.is_late = False
         self.most_queued = self.num_waits = 0
         self.current = self._first = LateStream(self)
-        self._depth = 0
+        self._own = threading.local()
+        self._home = 0
         self._pinned: dict[int, torch.Tensor] = {}
         self._unread: list[tuple[int, int]] = []
         """Pinned memory that copies are to read."""
 
     def begin(self) -> None:
-        """From here on work is late."""
+        """From here on work is late, and copies of this thread are the device's."""
         self.is_late = self._is_deferred
+        self._home = threading.get_ident()
 
     def put(self, work: Callable[[], Any]) -> int:
         """On the current stream."""
@@ -116,15 +124,20 @@ class DeferredDevice:
         """All work of the first stream."""
         self._first.run_until()
 
+    @property
+    def _is_running(self) -> bool:
+        """Whether this thread does work of the device."""
+        return getattr(self._own, "is_running", False)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """What is called inside runs on the device, and now."""
-        self._depth += 1
+        before, self._own.is_running = self._is_running, True
         try:
             with torch.inference_mode():
                 yield
         finally:
-            self._depth -= 1
+            self._own.is_running = before
 
     @contextmanager
     def on(self, stream: LateStream) -> Iterator[None]:
@@ -144,7 +157,7 @@ class DeferredDevice:
         """The function as a launch; inside of other work it runs at once."""
 
         def launch(*arguments: Any, **named: Any) -> None:
-            if self._depth:
+            if self._is_running:
                 function(*arguments, **named)
             else:
                 self.put(lambda: function(*arguments, **named))
@@ -170,12 +183,12 @@ class DeferredDevice:
                 monkeypatch.setattr(module, name, self.deferred(getattr(module, name)))
         copy = torch.Tensor.copy_
         monkeypatch.setattr(torch.Tensor, "copy_", lambda to, source, *_, **__: self._copy(copy, to, source))
-        monkeypatch.setattr(torch.cuda, "Event", lambda: LateEvent(self))
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: LateEvent(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
 
     def _copy(self, copy: Callable[..., torch.Tensor], to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        if self._depth or not self.is_late:
+        if self._is_running or not self.is_late or threading.get_ident() != self._home:
             return copy(to, source)
         sent = source.clone() if self._is_pinned(source) else None
         begin, end = to.data_ptr(), to.data_ptr() + to.nbytes

@@ -27,6 +27,7 @@ from loading.tiny_models import VOCAB
 from runner.deferred_device import GPU, DeferredDevice, LateStream
 from runner.drive import LoadedModel, Rig, load_model
 from runner.fake_graphs import pretend_to_have_a_stream, use_fake_graphs
+from runner.gpu_traffic import write_model as write_traffic_model
 from runner.rank_runs import write_model
 from runner.sampling_rows import EOS, FakeForms
 from runner.stepping import Ran, Stepper, Wish, drive, make_wishes, with_guesses
@@ -121,48 +122,6 @@ def test_late_device_any_schedule_gives_the_same_to_the_bit(monkeypatch, model, 
     assert sum(len(person.pooled) for person in ran.people) > 2
     assert device.most_queued > 20
     assert device.num_waits > len(ran.steps)
-
-
-class WatchedGraphs(StepGraphs):
-    """The graphs, and which of them ran."""
-
-    def __init__(self, *sizes: Any) -> None:
-        super().__init__(*sizes)
-        self.replayed: Counter = Counter()
-
-    def replay(self, size: int, is_decode: bool) -> torch.Tensor:
-        self.replayed[size, is_decode] += 1
-        return super().replay(size, is_decode)
-
-
-def test_late_device_steps_from_graphs_give_the_same_tokens(monkeypatch, model):
-    """Block tables, tiles and coming tokens reach graphs; steps with proposals take the mixed ones."""
-    if triton is None:
-        pytest.skip("Triton is not installed")
-    seed = 1
-    wishes = [replace(wish, max_tokens=5, stops=frozenset()) for wish in make_wishes(seed, 5, VOCAB, lengths=(1, 2, 9))]
-    expected = expect(model, wishes, seed)
-    guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
-    graphs = WatchedGraphs((1, 2, 4), (8, 16), LIMITS.sampled_rows)
-
-    def capture(rig: Rig, device: DeferredDevice) -> None:
-        pretend_to_have_a_stream(rig)
-        rig.runner.warm((1,), graphs, lambda done, total: None)
-        rig.poison_pages(range(NUM_PAGES))
-
-    use_fake_graphs(monkeypatch)
-    ran, device = run_late(monkeypatch, model, guessing, seed, capture, "triton_paged")
-    for own, other in zip(ran.people, expected.people, strict=True):
-        assert own.output == other.output, "another backend, whose logits are near"
-    only_proposals = [
-        step
-        for step in ran.steps
-        if step.items and all(item.samples and item.num_new_tokens == 1 + len(item.proposals) for item in step.items)
-    ]
-    assert any(item.proposals for step in only_proposals for item in step.items), "every row is chosen from"
-    assert graphs.replayed[1, True] + graphs.replayed[2, True] + graphs.replayed[4, True] > 2
-    assert graphs.replayed[8, False] + graphs.replayed[16, False] > 2
-    assert device.most_queued > 10
 
 
 @pytest.mark.parametrize(
@@ -358,3 +317,70 @@ def test_late_pooled_rows_of_two_steps_come_in_rounds(monkeypatch, counts):
         found.append(underway[0][0].read())
     expected = [step_RH[8 - count : 8].numpy() for step_RH, count in zip(steps, counts, strict=True)]
     assert [b"".join(own) for own in found] == [own.tobytes() for own in expected]
+
+
+PLANNED = {
+    "triton_paged": ("llama", write_model),
+    "triton_latent": ("deepseek_v3", write_model),
+    "triton_sparse": ("deepseek_v32", write_model),
+    "triton_compressed": ("compressed_small", write_traffic_model),
+}
+"""Backends that keep lists on the host, and a model for each."""
+
+
+@pytest.mark.parametrize("backend", PLANNED)
+def test_late_plans_of_several_steps_send_their_own_lists(monkeypatch, tmp_path, backend):
+    """Tiles and rows of a step are written when those of the step before were sent."""
+    name, write = PLANNED[backend]
+    loaded = load_model(write(tmp_path, name), load_format="dummy")
+    device = DeferredDevice(is_deferred=True)
+    with monkeypatch.context() as patch:
+        device.take_over(patch)
+        runner: Any = Rig(loaded, backend, LIMITS, NUM_PAGES, keeps_tokens=True).runner
+        device.begin()
+        for start, num_rows in ((0, 20), (24, 3), (40, 2), (9, 7)):
+            runner.backend.plan(runner._fill(runner._eager_step(start, num_rows), [num_rows - 1]))
+        assert device.most_queued > 2
+        device.run_until()
+
+
+class WatchedGraphs(StepGraphs):
+    """The graphs, and which of them ran."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.replayed: Counter = Counter()
+
+    def replay(self, size: int, is_decode: bool) -> torch.Tensor:
+        self.replayed[size, is_decode] += 1
+        return super().replay(size, is_decode)
+
+
+def test_late_device_steps_from_graphs_give_the_same_tokens(monkeypatch, model):
+    """Block tables, tiles and coming tokens reach graphs; steps with proposals take the mixed ones."""
+    if triton is None:
+        pytest.skip("Triton is not installed")
+    seed = 1
+    wishes = [replace(wish, max_tokens=5, stops=frozenset()) for wish in make_wishes(seed, 5, VOCAB, lengths=(1, 2, 9))]
+    expected = expect(model, wishes, seed)
+    guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
+    graphs = WatchedGraphs((1, 2, 4), (8, 16), LIMITS.sampled_rows)
+
+    def capture(rig: Rig, device: DeferredDevice) -> None:
+        pretend_to_have_a_stream(rig)
+        rig.runner.warm((1,), graphs, lambda done, total: None)
+        rig.poison_pages(range(NUM_PAGES))
+
+    use_fake_graphs(monkeypatch)
+    ran, device = run_late(monkeypatch, model, guessing, seed, capture, "triton_paged")
+    for own, other in zip(ran.people, expected.people, strict=True):
+        assert own.output == other.output, "another backend, whose logits are near"
+    only_proposals = [
+        step
+        for step in ran.steps
+        if step.items and all(item.samples and item.num_new_tokens == 1 + len(item.proposals) for item in step.items)
+    ]
+    assert any(item.proposals for step in only_proposals for item in step.items), "every row is chosen from"
+    assert graphs.replayed[1, True] + graphs.replayed[2, True] + graphs.replayed[4, True] > 2
+    assert graphs.replayed[8, False] + graphs.replayed[16, False] > 2
+    assert device.most_queued > 10
