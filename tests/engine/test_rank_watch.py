@@ -130,6 +130,19 @@ def test_rank_group_takes_one_message_of_each_in_order_of_ranks():
         until(lambda: all(peer.num_beats for peer in peers))
 
 
+def test_rank_link_reads_all_that_is_here():
+    peer = Peer()
+    link = ranks._Link(1, peer)  # type: ignore[arg-type]
+    peer.say(RankReported({}), Heartbeat(0.0), RankLoaded())
+    link.read()
+    assert list(link.inbox) == [RankReported({}), RankLoaded()]
+    peer.say(RankLoaded(), Died("no memory"), RankLoaded())
+    link.read()
+    assert (len(link.inbox), link.trouble) == (3, "it stopped at no memory"), "nothing is taken behind its last words"
+    for end in (peer.channel, peer.other):
+        end.close()
+
+
 def test_rank_group_refuses_what_is_not_due_and_what_is_late():
     with group_of(2) as (group, peers):
         for peer in peers:
