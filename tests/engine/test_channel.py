@@ -1,8 +1,10 @@
 """Channel: frames whole and in order, however they arrive; an end that is seen; two that send at once."""
 
+import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,6 +139,87 @@ def test_what_comes_while_sending_is_bounded():
     other.close()
 
 
+@pytest.mark.parametrize("name", ["send", "send_frame", "try_send"])
+def test_channel_sends_large_frames_whole_from_a_thread_that_does_not_read(pair, name):
+    """The other side reads slowly, and what it sends meanwhile is left to the thread that reads."""
+    ours, theirs = pair
+    frames = [frame(number, str(number) * 300_000) for number in (1, 2, 3)]
+    theirs.send(lambda: frame(9))
+
+    def talk() -> None:
+        for whole in frames:
+            if name == "send":
+                ours.send(lambda whole=whole: whole, is_owner=False)
+            elif name == "send_frame":
+                ours.send_frame(whole)
+            else:
+                while not ours.try_send(lambda whole=whole: whole):
+                    pass
+
+    thread, found = threading.Thread(target=talk), []
+    thread.start()
+    while len(found) < len(frames):
+        assert theirs.wait(10)
+        threading.Event().wait(0.001)
+        taken = theirs.take()
+        if taken is not None:
+            found.append(taken)
+    thread.join(10)
+    assert found == frames
+    assert not ours._unread, "only the reading thread reads"
+    assert ours.take() == frame(9)
+
+
+def test_channel_sends_to_one_that_has_hung_up_half(pair):
+    """An end that was read while sending is no busy wait, and what came before it is not lost."""
+    ours, theirs = pair
+    theirs.send(lambda: frame(1))
+    theirs._socket.shutdown(socket.SHUT_WR)
+    sent, thread_ended = frame(2, "x" * 1_000_000), threading.Event()
+
+    def talk() -> None:
+        ours.send(lambda: sent)
+        thread_ended.set()
+
+    threading.Thread(target=talk, daemon=True).start()
+    assert not thread_ended.wait(0.05), "the socket is full"
+    found = None
+    while found is None:
+        assert theirs.wait(10)
+        found = theirs.take()
+    assert found == sent
+    assert thread_ended.wait(10)
+    assert ours.take() == frame(1)
+    with pytest.raises(ChannelClosedError):
+        ours.take()
+
+
+def test_channel_counts_silence_anew_when_something_goes_or_comes(monkeypatch):
+    """Waits of a sender in vain: only those since the other side last took or said something."""
+    ours, theirs = channel_pair()
+    channel, waits = Channel(ours, silence_seconds=1.0), []
+    moves = iter([False, True, False, True, False, True, False, False])
+
+    def make_way(is_owner: bool, timeout: float | None) -> bool:
+        waits.append(timeout)
+        return next(moves)
+
+    def send(left: bytes) -> int:
+        if len(waits) in (2, 4) and not told[len(waits)]:
+            told[len(waits)] = True
+            return 1
+        raise BlockingIOError
+
+    told = {2: False, 4: False}
+    channel._socket = SimpleNamespace(send=send, fileno=ours.fileno, close=ours.close)  # type: ignore[assignment]
+    monkeypatch.setattr(channel, "_make_way", make_way)
+    with pytest.raises(MessageError, match=r"said nothing for 1\.0 seconds"):
+        channel.send(lambda: b"abcdef")
+    assert waits == [0.5] * 8, "the last two in a row are too many"
+    channel.close()
+    theirs.close()
+
+
 def test_a_heartbeat_does_not_wait(pair):
     ours, _ = pair
 
@@ -162,10 +245,10 @@ def test_one_that_neither_takes_nor_talks_is_given_up():
 
 def test_one_that_talks_may_take_late():
     ours, theirs = channel_pair()
-    channel, other, whole = Channel(ours, silence_seconds=1.0), Channel(theirs), frame(1, "x" * 3_000_000)
+    channel, other, whole = Channel(ours, silence_seconds=0.4), Channel(theirs), frame(1, "x" * 3_000_000)
 
     def talk() -> None:
-        for number in range(1, 14):
+        for number in range(1, 8):
             other.send(lambda number=number: frame(number), is_owner=False)
             threading.Event().wait(0.1)
         while other.wait(1.0) and other.take() is None:
@@ -175,7 +258,7 @@ def test_one_that_talks_may_take_late():
     thread.start()
     channel.send(lambda: whole)
     thread.join(30)
-    assert [decode_message(channel.take())[0] for _ in range(13)] == list(range(1, 14))
+    assert [decode_message(channel.take())[0] for _ in range(7)] == list(range(1, 8))
     channel.close()
     other.close()
 

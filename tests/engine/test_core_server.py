@@ -9,16 +9,30 @@ from engine.test_core import request
 from holdfast.engine import core_process
 from holdfast.engine.core import EngineCore
 from holdfast.engine.core_process import CoreServer
-from holdfast.engine.messages import CoreOutputs, Message, Shutdown, Submit, decode_message, encode_message
+from holdfast.engine.memory_map import CoreMap
+from holdfast.engine.messages import (
+    Abort,
+    CoreOutputs,
+    CoreStats,
+    MapRequest,
+    Message,
+    Shutdown,
+    StatsRequest,
+    Submit,
+    decode_message,
+    encode_message,
+)
 from holdfast.request.wire import HEADER_BYTES, body_length
 
 
 class Line:
     """A channel whose other side asks by script: a message, or None for a look that finds nothing."""
 
-    def __init__(self, script: list[Message | None]) -> None:
+    def __init__(self, script: list[Message | None], num_waits: int = 1) -> None:
+        """The core is ended when it has waited so many times behind the script."""
         self._script = deque(script)
         self._number = 0
+        self._num_waits = num_waits
         self.sent: list[list[tuple[int, Message]]] = []
         """Messages with their numbers, by the sending that they were part of."""
 
@@ -30,7 +44,10 @@ class Line:
         return encode_message(message, self._number)
 
     def wait(self, timeout: float | None = None) -> None:
-        self._script.append(Shutdown())
+        if not self._script:
+            self._num_waits -= 1
+            if not self._num_waits:
+                self._script.append(Shutdown())
 
     def send(self, make, *, is_owner: bool = True) -> None:
         data, messages = make(), []
@@ -84,3 +101,109 @@ def test_what_is_overdue_goes_by_another_thread(monkeypatch: pytest.MonkeyPatch)
     server._held.append(CoreOutputs())
     server.flush_overdue()
     assert steps_by_sending(line) == [1], "it is young yet"
+
+
+class WatchedLine(Line):
+    """A channel at whose every look and sending the pulse must say how the core is."""
+
+    def __init__(self, script: list[Message | None], num_waits: int) -> None:
+        super().__init__(script, num_waits)
+        self.pulse = own_pulse()
+        self.core: EngineCore | None = None
+        self.server: CoreServer | None = None
+        self.num_looks = 0
+
+    def look(self) -> None:
+        assert self.core is not None
+        assert self.pulse.counts() == self.core.counts
+        assert self.pulse.look().step_seconds == 0.0, "no step runs"
+        self.num_looks += 1
+
+    def take(self) -> bytes | None:
+        self.look()
+        return super().take()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.look()
+        assert self.server is not None
+        assert not self.server._held, "nothing is held back while there is nothing to do"
+        super().wait(timeout)
+
+
+def test_core_server_tells_how_it_is_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts are those of now whenever the front could look: between commands, before an answer, in a step and after it."""
+    monkeypatch.setattr(core_process, "HELD_SECONDS", 1e12)
+    engine = make_engine(max_num_seqs=2, max_num_batched_tokens=8)
+    assert isinstance(engine.core, EngineCore)
+    script: list[Message | None] = [
+        *(Submit((request(0, max_tokens=3),)), Submit((request(1, b"longer prompt", max_tokens=2), request(2)))),
+        *(StatsRequest(), None, Abort((2,)), None, MapRequest(), *[None] * 9, Submit((request(3),)), Abort((3,))),
+    ]
+    line = WatchedLine(script, num_waits=3)
+    line.core, line.server = engine.core, CoreServer(line, line.pulse)  # type: ignore[arg-type]
+    in_step: list[int] = []
+
+    def run(step: object) -> None:
+        assert line.pulse.look().step_seconds > 0.0
+        assert line.pulse.counts() == engine.core.counts  # type: ignore[attr-defined]
+        in_step.append(line.pulse.counts().num_running)
+
+    engine.runner.on_step = run  # type: ignore[attr-defined]
+    line.server.serve(engine.core)
+    assert engine.core.hang_ups is line.pulse.hang_ups
+    assert max(in_step) == 2
+    assert line.num_looks > 10
+    messages = [message for sending in line.sent for _, message in sending]
+    answers = [message for message in messages if isinstance(message, CoreStats)]
+    assert [answer.num_submitted for answer in answers] == [3, 4], (
+        "to what was asked, and once when there is nothing to do"
+    )
+    assert (answers[0].num_waiting, answers[1].num_waiting, answers[1].num_running) == (3, 0, 0)
+    assert sum(isinstance(message, CoreMap) for message in messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "num_told"),
+    [
+        ((StatsRequest(),), 1),
+        ((StatsRequest(), MapRequest()), 1),
+        ((MapRequest(), StatsRequest()), 1),
+        ((MapRequest(),), 0),
+    ],
+    ids=["stats", "stats and a map", "a map and stats", "a map"],
+)
+def test_core_server_that_was_just_asked_says_no_more(last: tuple[Message, ...], num_told: int) -> None:
+    engine = make_engine()
+    assert isinstance(engine.core, EngineCore)
+    line = WatchedLine([*last], num_waits=3)
+    line.core, line.server = engine.core, CoreServer(line, line.pulse)  # type: ignore[arg-type]
+    line.server.serve(engine.core)
+    messages = [message for sending in line.sent for _, message in sending]
+    assert sum(isinstance(message, CoreStats) for message in messages) == num_told
+
+
+def test_core_server_sends_an_end_of_any_sequence_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_process, "HELD_SECONDS", 1e12)
+    line = serve([Submit((request(0, max_tokens=6), request(1, max_tokens=3)))])
+    assert steps_by_sending(line) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "expected"), [((0.001,) * 9, [3, 3, 3]), ((0.001, 0.001, 0.004, 0.001, 0.001, 0.001), [3, 3])]
+)
+def test_core_server_holds_short_steps_for_so_long(monkeypatch: pytest.MonkeyPatch, step_seconds, expected) -> None:
+    """Steps are short each, and together no longer than HELD_SECONDS; a long one goes at once with those before it."""
+    now = [100.0]
+    monkeypatch.setattr(core_process.time, "monotonic", lambda: now[0])
+    engine = make_engine(max_num_batched_tokens=8)
+    assert isinstance(engine.core, EngineCore)
+    line, seconds = Line([Submit((request(0, max_tokens=len(step_seconds)),))]), iter(step_seconds)
+    server = CoreServer(line, own_pulse())  # type: ignore[arg-type]
+    server._flushed_at = now[0]
+
+    def run(step: object) -> None:
+        now[0] += next(seconds)
+
+    engine.runner.on_step = run  # type: ignore[attr-defined]
+    server.serve(engine.core)
+    assert steps_by_sending(line) == expected

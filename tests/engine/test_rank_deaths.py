@@ -35,7 +35,7 @@ APART = [("nodes", "parent", how, "step") for how in ("KILL", "STOP")]
 QUICK = {
     ("script", "rank 1", "KILL", "step"),
     ("script", "rank 2", "STOP", "idle"),
-    ("launched", "parent", "STOP", "load"),
+    ("launched", "parent", "KILL", "load"),
     ("front", "parent", "KILL", "warm"),
     ("front", "rank 0", "KILL", "plan"),
 }

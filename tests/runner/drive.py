@@ -38,6 +38,7 @@ from holdfast.quant.formats import ALL_KV_FORMATS, KVFormat
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, LiveStep, Sequence, SequenceState, StepResult, TokenLogprobs
+from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.runner import Runner
 from holdfast.runner.sampling.batch import Choice, Choosing
 from holdfast.runner.sampling.device_sampler import DeviceSampler
@@ -57,9 +58,9 @@ class LoadedModel:
     weights: Mapping[str, torch.Tensor | QuantizedWeight]
 
 
-def load_model(folder: Path, dtype: str = "float32") -> LoadedModel:
+def load_model(folder: Path, dtype: str = "float32", load_format: str = "auto") -> LoadedModel:
     """A model from disk, by the engine's own loader."""
-    model = open_model(str(folder), "auto")
+    model = open_model(str(folder), load_format)
     plan = plan_load(model.parameters, model.source, dtype)
     loaded = load_weights(plan, model.source, "cpu", Ledger(), _silent)
     model.source.close()
@@ -121,6 +122,7 @@ class Rig:
     ) -> None:
         """`keeps_tokens`: steps begin when they are launched, as on a GPU, and its sampler chooses. `index_dtype`: of a model with one."""
         spec = model.spec
+        self.model = model
         kv_format = ALL_KV_FORMATS[kv_dtype]
         if spec.latent is not None and spec.latent.index is not None:
             kv_format = replace(kv_format, index_dtype=index_dtype)
@@ -169,6 +171,7 @@ class Rig:
             frozenset({2}),
             CPU,
             row_sizes,
+            pooled_rows=PooledRows(spec.hidden_size, dtype, CPU, Ledger()),
         )
         self.logits: dict[int, dict[int, torch.Tensor]] = {}
 

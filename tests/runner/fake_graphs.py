@@ -82,9 +82,8 @@ def pretend_to_have_a_stream(rig: Rig) -> FakeStream:
     runner: Any = rig.runner
     runner._stream = stream
     runner._on_stream = lambda: torch.inference_mode()
-    runner.model = SimpleNamespace(
-        step_logits=captured(rig.decoder.step_logits), hidden=rig.decoder.hidden, logits=rig.decoder.logits
-    )
+    model = runner.model
+    runner.model = SimpleNamespace(step_logits=captured(model.step_logits), hidden=model.hidden, logits=model.logits)
     rig.sampler.find_argmax = captured(rig.sampler.find_argmax)  # type: ignore[method-assign]
     rig.sampler.resolve = captured(rig.sampler.resolve)  # type: ignore[method-assign]
     return stream

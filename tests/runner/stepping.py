@@ -33,6 +33,8 @@ class Wish:
     """Tokens that end it, which the host learns when it has read them."""
     guess: Callable[[list[int]], Sequence[int]] | None = None
     """Proposals for what follows these tokens."""
+    is_pooled: bool = False
+    """The hidden state of each row that it is chosen from goes to the host."""
 
 
 @dataclass(eq=False)
@@ -52,6 +54,7 @@ class Person:
     num_told: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: list[bytes] = field(default_factory=list)
     has_failed: bool = False
     num_accepted: int = 0
     num_surplus: int = 0
@@ -105,6 +108,7 @@ class Stepper:
                     person.wish.params,
                     person.wish.seed,
                     person.wish.bad_words,
+                    is_pooled=person.wish.is_pooled,
                 )
             )
         items, people = [], []
@@ -148,6 +152,7 @@ class Stepper:
                 if not person.has_failed:
                     person.tokens.append(token_id)
                     person.logprobs += own.logprobs[place : place + 1]
+                    person.pooled += [own.pooled] if own.pooled else []
                 is_full = len(person.output) == person.wish.max_tokens
                 person.is_over = person.has_failed or is_full or token_id in person.wish.stops
             if person.is_over:
@@ -310,7 +315,8 @@ def with_guesses(wishes: Sequence[Wish], outputs: Sequence[list[int]], vocab_siz
     """The same requests, most of which propose what follows: rightly, wrongly, or rightly to begin with."""
     dice, guessing = Random(seed), []
     for wish, output in zip(wishes, outputs, strict=True):
-        depends = wish.params.has_penalties or bool(wish.bad_words)
+        has_form = wish.params.structured_outputs is not None
+        depends = wish.params.has_penalties or bool(wish.bad_words) or has_form or wish.is_pooled
         errs = dice.choice([0.0, 0.3, 1.0])
         may_guess = not depends and dice.random() < 0.7
         guess = _guess(wish.prompt + output, errs, vocab_size, dice.randrange(2**30)) if may_guess else None

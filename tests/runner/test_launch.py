@@ -5,31 +5,25 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast.config import Limits
 from holdfast.errors import EngineDeadError, MessageError
-from holdfast.kernels.triton_compat import triton
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, StepResult
 from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
 from holdfast.runner import runner as runner_module
 from holdfast.runner import slots as slots_module
-from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.sampling.device_sampler import DeviceChoosing
-from holdfast.runner.sampling.logit_edits import EditStaging
-from holdfast.runner.slots import Slots
 from kernels.exactness import require_native
 from loading.tiny_models import VOCAB, save_tiny
 from runner.drive import LoadedModel, Rig, load_model
-from runner.fake_graphs import pretend_to_have_a_stream, use_fake_graphs
+from runner.fake_graphs import pretend_to_have_a_stream
 from runner.stepping import Person, Ran, Stepper, Wish, drive, make_wishes, replay, with_guesses
 from runner.tiny_runners import held_storages
 
@@ -71,7 +65,7 @@ def run(rig: Rig, wishes: list[Wish], seed: int, run_ahead: int, cancels: Callab
 
 
 def outcome(person: Person) -> tuple[object, ...]:
-    return person.output, person.logprobs, person.prompt_logprobs, person.has_failed
+    return person.output, person.logprobs, person.prompt_logprobs, person.has_failed, person.pooled
 
 
 def assert_same(ran: Ran, expected: Ran) -> None:
@@ -97,9 +91,9 @@ def late(monkeypatch) -> Counter:
 
 
 SEEDS = [
-    pytest.param("llama", range(3), id="llama"),
+    pytest.param("llama", range(2), id="llama"),
     pytest.param("qwen2_window", range(5, 7), id="windows"),
-    pytest.param("llama", (3, 4, *range(100, 180)), id="llama, many", marks=pytest.mark.slow),
+    pytest.param("llama", (2, 3, 4, *range(100, 180)), id="llama, many", marks=pytest.mark.slow),
     pytest.param("qwen2_window", (7, *range(200, 240)), id="windows, many", marks=pytest.mark.slow),
 ]
 
@@ -201,25 +195,6 @@ def test_a_wait_that_is_interrupted_can_go_on(load, monkeypatch, place):
     patient.interrupt(monkeypatch, owner, name)
     assert_same(run(rig, wishes, 5, run_ahead=1), expected)
     assert patient.num_interrupts > 3
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(DeviceChoosing, "read"), (DeviceChoosing, "choose_late"), (EditStaging, "apply"), (Slots, "book")],
-    ids=lambda part: part if isinstance(part, str) else "",
-)
-def test_nor_does_an_interrupt_hurt_choices_that_are_late(load, monkeypatch, owner, name):
-    model = load("llama")
-    wishes = [
-        Wish([20 + number, 9], SamplingParams(temperature=0.9, repetition_penalty=1.5, logprobs=1), 12, seed=number)
-        for number in range(6)
-    ]
-    expected = run(make_rig(model, like_gpu=False), wishes, 5, run_ahead=0)
-    rig = make_rig(model, like_gpu=True)
-    patient = PatientCollect(rig.runner, Random(1))
-    patient.interrupt(monkeypatch, owner, name)
-    assert_same(run(rig, wishes, 5, run_ahead=1), expected)
-    assert patient.num_interrupts > 5
 
 
 class Interrupting:
@@ -408,43 +383,3 @@ def test_what_lies_on_a_device_stays_from_the_step_on_in_which_it_fails(load, mo
     runner.close()
     assert kept == [runner]
     assert "buffers" in vars(runner)
-
-
-class WatchedGraphs(StepGraphs):
-    """The graphs, and which of them ran."""
-
-    def __init__(self, *sizes: Any) -> None:
-        super().__init__(*sizes)
-        self.replayed: Counter = Counter()
-
-    def replay(self, size: int, is_decode: bool) -> torch.Tensor:
-        self.replayed[size, is_decode] += 1
-        return super().replay(size, is_decode)
-
-
-def test_steps_from_graphs_run_ahead_too(load, monkeypatch):
-    """Tokens that are coming are looked up inside the graphs, and steps with proposals take the mixed ones."""
-    if triton is None:
-        pytest.skip("Triton is not installed")
-    model, seed = load("llama"), 1
-    wishes = [replace(wish, max_tokens=6, stops=frozenset()) for wish in make_wishes(seed, 6, VOCAB, lengths=(1, 2, 9))]
-    expected = run(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
-    guessing = with_guesses(wishes, [person.output for person in expected.people], VOCAB, seed)
-    use_fake_graphs(monkeypatch)
-    rig = make_rig(model, like_gpu=True, backend="triton_paged")
-    pretend_to_have_a_stream(rig)
-    graphs = WatchedGraphs((1, 2, 4), (8, 16), LIMITS.sampled_rows)
-    rig.runner.warm((1,), graphs, lambda done, total: None)
-    rig.poison_pages(range(NUM_PAGES))
-    ran = run(rig, guessing, seed, run_ahead=1)
-    for own, other in zip(ran.people, expected.people, strict=True):
-        assert own.output == other.output, "another backend, whose logits are near"
-    assert any(item.proposals for step in ran.steps for item in step.items)
-    only_proposals = [
-        step
-        for step in ran.steps
-        if step.items and all(item.samples and item.num_new_tokens == 1 + len(item.proposals) for item in step.items)
-    ]
-    assert any(item.proposals for step in only_proposals for item in step.items), "every row is chosen from"
-    assert graphs.replayed[1, True] + graphs.replayed[2, True] + graphs.replayed[4, True] > 2
-    assert graphs.replayed[8, False] + graphs.replayed[16, False] > 2

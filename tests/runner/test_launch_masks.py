@@ -44,7 +44,7 @@ def run_following(rig: Rig, wishes: list[Wish], seed: int, run_ahead: int) -> tu
     return run(rig, wishes, seed, run_ahead), forms
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 def test_masks_in_any_schedule(model, seed):
     wishes = make_mixed(seed)
     expected, forms = run_following(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)

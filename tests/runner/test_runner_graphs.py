@@ -177,7 +177,11 @@ def test_what_padding_and_freed_pages_hold_changes_nothing(captured):
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, over padded rows
 @pytest.mark.parametrize(
-    "kv_format", ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"]
+    "kv_format",
+    [
+        *("turboquant_k8v4", "turboquant_3bit_nc"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("turboquant_4bit_nc", "turboquant_k3v4_nc")),
+    ],
 )
 def test_replays_over_coded_pages_ignore_freed_ones(load, monkeypatch, kv_format):
     check_freed_pages(*captured_rig(load("qwen3"), monkeypatch, 2, kv_format))

@@ -59,7 +59,7 @@ def capture_on(ranks: StagedRanks) -> dict[int, SeenGraphs]:
 @pytest.mark.parametrize(
     ("family", "num_stages", "tensor_size"),
     [
-        ("llama", 2, 1),
+        pytest.param("llama", 2, 1, marks=pytest.mark.slow),
         ("gpt_oss", 3, 1),
         ("llama_tied", 2, 2),
         pytest.param("gemma3", 3, 1, marks=pytest.mark.slow),

@@ -46,7 +46,7 @@ def run(table, sequences):
     return rows
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_steps_against_plain_lists(data):
     max_num_seqs, max_num_pages = data.draw(st.integers(1, 7)), data.draw(st.sampled_from([1, 5, 40]))
@@ -665,7 +665,7 @@ def check_groups(table, sequences, rows):
                 assert number == HOLE or held[row][chunk] == number
 
 
-@settings(max_examples=40)
+@settings(max_examples=24)
 @given(data=st.data())
 def test_tables_of_groups_hold_every_page_and_no_hole(data):
     table = PageTable(Limits(5, 64, 480, 4), CPU, Ledger(), SHAPES)

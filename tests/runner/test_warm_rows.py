@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(triton is None, reason="Triton is not installed"
 
 MODELS = [
     pytest.param("qwen3", {}, id="fused decode"),
-    pytest.param("windows", {"dtype": "float16"}, id="float16, with windows"),
+    pytest.param("windows", {"dtype": "float16"}, marks=pytest.mark.slow, id="float16, with windows"),
     pytest.param("qwen3", {"batch_invariant": True}, id="batch invariant"),
     pytest.param("qwen3", {"quantization": "fp8", "kv_cache_dtype": "fp8"}, id="fp8"),
     pytest.param(
@@ -102,7 +102,10 @@ def test_nor_does_one_of_a_rank(tmp_path: Path, name, whole_experts, options):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("qwen3", {"quantization": "int8"}), ("shared", {"quantization": "mxfp4"})],
+    [
+        pytest.param("qwen3", {"quantization": "int8"}, marks=pytest.mark.slow),
+        ("shared", {"quantization": "mxfp4"}),
+    ],
     ids=["int8", "shared expert in mxfp4"],
 )
 def test_nor_does_one_beside_graphs(tmp_path: Path, name, options):

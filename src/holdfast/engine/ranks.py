@@ -247,10 +247,11 @@ class RankGroup:
         """Ask them to end, then end them; nothing is left afterwards. Again is nothing; a fork of ours has no say."""
         if os.getpid() != self._home or self._is_ending:
             return
-        self._is_ending = True
-        for link in self._links:
-            with contextlib.suppress(ChannelClosedError):
-                link.child.channel.try_send(lambda own=link: encode_rank_message(Shutdown(), own.sent.next()))
+        with self._changed:  # all are asked before the first that ends ends the others
+            self._is_ending = True
+            for link in self._links:
+                with contextlib.suppress(ChannelClosedError):
+                    link.child.channel.try_send(lambda own=link: encode_rank_message(Shutdown(), own.sent.next()))
         until = time.monotonic() + END_SECONDS
         for link in self._links:
             if self._death is None:

@@ -12,6 +12,7 @@ from holdfast.loading.execution.ring import cut_chunks
 from holdfast.loading.planning.moves import Move
 from holdfast.models.parameters import Part
 from loading.tensor_source import TensorSource
+from runner.deferred_device import DeferredDevice
 
 CHUNK_BYTES = 1024
 
@@ -123,6 +124,40 @@ def test_chunks_come_through_pinned_memory(num_places, num_pinned, num_readers, 
     num_chunks = len(list(cut_chunks(moves, [], CHUNK_BYTES)))
     assert fake_gpu.count("copied") == num_chunks
     assert fake_gpu[-1] == "synchronize"
+
+
+@pytest.mark.parametrize("num_places", [1, 3])
+@pytest.mark.parametrize(("num_pinned", "num_readers"), [(1, 1), (2, 4), (12, 4)])
+def test_late_gpu_has_read_a_pinned_chunk_before_it_is_filled(monkeypatch, num_places, num_pinned, num_readers):
+    """Copies and kernels run when a reader waits for its buffer; a chunk on the device is placed before the next comes."""
+    device = DeferredDevice(is_deferred=True)
+    tensors, moves = some_moves(9)
+    rows = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
+    released = []
+
+    class Pinned(FakePinned):
+        def __init__(self, num_bytes):
+            super().__init__(num_bytes)
+            device.pin(self.tensor)
+
+        def release(self):
+            released.append(device.current.num_put - device.current.num_done)
+
+    with monkeypatch.context() as patch:
+        device.take_over(patch)
+        patch.setattr(feeds, "PinnedMemory", Pinned)
+        device.begin()
+        chunks = cut_chunks(moves, [], CHUNK_BYTES)
+        feed = PinnedFeed(TensorSource(tensors=tensors), moves, chunks, places(num_places), num_readers, num_pinned)
+        for chunk, views in feed:
+            for piece in chunk.pieces:
+                start, own = piece.offset // 4, rows[moves[piece.move].tensor]
+                values = views["float32"][start : start + piece.num_bytes // 4].view(piece.num_rows, -1)
+                to = own[piece.row : piece.row + piece.num_rows]
+                device.put(lambda to=to, values=values: to.copy_(values))
+        feed.close()
+    assert all(torch.equal(rows[name], tensor) for name, tensor in tensors.items())
+    assert released == [0], "copies end before their memory is let go"
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 7, 33, 100])

@@ -67,7 +67,7 @@ class _Doubles:
 
     def begin(self) -> None:
         """What was sent before has been read, unless an interrupt cut a step short; then it may be on its way still."""
-        if self._is_busy and self._device.type == "cuda":
+        if self._is_busy and self._done is not None:
             torch.cuda.current_stream(self._device).synchronize()
         self._is_busy = True
         self.staging.reset()
