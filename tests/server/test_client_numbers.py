@@ -247,8 +247,17 @@ def test_memory_map_tells_of_every_request_and_group(logged, monkeypatch):
     assert (kv["num_pages"], kv["free"], kv["in_use"], kv["cached"]) == (100, 73, 12, 15)
     assert [one["state"] for one in facts["requests"]] == ["decode", "preempted", "waiting"]
     assert facts["requests"][1] | {"state": ""} == {
-        **{"id": "r2", "index": 2, "state": "", "prompt_tokens": 200, "output_tokens": 201, "computed_tokens": 202},
-        **{"cached_tokens": 203, "preemptions": 3, "priority": 9, "pages": [2], "age_seconds": 1.5},
+        "id": "r2",
+        "index": 2,
+        "state": "",
+        "prompt_tokens": 200,
+        "output_tokens": 201,
+        "computed_tokens": 202,
+        "cached_tokens": 203,
+        "preemptions": 3,
+        "priority": 9,
+        "pages": [2],
+        "age_seconds": 1.5,
         "tokens_per_second": 2.25,
     }
     assert facts["requests_left_out"] == 6 - 2
@@ -305,6 +314,12 @@ def test_ollama_times_split_reading_from_writing():
     delta = CompletionDelta("r", 0, "", (1,), None, "length", None, metrics=RequestMetrics(1.0, 3.0, 8.0, 0, 0))
     told = times_of(delta, SimpleNamespace(prompt_token_ids=[1, 2, 3]), 5, 9.0)  # type: ignore[arg-type]
     assert told == {
-        **{"done": True, "done_reason": "length", "total_duration": 9 * 10**9, "load_duration": 0},
-        **{"prompt_eval_count": 3, "prompt_eval_duration": 2 * 10**9, "eval_count": 5, "eval_duration": 5 * 10**9},
+        "done": True,
+        "done_reason": "length",
+        "total_duration": 9 * 10**9,
+        "load_duration": 0,
+        "prompt_eval_count": 3,
+        "prompt_eval_duration": 2 * 10**9,
+        "eval_count": 5,
+        "eval_duration": 5 * 10**9,
     }

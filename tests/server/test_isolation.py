@@ -83,7 +83,7 @@ SALTS = (None, "a", "b", "a:b", f"{LONG}1", f"{LONG}2")
 @pytest.mark.parametrize("family", [Chat(), Completions(), Responses()], ids=lambda family: type(family).__name__)
 def test_salts_of_key_and_request_count_together(guarded: Guarded, family):
     """Each pair has its own cache, long salts to their last character."""
-    body = family.body([("user", long_text(f"{type(family).__name__} salted"))])
+    body = family.body([("user", long_text(f"S{type(family).__name__}"))])
     pairs = list(itertools.product(KEYS[:2], SALTS))
 
     def hits() -> list[int]:
