@@ -96,9 +96,11 @@ class Chat:
         for chunk in chunks:
             assert chunk["id"] == chunks[0]["id"]
             for one in chunk["choices"]:
+                is_first = one["index"] not in choices
                 choice = choices.setdefault(one["index"], Choice())
                 assert choice.reason is None, "a choice goes on after its end"
                 delta = one["delta"]
+                assert ("role" in delta) == (is_first and self.path == Chat.path), "the first chunk has the role"
                 choice.content += delta.get("content") or ""
                 choice.reasoning += delta.get("reasoning_content") or ""
                 for call in delta.get("tool_calls", ()):

@@ -10,7 +10,14 @@ from uvicorn.server import ServerState
 
 from holdfast.server import bodies
 from holdfast.server.bodies import read_json
-from holdfast.server.connections import GRACE_SECONDS, LINGER_SECONDS, PATIENCE, GuardedConfig, GuardedProtocol
+from holdfast.server.connections import (
+    GRACE_SECONDS,
+    LINGER_BYTES,
+    LINGER_SECONDS,
+    PATIENCE,
+    GuardedConfig,
+    GuardedProtocol,
+)
 from holdfast.server.errors import ApiError
 from holdfast.server.service import ServerLimits
 from holdfast.server.status import trouble
@@ -271,6 +278,28 @@ def test_lost_connection_tells_the_request_that_waits(world: World):
     world.connection.connection_lost(None)
     world.spin()
     assert gone[:1] == ["/wait"]
+
+
+def test_lingering_connection_reads_a_bounded_rest(world: World):
+    world.send(b"GET /\x00 HTTP/1.1\r\n\r\n")
+    world.send(b"x" * LINGER_BYTES)
+    assert not world.wire.is_aborted
+    world.send(b"x")
+    assert world.wire.is_aborted
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_requests_sent_ahead_are_bounded(world: World, num_more):
+    world.send(WAIT * (LIMITS.max_pipelined + num_more))
+    assert world.wire.is_aborted == bool(num_more)
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_headers_are_bounded_in_number(world: World, num_more):
+    """The host is one of them."""
+    lines = b"X: a\r\n" * (LIMITS.max_headers - 1 + num_more)
+    world.send(ASK[:-2] + lines + b"\r\n")
+    assert world.wire.sent.startswith(b"HTTP/1.1 431 " if num_more else b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(("num_pieces", "is_late"), [(8, False), (20, True)])
