@@ -15,10 +15,12 @@ from holdfast.api.async_llm import AsyncLLM
 from holdfast.engine.engine import EngineStats
 from holdfast.engine.engine_thread import Health
 from holdfast.engine.memory_map import GroupPages, MemoryMap, RequestPages
+from holdfast.errors import QueueFullError
 from holdfast.request.outputs import CompletionDelta, RequestMetrics
 from holdfast.server import metrics as metrics_module
 from holdfast.server.app import make_app
-from holdfast.server.logs import RequestLog
+from holdfast.server.errors import MAX_MESSAGE_CHARS, cleaned, from_exception
+from holdfast.server.logs import RequestLog, RequestRecord
 from holdfast.server.metrics import Histogram
 from holdfast.server.ollama_output import times_of
 from holdfast.server.service import Service
@@ -131,6 +133,10 @@ def test_usage_of_a_scored_prompt_has_no_answer(logged, stream):
     body = {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 0, "return_token_ids": True}
     told = ask(logged.client, Completions(), body, stream=stream)
     assert (told.usage, told.only.content, told.only.reason) == ((3, 0, 0), "abc", "length")
+    answer = logged.client.post(Completions.path, json={**body, "stream": stream})
+    [choice] = (events(answer.text) if stream else [answer.json()])[0]["choices"]
+    assert (choice["logprobs"]["tokens"], choice["token_ids"]) == (["a", "b", "c"], [])
+    assert "stop_reason" not in choice
 
 
 def test_usage_counts_the_thoughts_of_every_choice(logged):
@@ -308,6 +314,28 @@ def test_request_metrics_split_the_times_of_a_delta(logged, monkeypatch):
     sums = (metrics.queue_seconds.total, metrics.prefill_seconds.total, metrics.decode_seconds.total)
     assert sums == (2.0, 4.0, 10.0)
     assert metrics.generation_tokens.total == 5 + 3
+
+
+def test_log_cuts_long_texts_and_paths():
+    record = RequestRecord("id", "GET", "/" + "p" * 300, None, wants_text=True, prompt="x" * 5000, answer="y" * 5000)
+    values = record.values(1.0)
+    assert [len(str(values[name])) for name in ("path", "prompt", "answer")] == [200, 4096, 4096]
+    quiet = RequestRecord("id", "GET", "/", None, prompt="x", answer="y").values(1.0)
+    assert not {"prompt", "answer", "client", "cut"} & set(quiet)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(None, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (float("inf"), "1")])
+def test_full_queue_tells_when_to_come_again(seconds, told):
+    error = QueueFullError("a", "b", "c")
+    if seconds is not None:
+        error.retry_after_seconds = seconds
+    assert from_exception(error).headers["Retry-After"] == told
+
+
+def test_message_of_an_error_is_cut_to_its_bound():
+    assert cleaned("x" * MAX_MESSAGE_CHARS) == "x" * MAX_MESSAGE_CHARS
+    cut = cleaned("x" * (MAX_MESSAGE_CHARS + 1))
+    assert (len(cut), cut[-4:]) == (MAX_MESSAGE_CHARS, "x...")
 
 
 def test_ollama_times_split_reading_from_writing():

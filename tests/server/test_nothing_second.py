@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from engine.fakes import BOS, EOS
+from engine.fakes import BOS, EOS, byte_tokenizer
+from holdfast.api.async_llm import AsyncLLM
+from holdfast.request.outputs import CompletionDelta, Logprob
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.server.bodies import parse
+from holdfast.server.conversations import plain_message
 from holdfast.server.fields import SamplingFields
+from holdfast.server.logprobs import ChatLogprobWriter, CompletionLogprobWriter
+from holdfast.server.response_items import input_of, kept_item, messages_of
+from holdfast.server.responses_schemas import ResponseRequest
 from holdfast.server.sampling import sampling_params
 from holdfast.server.service import Service
 from server.families import ALL, CHATS, Chat, Completions, Family, Messages, ask, events, names
@@ -195,6 +202,55 @@ def test_second_tool_is_the_one_that_is_forced(client, held, path, choice):
     assert "look" not in held[-1].structured_outputs.grammar
 
 
+def test_max_completion_tokens_wins_over_the_older_name(client, rendered):
+    for limits, expected in (({"max_tokens": 3}, 3), ({"max_tokens": 3, "max_completion_tokens": 2}, 2), ({}, None)):
+        assert client.post(Chat.path, json={"messages": user(said("abc")), **limits}).status_code == 200
+        assert rendered[-1]["params"].max_tokens == expected
+
+
+def test_items_of_a_response_become_the_same_turns():
+    """Two answers stay two; what belongs to one answer is one message."""
+    items = [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text} for text in ("r1", "r2")]},
+        {"role": "assistant", "content": "a1"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": text} for text in ("a2", "a3")]},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
+        {"role": "assistant", "content": "a4"},
+        {"role": "developer", "content": "d"},
+        {"type": "function_call", "call_id": "c3", "name": "now", "arguments": "{}"},
+        {"role": "user", "content": "u"},
+    ]
+    asked = parse(ResponseRequest, {"input": items, "instructions": "s"})
+    messages = [plain_message(message, "") for message in messages_of(asked)]
+
+    def texts(content: Any) -> Any:
+        return [part["text"] for part in content] if isinstance(content, list) else content
+
+    assert [(one["role"], texts(one.get("content"))) for one in messages] == [
+        *(("system", "s"), ("assistant", "a1"), ("assistant", ["a2", "a3"]), ("assistant", "a4")),
+        *(("system", "d"), ("assistant", None), ("user", "u")),
+    ]
+    assert messages[1]["reasoning_content"] == "r1\nr2"
+    calls = [[call["id"] for call in one.get("tool_calls", ())] for one in messages]
+    assert calls == [[], [], ["c1", "c2"], [], [], ["c3"], []]
+    kept = [kept_item(item) for item in input_of(asked)]
+    assert len({item["id"] for item in kept}) == len(items)
+    assert [part["text"] for part in kept[2]["content"]] == ["a2", "a3"]
+    assert [part["text"] for part in kept[0]["content"]] == ["r1", "r2"]
+
+
+@pytest.mark.parametrize("names_of_it", [("reasoning_content",), ("reasoning",)])
+def test_thoughts_and_refusals_of_answers_reach_the_template(client, rendered, names_of_it):
+    answers = [
+        {"role": "assistant", "content": "a", **dict.fromkeys(names_of_it, "why")},
+        {"role": "assistant", "content": None, "refusal": "no"},
+    ]
+    assert client.post(Chat.path, json={"messages": [*answers, *user(said("x"))]}).status_code == 200
+    first, second, _ = rendered[-1]["messages"]
+    assert (first["reasoning_content"], second["content"]) == ("why", "no")
+
+
 GIVEN: dict[str, Any] = {
     "n": 3,
     "temperature": 0.25,
@@ -367,6 +423,75 @@ def test_completion_logprobs_belong_to_their_own_position(client, stream, n):
         assert own["text_offset"] == list(range(len(tokens)))
         second = chr(ord(tokens[1]) + 2)
         assert own["top_logprobs"][1] == {tokens[1]: -1.75, second: -1.25}
+
+
+@ways
+def test_response_logprobs_are_those_of_its_messages(client, stream):
+    """Neither of thoughts nor of calls; the second message has its own."""
+    text = "<think>ab</think>cd" + FIRST + "ef"
+    body = {"input": said(text), "tools": [{"type": "function", "name": "look", "parameters": None}], "top_logprobs": 0}
+    answer = client.post("/v1/responses", json={**body, "stream": stream})
+    response = events(answer.text)[-1]["response"] if stream else answer.json()
+    told = [item["content"][0] for item in response["output"] if item["type"] == "message"]
+    assert [part["text"] for part in told] == ["cd", "ef"]
+    tokens = ["".join(entry["token"] for entry in part["logprobs"]) for part in told]
+    assert tokens[0] == "cd" or (tokens[0].startswith("cd") and "ab" not in tokens[0])
+    assert tokens[1].replace("<eos>", "").endswith("ef")
+    assert "cd" not in tokens[1]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 100])
+@ways
+def test_response_that_is_cut_says_so_everywhere(client, num_tokens, stream):
+    answer = client.post(
+        "/v1/responses", json={"input": said("abcde"), "max_output_tokens": num_tokens, "stream": stream}
+    )
+    response = events(answer.text)[-1]["response"] if stream else answer.json()
+    status = "incomplete" if num_tokens == 3 else "completed"
+    assert (response["status"], response["output"][-1]["status"]) == (status, status)
+    assert (response["completed_at"] is None) == (response["incomplete_details"] is not None) == (num_tokens == 3)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *batches: list[CompletionDelta]) -> None:
+    """Answers that come in this order, whatever was asked."""
+
+    async def answer(llm: Any, prepared: Any, request_id: Any = None) -> Any:
+        for batch in ([], *batches):
+            yield batch
+
+    monkeypatch.setattr(AsyncLLM, "answer", answer)
+
+
+def test_later_choice_waits_for_the_logprobs_of_the_prompt(client, monkeypatch):
+    """The first completion computes them, and another may be faster."""
+    prompt = (None, {98: Logprob(-1.0, 1, "b")})
+    own = ({99: Logprob(-2.0, 1, "c")},)
+    scripted(
+        monkeypatch,
+        [CompletionDelta("r", 1, "c", (99,), own, None, None)],
+        [CompletionDelta("r", 1, "", (), (), "length", None)],
+        [CompletionDelta("r", 0, "c", (99,), own, "length", None, prompt_logprobs=prompt)],
+    )
+    body = {"prompt": "ab", "echo": True, "logprobs": 0, "n": 2, "stream": True}
+    chunks = events(client.post("/v1/completions", json=body).text)
+    found: dict[int, list[Any]] = {0: [], 1: []}
+    for choice in (one for chunk in chunks for one in chunk["choices"]):
+        found[choice["index"]] += (choice["logprobs"] or {"tokens": []})["tokens"]
+    assert found == {0: ["a", "b", "c"], 1: ["a", "b", "c"]}
+
+
+def test_logprob_writers_bound_and_merge_their_numbers():
+    """JSON has no infinity; of two tokens with one text the more likely one is told."""
+    tokenizer = byte_tokenizer()
+    position = {
+        97: Logprob(float("-inf"), 9, "a"),
+        0xE9: Logprob(-1.0, 1, "\ufffd"),
+        0xEA: Logprob(-2.0, 2, "\ufffd"),
+    }
+    [entry] = ChatLogprobWriter(tokenizer, 2).entries([97], [position])
+    assert (entry["logprob"], [one["logprob"] for one in entry["top_logprobs"]]) == (-9999.0, [-1.0, -2.0])
+    told = CompletionLogprobWriter(tokenizer, 2).entries([97], [position])
+    assert (told["token_logprobs"], told["top_logprobs"]) == ([-9999.0], [{"a": -9999.0, "\ufffd": -1.0}])
 
 
 OFFSET_TEXTS = {
