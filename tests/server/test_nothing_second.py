@@ -462,6 +462,26 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *batches: list[CompletionDelta]) -
     monkeypatch.setattr(AsyncLLM, "answer", answer)
 
 
+@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@ways
+@pytest.mark.parametrize(("reason", "status"), [("abort", 503), ("error", 500)])
+def test_answer_that_breaks_off_is_never_told_as_whole(client, monkeypatch, family: Family, stream, reason, status):
+    """After its first token; the stream ends with the error, and none of the usual last events comes."""
+    scripted(
+        monkeypatch,
+        [CompletionDelta("r", 0, "x", (120,), None, None, None)],
+        [CompletionDelta("r", 0, "", (), None, reason, None, error="a number was none")],
+    )
+    answer = client.post(family.path, json={**family.body([("user", "Hello")]), "stream": stream})
+    assert answer.status_code == (200 if stream else status)
+    if not stream:
+        return
+    last = [line for line in answer.text.split("\n") if line][-1]
+    assert "error" in json.loads(last.removeprefix("data: "))
+    ends = ("[DONE]", "message_stop", "response.completed", '"done":true', '"finish_reason":"')
+    assert not any(end in answer.text for end in ends)
+
+
 def test_later_choice_waits_for_the_logprobs_of_the_prompt(client, monkeypatch):
     """The first completion computes them, and another may be faster."""
     prompt = (None, {98: Logprob(-1.0, 1, "b")})

@@ -120,13 +120,13 @@ def test_merged_streams_begin_and_end_together():
     found = []
 
     async def read() -> None:
-        async for piece in merged([stream("a", False), stream("b", True)]):
+        async for piece in merged([stream("a", False), stream("b", True), stream("c", False)]):
             found.append(piece)
 
     with pytest.raises(ValueError, match="b"):
         asyncio.run(read())
-    assert {(0, "a"), (1, "b")} <= set(found)
-    assert sorted(closed) == ["a", "b"]
+    assert {(0, "a"), (1, "b"), (2, "c")} <= set(found)
+    assert sorted(closed) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
