@@ -208,3 +208,34 @@ def test_pings_come_after_silence_alone(monkeypatch):
         *((0, b"piece"), (4, b"piece"), (12, b"piece")),
         *((22, b"ping"), (32, b"ping"), (37, b"piece"), (38, b"piece")),
     ]
+
+
+def test_stream_of_a_client_that_goes_is_closed():
+    """Also while a piece waits to be sent; what the pieces hold is let go by then."""
+    closed = []
+
+    async def pieces():
+        try:
+            while True:
+                yield b"piece"
+        finally:
+            closed.append(True)
+
+    async def main() -> None:
+        sending = asyncio.Event()
+
+        async def receive() -> dict:
+            await sending.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            if message.get("body"):
+                sending.set()
+                await asyncio.Event().wait()
+
+        request = Request({"type": "http", "method": "GET", "path": "/", "headers": []})
+        stream = EventStream(request, pieces())
+        await asyncio.wait_for(stream({}, receive, send), 10)
+        assert closed == [True]
+
+    asyncio.run(main())
