@@ -12,6 +12,7 @@ from holdfast.server.bodies import parse
 from holdfast.server.conversations import plain_message
 from holdfast.server.errors import ApiError
 from holdfast.server.streams import Counted
+from server.families import Messages, ask
 from server.served import MODEL, said, user
 
 ON, OFF = {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}
@@ -141,3 +142,64 @@ def test_request_that_cannot_be_is_told_why(fields, words):
 def test_usage_counts_cached_tokens_apart():
     usage = message_usage(Counted(num_prompt_tokens=10, num_cached_tokens=4, num_output_tokens=3))
     assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (6, 4, 3)
+
+
+def test_message_settings_reach_the_engine(client, rendered):
+    sampling = {"temperature": 0.5, "top_p": 0.75, "top_k": 5, "stop_sequences": ["a", "b"], "max_tokens": 7}
+    assert client.post("/v1/messages", json={"messages": user(said("x")), **sampling}).status_code == 200
+    params = rendered[-1]["params"]
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.5, 0.75, 5, 7)
+    assert tuple(params.stop) == ("a", "b")
+
+
+TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "now")]
+CALLS = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in ("look", "now"))
+
+
+@pytest.mark.parametrize(
+    ("choice", "called"),
+    [
+        ({"type": "auto"}, ["look", "now"]),
+        ({"type": "auto", "disable_parallel_tool_use": False}, ["look", "now"]),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ["look"]),
+        ({"type": "none"}, []),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_tool_choice_decides_the_calls(client, choice, called, stream):
+    family = Messages()
+    told = ask(
+        client,
+        family,
+        {**family.body([("user", said(CALLS))], ()), "tools": TOOLS, "tool_choice": choice},
+        stream=stream,
+    )
+    assert [call.name for call in told.only.calls] == called
+
+
+def test_counted_tokens_are_those_of_the_answer(client):
+    """With tools, system blocks and what the template is told of thinking."""
+    body = {"messages": user(said("x")), "tools": TOOLS, "system": [text("one"), text("two")]}
+    for more in ({}, {"tools": []}, {"system": ""}, {"thinking": {"type": "adaptive"}}):
+        counted = client.post("/v1/messages/count_tokens", json={**body, **more}).json()["input_tokens"]
+        usage = client.post("/v1/messages", json={**body, **more, "max_tokens": 9}).json()["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
+
+
+@pytest.mark.parametrize("name", ["output_config", "output_format"])
+def test_output_format_holds_the_answer(client, held, name):
+    form = {"type": "json_schema", "schema": {"type": "object", "title": "mine"}}
+    asked = {name: {"format": form} if name == "output_config" else form}
+    body = {"messages": user(said("{}")), "max_tokens": 9, **asked}
+    assert client.post("/v1/messages", json=body).json()["content"] == [{"type": "text", "text": "{}"}]
+    assert "mine" in held[-1].structured_outputs.grammar
+
+
+def test_blocks_of_an_answer_keep_their_second():
+    thoughts = [{"type": "thinking", "thinking": words, "signature": "s"} for words in ("t1", "t2")]
+    answer = turn("assistant", *thoughts, text("a1"), text("a2"))
+    results = [{"type": "tool_result", "tool_use_id": "a", "content": [text("r1"), text("r2")]}]
+    asked = turn("user", text("before"), *results, text("after1"), text("after2"))
+    messages = plain(read(*user("1"), answer, asked))
+    assert (messages[1]["content"], messages[1]["reasoning_content"]) == ("a1\na2", "t1\nt2")
+    assert [message["content"] for message in messages[2:]] == ["before", "r1\nr2", "after1\nafter2"]

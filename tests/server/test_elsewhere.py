@@ -60,6 +60,7 @@ def test_unknown_path_is_told_what_to_use(client, path):
         ("POST", "/api/tags", "GET or HEAD"),
         ("DELETE", "/v1/models/fake", "GET"),
         ("POST", "/", "GET or HEAD"),
+        ("PUT", "/v1/responses/x", "DELETE or GET"),
     ],
 )
 def test_wrong_method_is_told_the_right_one(client, method, path, allowed):
@@ -72,3 +73,9 @@ def test_wrong_method_is_told_the_right_one(client, method, path, allowed):
 @pytest.mark.parametrize("path", ["/apis", "/api2/chat", "/v1/messagesx", "/v1/message", "/", ""])
 def test_dialect_of_a_like_path_is_openai(path):
     assert dialect_of(path) == "openai"
+
+
+def test_listed_endpoints_have_all_of_their_methods(client):
+    text = client.get("/v1/unheard-of").text
+    assert "DELETE or GET /v1/responses/{response_id}" in text
+    assert "POST /v1/completions" in text

@@ -157,6 +157,13 @@ def test_rerank_sorts_by_cosine(client):
     assert body["usage"]["total_tokens"] == sum(map(len, ("hello", "zzzz", "olleh", "hello you")))
 
 
+def test_rerank_keeps_the_order_of_equal_documents(client):
+    documents = ["olleh", "hello", "zz", "ehllo"]
+    results = client.post("/v1/rerank", json={"query": "hello", "documents": documents}).json()["results"]
+    assert [result["index"] for result in results] == [0, 1, 3, 2]
+    assert [result["document"]["text"] for result in results] == ["olleh", "hello", "ehllo", "zz"]
+
+
 def test_rerank_paths_follow_jina_and_cohere(client):
     asked = {"model": MODEL, "query": "hello", "documents": ["a", "hello"], "top_n": 1}
     for path, has_documents in (("/rerank", True), ("/v1/rerank", True), ("/v2/rerank", False)):

@@ -297,6 +297,18 @@ def test_a_token_that_cannot_be_detokenized_names_its_field(client) -> None:
     assert error["param"] == "tokens"
 
 
+def test_tokenize_adds_special_tokens_unless_told_otherwise(client, monkeypatch) -> None:
+    from holdfast.api.chat_tokenizer import ChatTokenizer
+
+    seen = []
+    monkeypatch.setattr(
+        ChatTokenizer, "encode", lambda own, text, add_special_tokens: seen.append(add_special_tokens) or [1]
+    )
+    for more in ({}, {"add_special_tokens": None}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        assert client.post("/tokenize", json={"prompt": "a", **more}).json()["count"] == 1
+    assert seen == [True, True, True, False]
+
+
 def test_tools_that_cannot_be_told_name_their_field(client) -> None:
     twice = [{"type": "function", "function": {"name": "look"}}] * 2
     error = client.post("/tokenize", json={"messages": user("x"), "tools": twice}).json()["error"]

@@ -10,6 +10,7 @@ from holdfast.server.ollama_answers import read_messages, read_options
 from holdfast.server.ollama_output import OllamaOutput
 from holdfast.server.ollama_schemas import OllamaChatRequest, Options
 from holdfast.text.answer_deltas import ContentDelta, ReasoningDelta, ToolCallDelta
+from server.families import Ollama, ask
 from server.served import MODEL, said, user
 
 
@@ -87,3 +88,94 @@ def test_output_tells_calls_when_they_are_whole():
     ]
     assert calls[1]["id"] == "mine"
     assert not any("thinking" in line for line in lines)
+
+
+def test_options_reach_the_engine(client, rendered):
+    options = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.125, "repeat_penalty": 1.5, "seed": 7}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["a", "b"], "num_predict": 8}
+    ask(client, Ollama(), {"messages": user(said("x")), "options": options}, stream=False)
+    params = rendered[-1]["params"]
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 3, 0.75, 0.125)
+    assert (params.repetition_penalty, params.seed, params.max_tokens) == (1.5, 7, 8)
+    assert (params.presence_penalty, params.frequency_penalty, tuple(params.stop)) == (0.5, -0.5, ("a", "b"))
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(None, None), (-2, None), (-1, None), (0, None), (1, 1)])
+def test_num_predict_below_one_is_no_limit(client, rendered, asked, limit):
+    options = {} if asked is None else {"num_predict": asked}
+    ask(client, Ollama(), {"messages": user(said("x")), "options": options}, stream=False)
+    assert rendered[-1]["params"].max_tokens == limit
+
+
+@pytest.mark.parametrize(
+    ("form", "rule"), [("json", {"json_object": True}), ({"type": "object"}, {"json": '{"type":"object"}'})]
+)
+def test_format_holds_the_answer(client, held, form, rule):
+    raw = {"prompt": said("{}"), "format": form, "raw": True, "stream": False}
+    assert client.post("/api/generate", json=raw).json()["response"] == "{}"
+    assert {name: getattr(held[-1].structured_outputs, name) for name in rule} == rule
+    ask(client, Ollama(), {"messages": user(said("{}")), "format": form}, stream=False)
+    assert held[-1].structured_outputs.grammar
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_generate_uses_the_template_unless_raw(client, rendered, stream):
+    asked = {"prompt": said("abc"), "system": "Be kind", "stream": stream}
+    lines = [json.loads(line) for line in client.post("/api/generate", json=asked).text.splitlines()]
+    assert "".join(line["response"] for line in lines) == "abc"
+    [seen] = rendered
+    assert [(one["role"], one["content"]) for one in seen["messages"]] == [("system", "Be kind"), ("user", said("abc"))]
+    raw = client.post("/api/generate", json={"prompt": said("x"), "raw": True, "stream": stream}).text.splitlines()
+    assert (json.loads(raw[-1])["prompt_eval_count"], len(rendered)) == (3, 1)
+    refused = client.post("/api/generate", json={**asked, "raw": True})
+    assert (refused.status_code, "put it into the prompt" in refused.json()["error"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("roles", "continues"),
+    [(("user", "assistant"), True), (("assistant", "user"), False), (("user", "assistant", "user"), False)],
+)
+def test_chat_that_ends_with_an_answer_continues_it(client, rendered, roles, continues):
+    messages = [{"role": role, "content": said("x")} for role in roles]
+    assert client.post("/api/chat", json={"messages": messages, "stream": False}).status_code == 200
+    assert rendered[-1]["continue_final_message"] is continues
+
+
+@pytest.mark.parametrize(
+    ("think", "told", "thinking"),
+    [
+        (None, {}, "Hm"),
+        (True, {"enable_thinking": True, "thinking": True}, "Hm"),
+        (False, {"enable_thinking": False, "thinking": False}, ""),
+        ("high", {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}, "Hm"),
+    ],
+)
+def test_think_is_told_and_shown_if_asked(client, rendered, think, told, thinking):
+    body = {"messages": user(said("<think>Hm</think>Yes")), "think": think}
+    choice = ask(client, Ollama(), body, stream=False).only
+    assert (choice.content, choice.reasoning, rendered[-1]["chat_template_kwargs"]) == ("Yes", thinking, told)
+
+
+def test_ids_of_calls_go_on_in_the_next_turn():
+    call = {"function": {"name": "look", "arguments": {}}}
+    answer = {"role": "assistant", "tool_calls": [call, call]}
+    result = {"role": "tool", "tool_name": "look", "content": "x"}
+    asked = parse(OllamaChatRequest, {"messages": [answer, result, result, answer, result, result]})
+    messages = read_messages(asked)
+    ids = [[call.id for call in messages[place].tool_calls] for place in (0, 3)]
+    assert ids == [["call_0", "call_1"], ["call_2", "call_3"]]
+    answered = [message.tool_call_id for message in messages if message.role == "tool"]
+    assert answered == ["call_0", "call_1", "call_2", "call_3"]
+
+
+def test_name_with_the_tag_is_served_as_it_is(client):
+    service = client.app.state.service
+    names, service.names = service.names, ("own:latest", "other")
+    try:
+        found = [
+            client.post("/api/show", json={"model": name}).status_code
+            for name in ("own:latest", "other:latest", "other", "own", "x:latest")
+        ]
+    finally:
+        service.names = names
+    assert found == [200, 200, 200, 404, 404]

@@ -227,6 +227,7 @@ def test_map_marks_the_pages_of_this_chat_alone(opened: tuple[Page, World]) -> N
     world.end(other)
 
 
+@pytest.mark.slow
 def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
     page, world = opened
     expect(page.locator(".block")).to_have_count(8)
@@ -246,6 +247,7 @@ def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
     expect(page.locator("#owners tr").filter(has_text="sampling")).to_contain_text("a bound")
 
 
+@pytest.mark.slow
 def test_esc_stops_and_what_came_is_kept(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.seconds_per_token = 0.1
@@ -259,6 +261,7 @@ def test_esc_stops_and_what_came_is_kept(opened: tuple[Page, World]) -> None:
     assert page.evaluate("document.activeElement.id") == "prompt"
 
 
+@pytest.mark.slow
 def test_regenerate_edit_clear_and_undo(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.answer = "one"
@@ -370,7 +373,8 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, served: tuple[
     assert faults == []
 
 
-@pytest.mark.parametrize("width", [400, pytest.param(1600, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [400, 1600])
 def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], world: World, width: int) -> None:
     page, faults = open_page(browser, served[1], width)
     expect(page.locator("#link")).to_have_attribute("data-state", "live")
@@ -405,6 +409,7 @@ def test_widths_light_and_dark(browser: Browser, served: tuple[World, str], worl
     assert faults == []
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_everything(opened: tuple[Page, World]) -> None:
     page, _ = opened
     page.click("#settings summary")

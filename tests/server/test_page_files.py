@@ -79,3 +79,11 @@ def test_every_field_has_a_label() -> None:
         assert name, f"<{kind}{attributes}> has no id"
         has_label = f'id="{name[1]}"' in inside or f'for="{name[1]}"' in markup
         assert has_label, f"{name[1]} has no label"
+
+
+@pytest.mark.parametrize("known", ["{}", "W/{}", '"other", {}', '"other",W/{}'])
+def test_page_that_the_browser_has_is_not_sent_again(client: TestClient, known: str) -> None:
+    etag = client.get("/").headers["etag"]
+    answer = client.get("/", headers={"If-None-Match": known.format(etag)})
+    assert (answer.status_code, answer.content) == (304, b"")
+    assert client.get("/", headers={"If-None-Match": '"other"'}).status_code == 200

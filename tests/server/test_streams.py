@@ -3,15 +3,18 @@
 import asyncio
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
 
 from engine.fakes import Gate, assert_at_rest
 from holdfast.api.async_llm import AsyncLLM
+from holdfast.server import streams
 from holdfast.server.app import make_app
 from holdfast.server.fields import OWN_VARIABLES
 from holdfast.server.service import Service
-from holdfast.server.streams import merged
+from holdfast.server.streams import EventStream, gathered, merged
 from server.served import NAMES, app_client, make_served_engine, said, user
 
 BODIES = {
@@ -117,13 +120,13 @@ def test_merged_streams_begin_and_end_together():
     found = []
 
     async def read() -> None:
-        async for piece in merged([stream("a", False), stream("b", True)]):
+        async for piece in merged([stream("a", False), stream("b", True), stream("c", False)]):
             found.append(piece)
 
     with pytest.raises(ValueError, match="b"):
         asyncio.run(read())
-    assert {(0, "a"), (1, "b")} <= set(found)
-    assert sorted(closed) == ["a", "b"]
+    assert {(0, "a"), (1, "b"), (2, "c")} <= set(found)
+    assert sorted(closed) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
@@ -138,3 +141,101 @@ def test_a_template_is_told_no_more_than_it_asks_for(client, path):
     for value in ([1], {}, {"b": 1}, None, 1.5):
         answer = client.post(path, json={"messages": user("x"), "chat_template_kwargs": {"a": value}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs.a")
+
+
+def test_gathered_works_end_together():
+    ended = []
+
+    async def work(name: str) -> None:
+        try:
+            await asyncio.sleep(0.01 if name == "b" else 30)
+            raise ValueError(name)
+        except asyncio.CancelledError:
+            ended.append(name)
+            raise
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match="b"):
+            await gathered([work("a"), work("b"), work("c")])
+        assert ended == ["a", "c"]
+
+    asyncio.run(main())
+
+
+class VirtualSelector:
+    """Moves the clock of a loop in place of waiting."""
+
+    def __init__(self, selector) -> None:
+        self._selector, self.now = selector, 0.0
+
+    def select(self, timeout=None):
+        found = self._selector.select(0)
+        self.now += 0.0 if found or timeout is None else timeout
+        return found
+
+    def __getattr__(self, name):
+        return getattr(self._selector, name)
+
+
+def test_pings_come_after_silence_alone(monkeypatch):
+    """Each piece, and each ping, begins the wait anew."""
+    loop = asyncio.SelectorEventLoop()
+    clock = loop._selector = VirtualSelector(loop._selector)
+    loop.time = lambda: clock.now
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    class Pinged(EventStream):
+        ping = b"ping"
+
+    async def pieces():
+        for seconds in (0, 4, 8, 25, 1):
+            await asyncio.sleep(seconds)
+            yield b"piece"
+
+    told = []
+
+    async def send(message) -> None:
+        if message.get("body"):
+            told.append((round(clock.now), message["body"]))
+
+    async def main() -> None:
+        request = Request({"type": "http", "method": "GET", "path": "/v1/messages", "headers": []})
+        await Pinged(request, pieces())({}, asyncio.Event().wait, send)
+
+    loop.run_until_complete(main())
+    loop.close()
+    assert told == [
+        *((0, b"piece"), (4, b"piece"), (12, b"piece")),
+        *((22, b"ping"), (32, b"ping"), (37, b"piece"), (38, b"piece")),
+    ]
+
+
+def test_stream_of_a_client_that_goes_is_closed():
+    """Also while a piece waits to be sent; what the pieces hold is let go by then."""
+    closed = []
+
+    async def pieces():
+        try:
+            while True:
+                yield b"piece"
+        finally:
+            closed.append(True)
+
+    async def main() -> None:
+        sending = asyncio.Event()
+
+        async def receive() -> dict:
+            await sending.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            if message.get("body"):
+                sending.set()
+                await asyncio.Event().wait()
+
+        request = Request({"type": "http", "method": "GET", "path": "/", "headers": []})
+        stream = EventStream(request, pieces())
+        await asyncio.wait_for(stream({}, receive, send), 10)
+        assert closed == [True]
+
+    asyncio.run(main())

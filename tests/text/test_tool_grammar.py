@@ -68,6 +68,7 @@ def random_answer(lark: str, chance: random.Random, max_bytes: int = 500) -> str
     return written.decode() if state.is_accepting() else None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [None, "look-é"], ids=["required", "named"])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_whatever_is_let_through_is_read_as_sound_calls(form, name):

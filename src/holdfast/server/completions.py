@@ -80,10 +80,14 @@ class _Opened:
             return prepared.prompt
         return "" if self.tokenizer is None else self.tokenizer.decode(prepared.prompt_token_ids, False)
 
-    def logprob_writer(self) -> CompletionLogprobWriter | None:
+    def logprob_writer(self, prepared: PreparedRequest) -> CompletionLogprobWriter | None:
+        """For one continuation of a prompt."""
         if self.num_top is None or self.tokenizer is None:
             return None
-        return CompletionLogprobWriter(self.tokenizer, self.num_top)
+        if self.echo:
+            return CompletionLogprobWriter(self.tokenizer, self.num_top)
+        skips = prepared.params.skip_special_tokens
+        return CompletionLogprobWriter(self.tokenizer, self.num_top, prepared.prompt_token_ids, skips)
 
 
 def listed_prompts(prompt: object) -> list[Prompt]:
@@ -208,7 +212,7 @@ def _choices(opened: _Opened, place: int, output: RequestOutput) -> list[dict[st
             text = opened.prompt_text(prepared) + text
             token_ids = [*prepared.prompt_token_ids, *token_ids]
             positions = [*(output.prompt_logprobs or ()), *positions]
-        writer = opened.logprob_writer()
+        writer = opened.logprob_writer(prepared)
         choice: dict[str, Any] = {
             "index": place * prepared.params.n + completion.index,
             "text": text,
@@ -245,6 +249,9 @@ async def _events(opened: _Opened, asked: CompletionRequest) -> AsyncGenerator[b
             choices: list[str] = []
             for delta in deltas:
                 choices += streams[place * n + delta.index].choices(delta)
+                if delta.prompt_logprobs is not None:
+                    for other in streams[place * n + 1 : (place + 1) * n]:
+                        choices += other.take_prompt(delta.prompt_logprobs)
             if choices and is_continuous:
                 tail = f'],"usage":{json.dumps(_usage(opened))}}}\n\n'
             # Empty only at the beginning, when the engine has taken the requests.
@@ -260,7 +267,7 @@ class _ChoiceStream:
 
     def __init__(self, index: int, opened: _Opened, prepared: PreparedRequest) -> None:
         self._index = index
-        self._logprobs = opened.logprob_writer()
+        self._logprobs = opened.logprob_writer(prepared)
         self._waiting: tuple[list[int], list[PositionLogprobs | None]] = ([], [])
         self._echo = opened.prompt_text(prepared) if opened.echo else None
         self._drops = opened.drops_answer
@@ -269,14 +276,28 @@ class _ChoiceStream:
         """For the first chunk."""
         self._token_ids: list[int] | None = [] if opened.returns_ids else None
         """Of tokens that no chunk had yet; None if the request does not want them."""
+        self._prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
+        is_later = index % prepared.params.n > 0
+        self._early: list[CompletionDelta] | None = [] if opened.echo and self._logprobs and is_later else None
+        """Deltas before the prompt's log-probabilities, which the first completion of a prompt computes for all."""
+
+    def take_prompt(self, positions: Sequence[PositionLogprobs | None]) -> list[str]:
+        """What was waiting for the log-probabilities of the prompt."""
+        self._prompt_logprobs = positions
+        early, self._early = self._early or [], None
+        return [choice for delta in early for choice in self.choices(delta)]
 
     def choices(self, delta: CompletionDelta) -> list[str]:
         """What one delta adds."""
+        if self._early is not None:
+            self._early.append(delta)
+            return []
         text = "" if self._drops else delta.text
         if self._echo is not None:
             text, self._echo = self._echo + text, None
-            if delta.prompt_logprobs is not None:
-                self._keep(self._prompt_ids, delta.prompt_logprobs)
+            positions = self._prompt_logprobs if delta.prompt_logprobs is None else delta.prompt_logprobs
+            if positions is not None:
+                self._keep(self._prompt_ids, positions)
         if delta.logprobs and not self._drops:
             self._keep(delta.token_ids, delta.logprobs)
         if self._token_ids is not None and not self._drops:

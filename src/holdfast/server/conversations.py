@@ -1,6 +1,7 @@
 """Conversations as the engine takes them: messages and tools for the template, how answers are split, what they are held to."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,9 +170,12 @@ class Salted(Protocol):
 
 
 def cache_salt(request: Request, fields: Salted) -> str | None:
-    """The key's own salt and the request's, so that neither can reach what another key has cached."""
+    """The key's own salt and the request's together, so that no request reaches what another key has cached."""
     own, asked = record_of(request).cache_salt, fields.cache_salt
-    return asked if own is None else own if asked is None else f"{own}:{asked}"[:256]
+    if own is None or asked is None:
+        return asked if own is None else own
+    # A digest: every character of both counts, and the result is as short as the engine wants it.
+    return hashlib.sha256(f"{own}:{asked}".encode()).hexdigest()
 
 
 def effort_options(effort: str | None) -> dict[str, object]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from holdfast.request.outputs import Logprob, PositionLogprobs
+from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -36,11 +37,22 @@ class ChatLogprobWriter:
 
 
 class CompletionLogprobWriter:
-    """Positions of a completion as `logprobs`; offsets go on from piece to piece."""
+    """Positions of a completion as `logprobs`; offsets go on from piece to piece.
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+    An offset counts characters of the answer's text. All tokens of one character have the offset of that character.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        num_top: int,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = False,
+    ) -> None:
+        """`prompt_token_ids`: what the text follows, if it does not repeat them."""
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._text = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._num_chars = 0
 
     def entries(self, token_ids: Iterable[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, list[Any]]:
@@ -50,7 +62,7 @@ class CompletionLogprobWriter:
             text = self._tokenizer.token_text(token_id)
             written["text_offset"].append(self._num_chars)
             written["tokens"].append(text)
-            self._num_chars += len(text)
+            self._num_chars += len(self._text.append([token_id]))
             if position is None:
                 written["token_logprobs"].append(None)
                 written["top_logprobs"].append(None)

@@ -1,0 +1,331 @@
+"""One question in the words of each API family, and its answer, whole or streamed, in one shape."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+Turn = tuple[str, str]
+"""Role and text."""
+
+
+@dataclass
+class Call:
+    """A call of a tool, complete."""
+
+    name: str
+    id: str
+    written: str = ""
+
+    @property
+    def arguments(self) -> Any:
+        return json.loads(self.written or "{}")
+
+
+@dataclass
+class Choice:
+    """One completion."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    reason: str | None = None
+    stop: str | None = None
+
+
+@dataclass
+class Told:
+    """All that an answer says."""
+
+    choices: list[Choice]
+    usage: tuple[int, int, int]
+    """Tokens of the prompt, those of them that were cached, and tokens of the answer."""
+    id: str = ""
+
+    @property
+    def only(self) -> Choice:
+        assert len(self.choices) == 1, self.choices
+        return self.choices[0]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The JSON of server-sent events, the last mark left out."""
+    data = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    return [json.loads(one) for one in data if one != "[DONE]"]
+
+
+class Chat:
+    """/v1/chat/completions."""
+
+    path = "/v1/chat/completions"
+    called, stopped, cut = "tool_calls", "stop", "length"
+
+    def body(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in turns]}
+        if tools:
+            body["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
+        return body | _known(stop=stop, max_tokens=max_tokens)
+
+    def whole(self, value: dict[str, Any]) -> Told:
+        choices = []
+        for place, one in enumerate(value["choices"]):
+            assert one["index"] == place
+            message = one["message"]
+            calls = [
+                Call(call["function"]["name"], call["id"], call["function"]["arguments"])
+                for call in message.get("tool_calls", ())
+            ]
+            reasoning = message.get("reasoning_content", "")
+            choices.append(
+                Choice(message["content"] or "", reasoning, calls, one["finish_reason"], one.get("stop_reason"))
+            )
+        return Told(choices, _openai_usage(value["usage"]), value["id"])
+
+    def streamed(self, text: str) -> Told:
+        assert text.endswith("data: [DONE]\n\n")
+        chunks = events(text)
+        choices: dict[int, Choice] = {}
+        for chunk in chunks:
+            assert chunk["id"] == chunks[0]["id"]
+            for one in chunk["choices"]:
+                is_first = one["index"] not in choices
+                choice = choices.setdefault(one["index"], Choice())
+                assert choice.reason is None, "a choice goes on after its end"
+                delta = one["delta"]
+                assert ("role" in delta) == (is_first and self.path == Chat.path), "the first chunk has the role"
+                choice.content += delta.get("content") or ""
+                choice.reasoning += delta.get("reasoning_content") or ""
+                for call in delta.get("tool_calls", ()):
+                    if call["index"] == len(choice.calls):
+                        choice.calls.append(Call(call["function"]["name"], call["id"]))
+                    choice.calls[call["index"]].written += call["function"]["arguments"]
+                choice.reason, choice.stop = one["finish_reason"], one.get("stop_reason")
+        usage = _openai_usage(chunks[-1]["usage"]) if chunks[-1].get("usage") else (0, 0, 0)
+        return Told([choices[index] for index in sorted(choices)], usage, chunks[0]["id"])
+
+
+class Completions(Chat):
+    """/v1/completions, whose prompt is the last turn."""
+
+    path = "/v1/completions"
+
+    def body(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        return {"prompt": turns[-1][1], "max_tokens": max_tokens or 100} | _known(stop=stop)
+
+    def whole(self, value: dict[str, Any]) -> Told:
+        assert [one["index"] for one in value["choices"]] == list(range(len(value["choices"])))
+        choices = [
+            Choice(one["text"], reason=one["finish_reason"], stop=one.get("stop_reason")) for one in value["choices"]
+        ]
+        return Told(choices, _openai_usage(value["usage"]), value["id"])
+
+    def streamed(self, text: str) -> Told:
+        as_chat = [
+            {**chunk, "choices": [{**one, "delta": {"content": one["text"]}} for one in chunk["choices"]]}
+            for chunk in events(text)
+        ]
+        assert text.endswith("data: [DONE]\n\n")
+        return super().streamed("".join(f"data: {json.dumps(one)}\n\n" for one in as_chat) + "data: [DONE]\n\n")
+
+
+class Responses:
+    """/v1/responses."""
+
+    path = "/v1/responses"
+    called, stopped, cut = "completed", "completed", "incomplete"
+
+    def body(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {"input": [{"role": role, "content": text} for role, text in turns]}
+        if tools:
+            body["tools"] = [{"type": "function", "name": name, "parameters": None} for name in tools]
+        return body | _known(stop=stop, max_output_tokens=max_tokens)
+
+    def whole(self, value: dict[str, Any]) -> Told:
+        choice = Choice(reason=value["status"])
+        for item in value["output"]:
+            if item["type"] == "message":
+                choice.content += "".join(part["text"] for part in item["content"])
+            elif item["type"] == "reasoning":
+                choice.reasoning += "".join(part["text"] for part in item["content"])
+            else:
+                choice.calls.append(Call(item["name"], item["call_id"], item["arguments"]))
+        usage = value["usage"]
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        counts = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
+        return Told([choice], counts, value["id"])
+
+    def streamed(self, text: str) -> Told:
+        """What deltas add up to; the last event has to say the same."""
+        told = events(text)
+        assert [event["sequence_number"] for event in told] == list(range(len(told)))
+        choice, calls = Choice(), dict[int, Call]()
+        for event in told:
+            match event["type"]:
+                case "response.output_text.delta":
+                    choice.content += event["delta"]
+                case "response.reasoning_text.delta":
+                    choice.reasoning += event["delta"]
+                case "response.function_call_arguments.delta":
+                    calls[event["output_index"]].written += event["delta"]
+                case "response.output_item.added" if event["item"]["type"] == "function_call":
+                    calls[event["output_index"]] = Call(event["item"]["name"], event["item"]["call_id"])
+        final = self.whole(told[-1]["response"])
+        choice.calls, choice.reason = [calls[place] for place in sorted(calls)], told[-1]["type"].split(".")[1]
+        assert choice == final.only
+        return final
+
+
+class Messages:
+    """/v1/messages."""
+
+    path = "/v1/messages"
+    called, stopped, cut = "tool_use", "end_turn", "max_tokens"
+
+    def body(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "messages": [{"role": role, "content": text} for role, text in turns],
+            "max_tokens": max_tokens or 200,
+            "thinking": {"type": "adaptive"},
+        }
+        if tools:
+            body["tools"] = [{"name": name, "input_schema": {"type": "object"}} for name in tools]
+        return body | _known(stop_sequences=stop)
+
+    def whole(self, value: dict[str, Any]) -> Told:
+        choice = Choice(reason=value["stop_reason"], stop=value["stop_sequence"])
+        for block in value["content"]:
+            if block["type"] == "tool_use":
+                choice.calls.append(Call(block["name"], block["id"], json.dumps(block["input"])))
+            elif block["type"] == "thinking":
+                choice.reasoning += block["thinking"]
+            else:
+                choice.content += block["text"]
+        return Told([choice], _anthropic_usage(value["usage"]), value["id"])
+
+    def streamed(self, text: str) -> Told:
+        told = [event for event in events(text) if event["type"] != "ping"]
+        assert (told[0]["type"], told[-1]["type"]) == ("message_start", "message_stop")
+        choice, open_block, num_blocks = Choice(), None, 0
+        for event in told:
+            if event["type"] == "content_block_start":
+                assert (open_block, event["index"]) == (None, num_blocks), "blocks overlap, or one is skipped"
+                open_block = event["content_block"]
+                if open_block["type"] == "tool_use":
+                    choice.calls.append(Call(open_block["name"], open_block["id"]))
+            elif event["type"] == "content_block_stop":
+                assert event["index"] == num_blocks
+                open_block, num_blocks = None, num_blocks + 1
+            elif event["type"] == "content_block_delta":
+                assert event["index"] == num_blocks
+                delta = event["delta"]
+                choice.content += delta.get("text", "")
+                choice.reasoning += delta.get("thinking", "")
+                if "partial_json" in delta:
+                    choice.calls[-1].written += delta["partial_json"]
+        end = told[-2]
+        choice.reason, choice.stop = end["delta"]["stop_reason"], end["delta"]["stop_sequence"]
+        return Told([choice], _anthropic_usage(end["usage"]), told[0]["message"]["id"])
+
+
+class Ollama:
+    """/api/chat."""
+
+    path = "/api/chat"
+    called, stopped, cut = "stop", "stop", "length"
+
+    def body(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[str] = (),
+        stop: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {"messages": [{"role": role, "content": text} for role, text in turns]}
+        if tools:
+            body["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
+        return body | {"options": _known(stop=stop, num_predict=max_tokens)}
+
+    def whole(self, value: dict[str, Any]) -> Told:
+        return self._told([value])
+
+    def streamed(self, text: str) -> Told:
+        return self._told([json.loads(line) for line in text.split("\n") if line])
+
+    def _told(self, lines: list[dict[str, Any]]) -> Told:
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        choice = Choice(reason=lines[-1]["done_reason"])
+        for line in lines:
+            message = line["message"]
+            choice.content += message["content"]
+            choice.reasoning += message.get("thinking", "")
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                assert function["index"] == len(choice.calls)
+                choice.calls.append(Call(function["name"], call["id"], json.dumps(function["arguments"])))
+        return Told([choice], (lines[-1]["prompt_eval_count"], -1, lines[-1]["eval_count"]))
+
+
+Family = Chat | Completions | Responses | Messages | Ollama
+CHATS: tuple[Family, ...] = (Chat(), Responses(), Messages(), Ollama())
+ALL: tuple[Family, ...] = (*CHATS, Completions())
+
+
+def ask(
+    client: httpx.Client,
+    family: Family,
+    body: dict[str, Any],
+    *,
+    stream: bool,
+    headers: dict[str, str] | None = None,
+) -> Told:
+    """Ask, with usage in the stream if the family wants to be asked for it."""
+    body = {**body, "stream": stream}
+    if stream and isinstance(family, Chat):
+        body["stream_options"] = {"include_usage": True}
+    answer = client.post(family.path, json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return family.streamed(answer.text) if stream else family.whole(answer.json())
+
+
+def names(families: Sequence[Family]) -> list[str]:
+    return [type(family).__name__ for family in families]
+
+
+def _known(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _openai_usage(usage: dict[str, Any]) -> tuple[int, int, int]:
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+
+
+def _anthropic_usage(usage: dict[str, Any]) -> tuple[int, int, int]:
+    cached = usage["cache_read_input_tokens"]
+    return usage["input_tokens"] + cached, cached, usage["output_tokens"]
