@@ -170,6 +170,34 @@ def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
     assert not hub.gets("/store/")
 
 
+def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch):
+    """To the byte: what is not whole counts, what another download has finished does not."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "there").write_bytes(bytes(300))
+    files = [downloads._File("a", 300, "there"), downloads._File("b", 500, "not"), downloads._File("c", 11, "")]
+    download = downloads.Download("org/tiny", 3, 811, tmp_path)
+    for free in (511, 510):
+        usage = downloads.shutil._ntuple_diskusage(10**9, 10**9, free)
+        monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path, usage=usage: usage)
+        if free == 511:
+            downloads._check_room(download, files, tmp_path)
+    with pytest.raises(ModelNotFoundError, match="511 B are to be downloaded; .* has room for 510 B"):
+        downloads._check_room(download, files, tmp_path)
+
+
+def test_bytes_of_a_second_partial_file_are_not_added(tmp_path):
+    """A download that was cut leaves one behind: the larger is how far it is, and a whole blob ends it."""
+    (tmp_path / "blobs").mkdir()
+    file = downloads._File("a", 90_000, "blob")
+    assert downloads._bytes_there(file, tmp_path) == 0
+    for ending, num_bytes in (("", 20_000), (".0123abcd", 50_000)):
+        (tmp_path / "blobs" / f"blob{ending}.incomplete").write_bytes(b"x" * num_bytes)
+    assert downloads._bytes_there(file, tmp_path) == 50_000
+    (tmp_path / "blobs" / "blob").write_bytes(b"x" * 90_000)
+    assert downloads._bytes_there(file, tmp_path) == 90_000
+    assert downloads._bytes_there(downloads._File("b", 5, ""), tmp_path) == 0
+
+
 @pytest.mark.parametrize(
     ("state", "kind", "words"),
     [
