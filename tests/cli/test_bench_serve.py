@@ -11,7 +11,7 @@ import pytest
 
 from cli.cli_models import Ended, Here
 from cli.fake_openai import KEY, FakeServer, fake_server
-from holdfast.cli.bench_client import AnswerReader, BadAnswerError, Reply, Url, ask
+from holdfast.cli.bench_client import AnswerReader, BadAnswerError, Exchange, Reply, Url, ask
 from holdfast.cli.bench_load import (
     CHAT,
     Figures,
@@ -25,6 +25,7 @@ from holdfast.cli.bench_load import (
     random_work,
     settle,
 )
+from holdfast.cli.bench_serve import _command
 from holdfast.errors import ConfigError
 
 CHUNKED = (
@@ -63,6 +64,39 @@ def test_an_answer_is_read_however_it_is_cut(size: int) -> None:
     pieces = [reader.feed(CHUNKED[begin : begin + size]) for begin in range(0, len(CHUNKED), size)]
     assert b"".join(pieces) == b"hello 0123456789"
     assert (reader.status, reader.is_complete) == (200, True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 17, 1000])
+def test_events_are_read_however_they_are_cut(size: int) -> None:
+    """Two texts, one of them after an empty one, usage and the end; the time of each is that of its last byte."""
+    events = [
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {"content": "a\nb"}}]},
+        {"choices": [{"delta": {"reasoning_content": "c"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
+    ]
+    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b": note\n\ndata: [DONE]\n\n"
+    sent = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + body
+
+    async def read() -> Reply:
+        exchange = Exchange(b"", Reply(0.0), lambda: float(place))
+        for place in range(0, len(sent), size):
+            exchange.data_received(sent[place : place + size])
+        await exchange.done
+        return exchange.reply
+
+    place = 0
+    reply = asyncio.run(read())
+    assert (reply.error, reply.finish_reason, reply.num_input_tokens, reply.num_output_tokens) == (None, "stop", 3, 2)
+    assert len(reply.texts) == 2
+    if size == 1:
+        ends = [sent.index(mark) + len(mark) for mark in (b'"a\\nb"}}]}', b'"stop"}]}')]
+        assert reply.texts == ends
+
+
+def test_key_of_a_command_is_not_kept() -> None:
+    words = ["bench", "serve", "--api-key", "one", "--api-key=two", "--model", "a b"]
+    assert _command(words) == "holdfast bench serve --api-key '***' '--api-key=***' --model 'a b'"
 
 
 def test_answers_with_a_length_and_without() -> None:
