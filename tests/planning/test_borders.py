@@ -11,6 +11,7 @@ from holdfast.errors import MemoryPlanError
 from holdfast.planning.fit import PlanRequest, RunnerPlan, find_fit, fit_runner, settle, try_fit, unfitting_runner
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.ranks import rank_meshes
+from holdfast.planning.resolve import resolve
 from planning.plan_cases import GIB, H200, HOST, declared, plan_request
 
 LARGE_HOST = HOST._replace(total_bytes=128 * GIB, available_bytes=128 * GIB)
@@ -123,3 +124,24 @@ def test_context_that_is_open_gives_way_by_one_token() -> None:
     for limit, length in ((needed, 1000), (needed - 1, 999)):
         config = replace(request.config, memory_limit=limit, max_model_len=None)
         assert find_fit(replace(request, config=config)).resolved.limits.max_model_len == length
+
+
+def test_windows_of_sequences_take_a_tenth_of_the_memory() -> None:
+    """The largest power of two that has room, unless a number was asked for; the default stays to the byte."""
+    model, target = declared("gemma-2-9b"), H200._replace(total_bytes=2**50, available_bytes=2**50)
+    sequence = model.kv_bytes_per_sequence("bfloat16")
+    for budget, expected in (
+        (10 * 256 * sequence, 256),
+        (10 * 256 * sequence - 1, 128),
+        (10 * 37 * sequence, 32),
+        (10 * 32 * sequence, 32),
+        (10 * 32 * sequence - 1, 16),
+        (sequence, 1),
+    ):
+        config = EngineConfig(memory_limit=budget)
+        resolved = resolve(config, model, target)
+        assert resolved.limits.max_num_seqs == expected
+        told = [choice.value for choice in resolved.choices if choice.name == "max_num_seqs"]
+        assert told == ([] if expected == 256 else [str(expected)])
+        asked = resolve(replace(config, max_num_seqs=300), model, target)
+        assert asked.limits.max_num_seqs == 300
