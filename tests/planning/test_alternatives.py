@@ -258,6 +258,11 @@ def test_a_shortened_context_says_by_what_from_what_and_what_lifts_it() -> None:
     assert context_note(narrow, fit_runner(narrow)) == (
         "every layer attends to the last 4,096 tokens only, the model's own window"
     )
+    for other, told in ((1024, "the last 4,096 tokens only"), (50_000, "")):  # the widest bounds what is seen at all
+        several = replace(windowed, sliding_windows=(4096, other) * (windowed.num_layers // 2))
+        mixed = replace(whole, declared=declare_decoder(several, "mixed"))
+        found = context_note(mixed, fit_runner(mixed))
+        assert (told in found) if told else found == ""
     for name in ("Qwen3-8B", "gpt-oss-20b"):  # beyond what they were made for: layers without a window still see it all
         longer = plan_request(name, H200, max_model_len=262144)
         assert context_note(longer, fit_runner(longer)) == ""
