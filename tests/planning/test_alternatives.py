@@ -282,6 +282,18 @@ def test_a_refusal_tells_three_changes_on_one_line() -> None:
     assert any("--quantization " in change.typed for change in changes)
 
 
+def test_gpu_that_holds_no_more_is_not_offered_for_a_short_context() -> None:
+    """Smaller ones hold the model too, with a context that is shorter still."""
+    wanted = plan_request("Llama-3.1-8B", gpu_target(GPUS["rtx3060"]), quantization="mxfp4")
+    fit = find_fit(wanted)
+    assert fit.resolved.limits.max_model_len < 131072
+    smaller = replace(wanted, target=gpu_target(GPUS["rtx4060"]))
+    assert 0 < find_fit(smaller).kv_tokens < fit.kv_tokens
+    offered = [item for item in list_alternatives(wanted) if item.kind == GPU]
+    assert len(offered) == 3
+    assert all(item.kv_tokens > fit.kv_tokens for item in offered)
+
+
 def test_a_plan_that_fits_needs_no_change_and_hears_what_else_there_is() -> None:
     listed = list_alternatives(plan_request("Qwen3-8B", H200, max_model_len=8192))
     assert not any(item.is_smallest for item in listed)
