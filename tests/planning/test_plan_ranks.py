@@ -166,6 +166,20 @@ def test_ranks_that_are_not_like_rank_0_are_named(rank: int) -> None:
         assert words in str(caught.value)
 
 
+def test_tokenizer_is_held_by_rank_0_alone() -> None:
+    """Of processes that were not measured with it."""
+    host = HOST._replace(context_bytes=GIB)
+    plans = plan_ranks(config_of(4, max_model_len=64), declared("Qwen3-0.6B"), reports_of(*[host] * 4)).plans
+    held = [[term.num_bytes for term in plan.memory.terms if term.owner == "tokenizer"] for plan in plans]
+    assert held == [[800 * 151936], [], [], []]
+
+
+def test_as_many_nodes_as_ranks_are_taken() -> None:
+    check_ranks(config_of(4, nnodes=4), declared(MODEL))
+    with pytest.raises(ConfigError, match="nnodes=5 was asked; there are 4 ranks"):
+        check_ranks(config_of(4, nnodes=5), declared(MODEL))
+
+
 def test_reports_that_are_not_one_of_each_rank_are_refused() -> None:
     first, second = reports_of(H200, H200)
     for reports in ([first], [second, first], [first, second, second._replace(rank=2)]):
