@@ -19,6 +19,7 @@ from holdfast.cli.bench_load import (
     Sizes,
     Spread,
     Target,
+    Work,
     as_work,
     drive,
     percentile,
@@ -181,6 +182,53 @@ def test_figures_are_what_the_clock_said() -> None:
     assert figures.itl == Spread.of([1.0, 1.0, 2.0])
     assert figures.per_second(figures.num_output_tokens) == 0.7
     assert figures.as_dict()["client_cpu_seconds"] == 0.25
+
+
+def test_record_has_every_figure_of_requests_that_ended_well() -> None:
+    """Different starts and ends, two errors of one kind and one of another; a request without text has no first token."""
+    replies = [
+        Reply(12.0, 14.0, [13.0, 13.5, 14.0], 10, 5, "stop"),
+        Reply(10.0, 15.0, [11.0, 15.0], 20, 3, "length"),
+        Reply(11.0, 12.5, [], 7, 0, "stop"),
+        Reply(10.5, 18.0, [11.0], 9, 1, error="HTTP 429", words="first"),
+        Reply(10.5, 11.0, error="HTTP 429", words="second"),
+        Reply(10.5, 11.0, error="left", words="gone"),
+    ]
+
+    def spread(*values: float) -> dict[str, object]:
+        ordered = sorted(values)
+        places = {f"p{percent}": round(1e3 * percentile(ordered, percent), 3) for percent in (50, 90, 99)}
+        return {"mean": round(1e3 * sum(values) / len(values), 3), **places, "num_values": len(values)}
+
+    figures = Figures.of(replies, 1.5)
+    assert figures.as_dict() == {
+        **{"requests": 6, "finished": 3, "errors": {"HTTP 429": 2, "left": 1}, "seconds": 8.0},
+        **{"error_examples": {"HTTP 429": "first", "left": "gone"}, "requests_per_second": 0.375},
+        **{"input_tokens": 37, "output_tokens": 8, "tokens_counted_by": "server", "client_cpu_seconds": 1.5},
+        **{"input_tokens_per_second": 4.625, "output_tokens_per_second": 1.0, "total_tokens_per_second": 5.625},
+        **{"ttft_ms": spread(1.0, 1.0), "tpot_ms": spread(0.25, 2.0), "itl_ms": spread(0.5, 0.5, 4.0)},
+        "e2e_ms": spread(2.0, 5.0, 1.5),
+    }
+
+
+def test_arrivals_are_those_of_the_seed() -> None:
+    """Each counts from when it was due, in the order of the work, whatever becomes of the others."""
+    starts: dict[str, float] = {}
+
+    async def send(item: Work, start: float | None) -> Reply:
+        assert start is not None
+        starts[str(item.messages)] = start
+        await asyncio.sleep(0.005)
+        return Reply(start, start + 1, [], 2, 3)
+
+    told: list[tuple[int, int, int]] = []
+    work = [Work(f"{place}", 1) for place in range(12)]
+    asyncio.run(drive(send, work, None, 1000.0, lambda *counts: told.append(counts), seed=5))
+    choose, due = random.Random(5), 0.0
+    for place in range(12):
+        assert starts[str(place)] - starts["0"] == pytest.approx(due, abs=1e-6)
+        due += choose.expovariate(1000.0)
+    assert told[-1] == (12, 24, 36)
 
 
 def test_percentiles() -> None:
