@@ -51,7 +51,7 @@ REQUESTS = st.builds(
 
 
 @given(REQUESTS)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_every_advice_works(wanted: PlanRequest) -> None:
     listed = list_alternatives(wanted)
     fits = try_fit(wanted) is not None
@@ -135,7 +135,7 @@ def test_smallest_change_joins_ranks_and_weights() -> None:
 
 
 @given(REQUESTS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_the_order_of_what_a_person_would_rather_accept(wanted: PlanRequest) -> None:
     listed = list_alternatives(wanted)
     places = [KINDS.index(item.kind) for item in listed]

@@ -89,6 +89,14 @@ def test_tokens_that_fit_without_groups_are_those_of_a_model_without_windows() -
     assert found.kv_tokens > 4 * found.tokens_without_groups
 
 
+def test_tokens_without_groups_keep_to_the_bound_on_pages() -> None:
+    """24 layers of 4,096 bytes a token: what so many bytes hold of them, and no more than sequences use."""
+    bounded = fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory="8GiB"))
+    assert bounded.tokens_without_groups == 8 * GIB // (16 * 24 * 4096) * 16
+    few = fit_runner(request_of(ALTERNATING, max_model_len=1500, max_num_seqs=2))
+    assert few.tokens_without_groups == 2 * 1504
+
+
 def test_one_longest_sequence_must_fit_in_all_groups_together() -> None:
     wanted = request_of(ALTERNATING, gib=40, max_model_len=65536, max_num_seqs=1)
     plan = fit_runner(wanted)
