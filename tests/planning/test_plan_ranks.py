@@ -10,7 +10,7 @@ from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import Term
-from holdfast.planning.fit import PlanRequest, fit_runner
+from holdfast.planning.fit import Agreed, PlanRequest, fit_runner, try_fit
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.ranks import (
     Agreement,
@@ -172,6 +172,19 @@ def test_tokenizer_is_held_by_rank_0_alone() -> None:
     plans = plan_ranks(config_of(4, max_model_len=64), declared("Qwen3-0.6B"), reports_of(*[host] * 4)).plans
     held = [[term.num_bytes for term in plan.memory.terms if term.owner == "tokenizer"] for plan in plans]
     assert held == [[800 * 151936], [], [], []]
+
+
+def test_context_that_ranks_agreed_on_does_not_shrink() -> None:
+    """A rank that has no room for it is refused: its pages would mean other places than those of the others."""
+    tight = smaller(RTX4090, 11 * GIB)
+    alone = fit_runner(PlanRequest(config_of(), declared(MODEL), tight, Mesh(1, 2)))
+    length = alone.resolved.limits.max_model_len
+    assert length < 40960
+    for agreed, fits in ((length, True), (length + 16, False), (40960, False)):
+        request = PlanRequest(config_of(), declared(MODEL), tight, Mesh(1, 2), agreed=Agreed(agreed))
+        found = try_fit(request)
+        assert (found is not None) is fits
+        assert found is None or found.resolved.limits.max_model_len == agreed
 
 
 def test_as_many_nodes_as_ranks_are_taken() -> None:
