@@ -109,6 +109,13 @@ def test_other_tokens_are_no_comparison(wrong_at: int) -> None:
         check_agreement(cases, [Fake("ours", []), Fake("theirs", [], wrong_at)], lambda words: None)
 
 
+def test_third_engine_with_other_tokens_is_named() -> None:
+    cases = latency_cases([], [3], 4, 5, random.Random(0), IDS)
+    engines = [Fake("ours", []), Fake("theirs", []), Fake("another", [], 2)]
+    with pytest.raises(HoldfastError, match=r"a comparison with another was asked; .* from token 2 on"):
+        check_agreement(cases, engines, lambda words: None)
+
+
 def test_one_engine_alone_has_nothing_to_agree_with() -> None:
     check_agreement(latency_cases([4], [], 4, 5, random.Random(0), IDS), [Fake("ours", [])], lambda words: None)
 

@@ -11,7 +11,7 @@ import pytest
 
 from cli.cli_models import Ended, Here
 from cli.fake_openai import KEY, FakeServer, fake_server
-from holdfast.cli.bench_client import AnswerReader, BadAnswerError, Reply, Url, ask
+from holdfast.cli.bench_client import AnswerReader, BadAnswerError, Exchange, Reply, Url, ask
 from holdfast.cli.bench_load import (
     CHAT,
     Figures,
@@ -19,12 +19,14 @@ from holdfast.cli.bench_load import (
     Sizes,
     Spread,
     Target,
+    Work,
     as_work,
     drive,
     percentile,
     random_work,
     settle,
 )
+from holdfast.cli.bench_serve import _command
 from holdfast.errors import ConfigError
 
 CHUNKED = (
@@ -63,6 +65,39 @@ def test_an_answer_is_read_however_it_is_cut(size: int) -> None:
     pieces = [reader.feed(CHUNKED[begin : begin + size]) for begin in range(0, len(CHUNKED), size)]
     assert b"".join(pieces) == b"hello 0123456789"
     assert (reader.status, reader.is_complete) == (200, True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 17, 1000])
+def test_events_are_read_however_they_are_cut(size: int) -> None:
+    """Two texts, one of them after an empty one, usage and the end; the time of each is that of its last byte."""
+    events = [
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {"content": "a\nb"}}]},
+        {"choices": [{"delta": {"reasoning_content": "c"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
+    ]
+    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b": note\n\ndata: [DONE]\n\n"
+    sent = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + body
+
+    async def read() -> Reply:
+        exchange = Exchange(b"", Reply(0.0), lambda: float(place))
+        for place in range(0, len(sent), size):
+            exchange.data_received(sent[place : place + size])
+        await exchange.done
+        return exchange.reply
+
+    place = 0
+    reply = asyncio.run(read())
+    assert (reply.error, reply.finish_reason, reply.num_input_tokens, reply.num_output_tokens) == (None, "stop", 3, 2)
+    assert len(reply.texts) == 2
+    if size == 1:
+        ends = [sent.index(mark) + len(mark) for mark in (b'"a\\nb"}}]}', b'"stop"}]}')]
+        assert reply.texts == ends
+
+
+def test_key_of_a_command_is_not_kept() -> None:
+    words = ["bench", "serve", "--api-key", "one", "--api-key=two", "--model", "a b"]
+    assert _command(words) == "holdfast bench serve --api-key '***' '--api-key=***' --model 'a b'"
 
 
 def test_answers_with_a_length_and_without() -> None:
@@ -147,6 +182,53 @@ def test_figures_are_what_the_clock_said() -> None:
     assert figures.itl == Spread.of([1.0, 1.0, 2.0])
     assert figures.per_second(figures.num_output_tokens) == 0.7
     assert figures.as_dict()["client_cpu_seconds"] == 0.25
+
+
+def test_record_has_every_figure_of_requests_that_ended_well() -> None:
+    """Different starts and ends, two errors of one kind and one of another; a request without text has no first token."""
+    replies = [
+        Reply(12.0, 14.0, [13.0, 13.5, 14.0], 10, 5, "stop"),
+        Reply(10.0, 15.0, [11.0, 15.0], 20, 3, "length"),
+        Reply(11.0, 12.5, [], 7, 0, "stop"),
+        Reply(10.5, 18.0, [11.0], 9, 1, error="HTTP 429", words="first"),
+        Reply(10.5, 11.0, error="HTTP 429", words="second"),
+        Reply(10.5, 11.0, error="left", words="gone"),
+    ]
+
+    def spread(*values: float) -> dict[str, object]:
+        ordered = sorted(values)
+        places = {f"p{percent}": round(1e3 * percentile(ordered, percent), 3) for percent in (50, 90, 99)}
+        return {"mean": round(1e3 * sum(values) / len(values), 3), **places, "num_values": len(values)}
+
+    figures = Figures.of(replies, 1.5)
+    assert figures.as_dict() == {
+        **{"requests": 6, "finished": 3, "errors": {"HTTP 429": 2, "left": 1}, "seconds": 8.0},
+        **{"error_examples": {"HTTP 429": "first", "left": "gone"}, "requests_per_second": 0.375},
+        **{"input_tokens": 37, "output_tokens": 8, "tokens_counted_by": "server", "client_cpu_seconds": 1.5},
+        **{"input_tokens_per_second": 4.625, "output_tokens_per_second": 1.0, "total_tokens_per_second": 5.625},
+        **{"ttft_ms": spread(1.0, 1.0), "tpot_ms": spread(0.25, 2.0), "itl_ms": spread(0.5, 0.5, 4.0)},
+        "e2e_ms": spread(2.0, 5.0, 1.5),
+    }
+
+
+def test_arrivals_are_those_of_the_seed() -> None:
+    """Each counts from when it was due, in the order of the work, whatever becomes of the others."""
+    starts: dict[str, float] = {}
+
+    async def send(item: Work, start: float | None) -> Reply:
+        assert start is not None
+        starts[str(item.messages)] = start
+        await asyncio.sleep(0.005)
+        return Reply(start, start + 1, [], 2, 3)
+
+    told: list[tuple[int, int, int]] = []
+    work = [Work(f"{place}", 1) for place in range(12)]
+    asyncio.run(drive(send, work, None, 1000.0, lambda *counts: told.append(counts), seed=5))
+    choose, due = random.Random(5), 0.0
+    for place in range(12):
+        assert starts[str(place)] - starts["0"] == pytest.approx(due, abs=1e-6)
+        due += choose.expovariate(1000.0)
+    assert told[-1] == (12, 24, 36)
 
 
 def test_percentiles() -> None:

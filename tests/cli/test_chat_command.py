@@ -323,6 +323,25 @@ def test_stats(chat: Chat) -> None:
     assert "chat: 1 turn, 10 tokens generated, context 33 of 400 used" in err
 
 
+def test_stats_of_a_second_answer_count_both(chat: Chat) -> None:
+    """All tokens that were generated, and the context of the last answer; what is forgotten takes no context."""
+    chat("Hello", "/set max_tokens=4", "And?")
+    _, err = chat("/stats")
+    last = len("user: Hello\nassistant: \nuser: And?\nassistant: ") + 10
+    assert f"last answer: prompt {last} tokens" in err
+    assert f"chat: 2 turns, 14 tokens generated, context {last + 4} of 400 used" in err
+    for forget in ("/undo", "/clear"):
+        assert "14 tokens generated, context 0 of 400 used" in chat(forget, "/stats")[1]
+
+
+def test_second_setting_keeps_the_first(chat: Chat) -> None:
+    chat("/set temperature=0.5", "/set top_p=0.9", "/set max_tokens=3")
+    assert set(chat("/set")[1].strip("()\n").split(", ")) == {"temperature=0.5", "top_p=0.9", "max_tokens=3"}
+    chat("Hello", "Again", "/set max_tokens=auto", "/set temperature=0", "More")
+    assert [len(text) for text in chat.contents[1::2]] == [3, 3, 10]
+    assert set(chat("/set")[1].strip("()\n").split(", ")) == {"temperature=0.0", "top_p=0.9", "max_tokens=None"}
+
+
 def test_memory(chat: Chat) -> None:
     assert chat("/memory")[0] == "the table\n"
 

@@ -62,6 +62,42 @@ def test_what_is_typed_wins(file: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("memory-utilization = 0.5", ("--gpu-memory-utilization", "0.7")),
+        ("gpu-memory-utilization = 0.5", ("--memory-utilization=0.7",)),
+        ("enable-prefix-caching = true", ("--no-enable-prefix-caching",)),
+        ("no-enable-prefix-caching = true", ("--enable-prefix-caching",)),
+        ('served-model-name = ["a", "b"]', ("--served-model-name", "c")),
+    ],
+)
+def test_other_spelling_that_is_typed_wins(file: Path, text: str, typed: tuple[str, ...]) -> None:
+    assert expanded(file, text, *typed) == list(typed)
+    assert len(expanded(file, text, "--port", "1")) > 2, "else the file is read"
+
+
+def test_last_of_two_files_is_read(file: Path) -> None:
+    other = file.with_name("other.toml")
+    other.write_text("port = 2")
+    file.write_text("port = 1")
+    for words in (("--config", str(file), "--config", str(other)), (f"--config={file}", f"--config={other}")):
+        assert with_config(SERVE.rows, words)[0] == "--port=2"
+    assert with_config(SERVE.rows, [f"--config={other}", "--config", str(file)])[0] == "--port=1"
+
+
+def test_every_key_of_a_file_is_added_in_order(file: Path) -> None:
+    text = 'port = 1\nhost = "::1"\nmax-num-seqs = 3\nallow-public = true'
+    assert expanded(file, text) == ["--port=1", "--host=::1", "--max-num-seqs=3", "--allow-public"]
+
+
+def test_file_may_have_a_mebibyte_and_no_more(file: Path) -> None:
+    head = "port = 1\n# "
+    assert expanded(file, head + "x" * (2**20 - len(head))) == ["--port=1"]
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        expanded(file, head + "x" * (2**20 - len(head) + 1))
+
+
 def test_the_model_is_a_key_too(file: Path) -> None:
     assert expanded(file, 'model = "there"', "--port", "2") == ["--port", "2", "there"]
     assert expanded(file, 'model = "there"', "here", "--port", "2") == ["here", "--port", "2"]

@@ -14,7 +14,7 @@ FACTS = {
     "state": "ready",
     "trouble": None,
     "totals": {"running": 3, "waiting": 1},
-    "memory": {"held_bytes": 3 * 2**30},
+    "memory": {"held_bytes": 3 * 2**30, "planned_bytes": 5 * 2**30},
     "kv": {"num_pages": 1200, "in_use": 48},
 }
 

@@ -68,8 +68,14 @@ def test_several_answers(here: Here, tiny: Path) -> None:
     found = record(here, tiny, *options)
     assert [len(output["token_ids"]) for output in found["outputs"]] == [4, 4, 4]
     assert len({tuple(output["token_ids"]) for output in found["outputs"]}) > 1, "chance is needed for several answers"
+    prompt = len("[u]Hello[a]")
+    usage = {"prompt_tokens": prompt, "cached_tokens": 0, "completion_tokens": 12, "total_tokens": prompt + 12}
+    assert found["usage"] == usage
+    assert (found["text"], found["token_ids"]) == tuple(found["outputs"][0][name] for name in ("text", "token_ids"))
+    assert found["memory"]["kv_tokens"] == 3 * 256, "memory is planned for each of them"
     shown = here("run", tiny, *options, "-q").out
-    assert [line for line in shown.splitlines() if line.startswith("--- ")] == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
+    texts = [f"--- {place} of 3 ---\n{one['text']}\n" for place, one in enumerate(found["outputs"], 1)]
+    assert shown == "".join(texts)
 
 
 def test_memory_is_planned_for_one_request(here: Here, tiny: Path) -> None:

@@ -7,7 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,6 +95,108 @@ def test_libraries_that_are_missing(here: Here, tiny: Path, monkeypatch: pytest.
 )
 def test_who_reaches_a_host(host: str, is_loopback: bool) -> None:
     assert module.is_loopback(host) == is_loopback
+
+
+def test_host_that_is_public_too_is_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name stands for several addresses: one that others reach is enough, whichever comes first."""
+    for addresses in (("127.0.0.1", "10.0.0.7"), ("10.0.0.7", "::1"), ("::1", "127.0.0.1", "fe80::1%eth0")):
+        found = [(None, None, 0, "", (address, 0)) for address in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, found=found, **more: found)
+        assert not module.is_loopback("several")
+
+
+@pytest.fixture
+def served(here: Here, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """served("--port", "1") -> what each part of a server was made with; no model is opened and nothing listens."""
+    seen: dict[str, Any] = {}
+
+    def open_visibly(config: Any, report: Any, start: Any) -> SimpleNamespace:
+        seen.update(engine=config, report=report)
+        return SimpleNamespace(name="m.gguf", engine=None)
+
+    def make_service(llm: Any, names: Any, limits: Any, *, tool_parser: str, reasoning_parser: str, advice: Any) -> Any:
+        seen.update(names=names, tools=tool_parser, reasoning=reasoning_parser, advice=bool(advice))
+        seen.update(connections=limits.max_connections, drain=limits.drain_seconds, kept=limits.max_response_bytes)
+        return SimpleNamespace(name=names[0])
+
+    def make_app(service: Any, keys: Any, *, allowed_hosts: Any, allowed_origins: Any, log: Any, traces: Any) -> None:
+        seen.update(keys=len(keys), hosts=tuple(allowed_hosts), origins=tuple(allowed_origins))
+        seen.update(log=(log._format, log.wants_text))
+
+    def bind(host: str, port: int) -> Any:
+        seen.update(host=host, port=port)
+        return nullcontext()
+
+    monkeypatch.setattr(module, "open_visibly", open_visibly)
+    monkeypatch.setattr("holdfast.server.service.Service", make_service)
+    monkeypatch.setattr("holdfast.api.async_llm.AsyncLLM.from_engine", lambda engine: None)
+    monkeypatch.setattr("holdfast.server.app.make_app", make_app)
+    for name, stand_in in {
+        "bind_socket": bind,
+        "address_of": str,
+        "raise_file_limit": lambda most: None,
+        "run_server": lambda *given, **more: None,
+        "WaitingDoor": lambda listener: nullcontext(),
+    }.items():
+        monkeypatch.setattr(f"holdfast.server.run.{name}", stand_in)
+
+    def run(*typed: object) -> dict[str, Any]:
+        seen.clear()
+        ended = here("serve", tiny, *typed)
+        assert ended.code == 0, ended
+        return dict(seen)
+
+    return run
+
+
+OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "host": (("--host", "localhost"), {"host": "localhost", "hosts": ("localhost",)}),
+    "port": (("--port", "8123"), {"port": 8123}),
+    "free port": (("--port", "0"), {"port": 0}),
+    "two keys": (("--api-key", "key-1", "--api-key", "key-2"), {"keys": 2}),
+    "keys of a file": (("--api-key-file", "KEYS"), {"keys": 3}),
+    "public": (("--host", "0.0.0.0", "--allow-public"), {"host": "0.0.0.0", "hosts": ("0.0.0.0",)}),
+    "names": (("--served-model-name", "a, b", "--served-model-name", "c,a"), {"names": ("a", "b", "c")}),
+    "hosts": (("--allowed-host", "x", "--allowed-host", "y"), {"hosts": ("x", "y", "127.0.0.1")}),
+    "origins": (
+        ("--allow-origin", "https://a,http://b/", "--allow-origin", "*"),
+        {"origins": ("https://a", "http://b", "*")},
+    ),
+    "connections": (("--max-connections", "7"), {"connections": 7}),
+    "drain": (("--drain-seconds", "2.5"), {"drain": 2.5}),
+    "no drain": (("--drain-seconds", "0"), {"drain": 0}),
+    "responses": (("--response-memory", "1MiB"), {"kept": 2**20}),
+    "no responses": (("--response-memory", "0"), {"kept": 0}),
+    "tools": (("--tool-parser", "none"), {"tools": "none"}),
+    "reasoning": (("--reasoning-parser", "none"), {"reasoning": "none"}),
+    "texts": (("--log-requests",), {"log": ("text", True)}),
+    "log format": (("--log-format", "json"), {"log": ("json", False)}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_option_of_serve_reaches_its_part_alone(served: Callable[..., dict], tmp_path: Path, case: str) -> None:
+    typed, expected = OPTIONS[case]
+    keys = tmp_path / "keys"
+    keys.touch(0o600)
+    keys.write_text("key-a\nkey-b\n\nkey-c\n")
+    plain, found = served(), served(*(str(keys) if word == "KEYS" else word for word in typed))
+    assert {name: value for name, value in found.items() if value != plain[name]} == expected
+
+
+def test_serve_without_options_takes_its_defaults(served: Callable[..., dict], tmp_path: Path) -> None:
+    found = served()
+    engine, report = found.pop("engine"), found.pop("report")
+    assert (engine.core_process, engine.max_step_stretch, report) == (True, "auto", None)
+    assert found == {
+        **{"host": "127.0.0.1", "port": 8000, "hosts": ("127.0.0.1",), "origins": (), "keys": 0, "names": ("m",)},
+        **{"connections": 4096, "drain": 30, "kept": 64 * 2**20, "tools": "auto", "reasoning": "auto"},
+        **{"log": ("text", False), "advice": False},
+    }
+    page = tmp_path / "memory.html"
+    other = served("--no-core-process", "--max-model-len", "64", "--max-step-stretch", "2", "--memory-report", page)
+    assert other["report"] == page
+    assert other["engine"] == replace(engine, core_process=False, max_model_len=64, max_step_stretch=2)
 
 
 def test_the_command(tiny: Path, tmp_path: Path) -> None:

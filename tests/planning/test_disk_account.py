@@ -1,10 +1,12 @@
 """Bytes on disk, bytes in memory and why: the default model in every type and scheme, counted by hand; refusals tell it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from holdfast.config import EngineConfig
+from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
 from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import GIB
@@ -37,6 +39,17 @@ BYTES = {
 def padded(num_bytes: int) -> int:
     """Tensors of an arena begin at multiples of 256."""
     return -(-num_bytes // 256) * 256
+
+
+def share_by_hand(num_ranks: int, quantized: bool) -> int:
+    """One of several ranks, in bfloat16 or int8: rows of what reads x and of the vocabulary, columns of what adds to it."""
+    shares = [(960 // num_ranks, HIDDEN), (HIDDEN, HIDDEN // num_ranks)]
+    shares += [(2 * INNER // num_ranks, HIDDEN), (HIDDEN, INNER // num_ranks)]
+    matrices = [*shares * LAYERS, (VOCAB // num_ranks, HIDDEN)]
+    norms = NUM_NORMS * padded(2 * HIDDEN)
+    if not quantized:
+        return norms + sum(padded(2 * rows * columns) for rows, columns in matrices)
+    return norms + sum(padded(rows * columns) + padded(4 * rows) for rows, columns in matrices)
 
 
 def by_hand(name: str) -> int:
@@ -76,6 +89,27 @@ def test_the_table_of_the_default_model(default, name):
     found = account(default, **options)
     assert (found.on_disk.num_bytes, found.on_disk.num_files) == (DISK_BYTES, 1)
     assert found.memory_bytes == BYTES[name] == by_hand(name)
+
+
+def test_account_of_a_rank_is_of_its_share(default):
+    """Both numbers: what the rank holds, and what the scheme that is advised would hold of it."""
+    resolved = resolve(EngineConfig(dtype="bfloat16"), default, CPU)
+    found = disk_account(default, resolved, Mesh(tensor_rank=2, tensor_size=3))
+    assert found is not None
+    assert (found.memory_bytes, found.other_bytes) == (share_by_hand(3, False), share_by_hand(3, True))
+    assert share_by_hand(1, False) == BYTES["bfloat16"]
+    assert found.on_disk.num_bytes == DISK_BYTES
+
+
+def test_embedding_that_is_stored_quantized_is_so_in_the_advice(default):
+    """It stays plain beside a scheme else: the advice promises what the option would give."""
+    plain = replace(open_declared("Qwen3-8B"), on_disk=default.on_disk._replace(embedding_type=None))
+    stored = replace(plain, on_disk=default.on_disk._replace(embedding_type="Q8_0"))
+    for model in (plain, stored):
+        assert account(model).other_bytes == account(model, quantization="int8").memory_bytes
+    assert account(stored).memory_bytes == account(plain).memory_bytes
+    embedding = 151936 * 4096
+    assert account(plain).other_bytes - account(stored).other_bytes == 3 * embedding - padded(4 * 151936)
 
 
 def test_stored_types_and_reasons(default):

@@ -157,8 +157,14 @@ def test_other_layers_in_the_wider_format_take_as_much() -> None:
     assert kv_padding_term(moved.cache) == kv_padding_term(plan.cache)
     assert moved.memory is plan.memory
     assert not moved.resolved.protected.is_open
+    assert all(spec.has_key_bias for spec in moved.attention_specs), "fp8 is quantized too"
     with pytest.raises(AssertionError, match="were not planned for"):
         plan.with_protected((3, 7), "fewer")
+    plain = plan_request(
+        "Qwen2.5-7B-Instruct", H200, kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=2, kv_protected_dtype="auto"
+    )
+    moved = fit_runner(plain).with_protected((5, 6), "a dummy")
+    assert [layer for layer, spec in enumerate(moved.attention_specs) if not spec.has_key_bias] == [5, 6]
 
 
 MIXED = st.builds(

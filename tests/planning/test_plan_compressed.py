@@ -1,5 +1,6 @@
 """Plans of DeepSeek-V4: bytes of a token and of a million, states, page tables, the prefix block, and what is declined in words."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -12,6 +13,7 @@ from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.alternatives import layers_note
 from holdfast.planning.fit import PlanRequest, fit_runner, settle, try_fit
 from holdfast.planning.plan import plan_runner
+from holdfast.planning.target import memory_target
 from holdfast.planning.terms import list_needs
 from planning.plan_cases import H200, declared, plan_request
 
@@ -120,3 +122,13 @@ def test_what_one_gpu_holds_of_it() -> None:
         assert ours.weight_bytes("bfloat16") == cut.weight_bytes("bfloat16")
         assert ours.kv_bytes_per_token("fp8") == cut.kv_bytes_per_token("fp8")
     assert layers_note(plan_request("Qwen3-8B", H200)) == ""
+
+
+@pytest.mark.parametrize("gib", [40, 71, 99])
+def test_layers_that_one_gpu_holds_are_the_most(gib: int) -> None:
+    request = plan_request(FLASH, memory_target(f"{gib}GiB"), kv_cache_dtype="fp8", max_model_len=4096)
+    held = int(layers_note(request).split("the first ")[1].split()[0])
+    for num_layers, fits in ((held, True), (held + 1, False)):
+        cut = declared(FLASH).first_layers(num_layers)
+        assert cut is not None
+        assert (try_fit(replace(request, declared=cut)) is not None) is fits

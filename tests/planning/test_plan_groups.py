@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,7 +17,7 @@ from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.planning import fit
 from holdfast.planning.alternatives import RANKS
-from holdfast.planning.fit import find_fit, fit_runner, settle, try_fit
+from holdfast.planning.fit import find_fit, fit_runner, settle, try_fit, unfitting_runner
 from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.resolve import Resolved
 from holdfast.planning.target import Target, memory_target
@@ -89,6 +90,14 @@ def test_tokens_that_fit_without_groups_are_those_of_a_model_without_windows() -
     assert found.kv_tokens > 4 * found.tokens_without_groups
 
 
+def test_tokens_without_groups_keep_to_the_bound_on_pages() -> None:
+    """24 layers of 4,096 bytes a token: what so many bytes hold of them, and no more than sequences use."""
+    bounded = fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory="8GiB"))
+    assert bounded.tokens_without_groups == 8 * GIB // (16 * 24 * 4096) * 16
+    few = fit_runner(request_of(ALTERNATING, max_model_len=1500, max_num_seqs=2))
+    assert few.tokens_without_groups == 2 * 1504
+
+
 def test_one_longest_sequence_must_fit_in_all_groups_together() -> None:
     wanted = request_of(ALTERNATING, gib=40, max_model_len=65536, max_num_seqs=1)
     plan = fit_runner(wanted)
@@ -100,13 +109,27 @@ def test_one_longest_sequence_must_fit_in_all_groups_together() -> None:
         fit_runner(request_of(ALTERNATING, max_model_len=65536, kv_cache_memory=asked - 1))
 
 
-@pytest.mark.parametrize("kib", [40, 900, 1500, 2100])
-def test_the_longest_context_that_fits_is_the_longest(kib: int) -> None:
-    """Layers are grouped otherwise beyond each window: every length is tried."""
-    model = windowed(None, 30, 90, 90, 30, 30, max_position=200)
-    options = {"kv_cache_memory": kib * 1024, "max_num_batched_tokens": 16, "page_tokens": 4}
-    lengths = [n for n in range(1, 201) if try_fit(request_of(model, max_model_len=n, **options)) is not None]
-    found = try_fit(request_of(model, **options))
+SMALL_WINDOWS = windowed(None, 30, 90, 90, 30, 30, max_position=200)
+SMALL_STEPS = {"max_num_batched_tokens": 16, "page_tokens": 4}
+
+
+@cache
+def sizes_of_lengths() -> dict[int, int]:
+    """Bytes of the pages of one sequence, by its length."""
+    sizes = {}
+    for length in range(1, 201):
+        plan = unfitting_runner(request_of(SMALL_WINDOWS, max_model_len=length, **SMALL_STEPS)).memory
+        sizes[length] = plan.num_pages * plan.page_bytes
+    return sizes
+
+
+@pytest.mark.parametrize("most", [None, 29, 30, 31, 90, 91, 150])
+def test_the_longest_context_that_fits_is_the_longest(most: int | None) -> None:
+    """Layers are grouped otherwise beyond each window: every length is tried, with the bytes that one of them needs."""
+    sizes = sizes_of_lengths()
+    asked = 40 * 1024 if most is None else sizes[most]
+    lengths = [length for length, num_bytes in sizes.items() if num_bytes <= asked]
+    found = try_fit(request_of(SMALL_WINDOWS, kv_cache_memory=asked, **SMALL_STEPS))
     assert (None if found is None else found.resolved.limits.max_model_len) == (lengths[-1] if lengths else None)
 
 
@@ -117,6 +140,23 @@ def test_padding_is_told_and_bounded_by_what_is_chosen() -> None:
     shares = [group.padding_share for group in plan.groups]
     assert shares == [plan.cache.padding_bytes(group) / plan.memory.page_bytes for group in range(2)]
     assert max(shares) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("num_windows", "num_whole", "is_protected"),
+    [(5, 6, True), (8, 7, True), (20, 4, False)],
+)
+def test_protected_layers_may_leave_what_others_leave(num_windows: int, num_whole: int, is_protected: bool) -> None:
+    """More than a twentieth of a page, if pages without them leave as much; if not, none is protected unless asked."""
+    model = windowed(*[512] * num_windows, *[None] * num_whole)
+    plan = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc"))
+    assert bool(plan.resolved.protected.layers) is is_protected
+    bare = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=0))
+    asked = fit_runner(request_of(model, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=4))
+    shares = [max(group.padding_share for group in each.groups) for each in (bare, asked)]
+    assert shares[1] > 0.05
+    assert (shares[1] <= shares[0]) is is_protected
+    assert len(asked.resolved.protected.layers) == 4
 
 
 def test_everything_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:

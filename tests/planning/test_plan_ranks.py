@@ -10,7 +10,7 @@ from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, MemoryPlanError
 from holdfast.memory.planner import Term
-from holdfast.planning.fit import PlanRequest, fit_runner
+from holdfast.planning.fit import Agreed, PlanRequest, fit_runner, try_fit
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.ranks import (
     Agreement,
@@ -24,6 +24,7 @@ from holdfast.planning.ranks import (
     report_rank,
     worst_request,
 )
+from holdfast.planning.ranks import _refuse_unlike_plans as refuse_unlike_plans
 from planning.plan_cases import GIB, H200, HOST, RTX4090, declared
 
 MODEL = "Qwen3-8B"
@@ -151,20 +152,85 @@ def test_stages_of_an_index_begin_where_a_layer_chooses() -> None:
     assert not {first for first, _ in plans.agreement.cuts} & heads.shared_layers
 
 
-def test_ranks_that_are_not_like_rank_0_are_named() -> None:
-    model, config = declared(MODEL), config_of()
-    first, second = reports_of(H200, H200)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_ranks_that_are_not_like_rank_0_are_named(rank: int) -> None:
+    model, config, reports = declared(MODEL), config_of(4), reports_of(*[H200] * 4)
+    own = reports[rank]
     for changed, words in (
-        (second._replace(model="other"), "its model (a digest of its headers) is 'other', and rank 0's is 'm'"),
-        (second._replace(versions={**second.versions, "torch": "1.0"}), "its torch is '1.0', and rank 0's is "),
-        (second._replace(target=HOST), "its device is 'cpu', and rank 0's is 'cuda'"),
+        (own._replace(model="other"), "its model (a digest of its headers) is 'other', and rank 0's is 'm'"),
+        (own._replace(versions={**own.versions, "torch": "1.0"}), "its torch is '1.0', and rank 0's is "),
+        (own._replace(target=HOST), "its device is 'cpu', and rank 0's is 'cuda'"),
     ):
-        with pytest.raises(ConfigError, match="rank 1 was to run with the others") as caught:
-            plan_ranks(config, model, [first, changed])
+        with pytest.raises(ConfigError, match=f"rank {rank} was to run with the others") as caught:
+            plan_ranks(config, model, [*reports[:rank], changed, *reports[rank + 1 :]])
         assert words in str(caught.value)
+
+
+def test_tokenizer_is_held_by_rank_0_alone() -> None:
+    """Of processes that were not measured with it."""
+    host = HOST._replace(context_bytes=GIB)
+    plans = plan_ranks(config_of(4, max_model_len=64), declared("Qwen3-0.6B"), reports_of(*[host] * 4)).plans
+    held = [[term.num_bytes for term in plan.memory.terms if term.owner == "tokenizer"] for plan in plans]
+    assert held == [[800 * 151936], [], [], []]
+
+
+def test_context_that_ranks_agreed_on_does_not_shrink() -> None:
+    """A rank that has no room for it is refused: its pages would mean other places than those of the others."""
+    tight = smaller(RTX4090, 11 * GIB)
+    alone = fit_runner(PlanRequest(config_of(), declared(MODEL), tight, Mesh(1, 2)))
+    length = alone.resolved.limits.max_model_len
+    assert length < 40960
+    for agreed, fits in ((length, True), (length + 16, False), (40960, False)):
+        request = PlanRequest(config_of(), declared(MODEL), tight, Mesh(1, 2), agreed=Agreed(agreed))
+        found = try_fit(request)
+        assert (found is not None) is fits
+        assert found is None or found.resolved.limits.max_model_len == agreed
+
+
+def test_as_many_nodes_as_ranks_are_taken() -> None:
+    check_ranks(config_of(4, nnodes=4), declared(MODEL))
+    with pytest.raises(ConfigError, match="nnodes=5 was asked; there are 4 ranks"):
+        check_ranks(config_of(4, nnodes=5), declared(MODEL))
+
+
+def test_reports_that_are_not_one_of_each_rank_are_refused() -> None:
+    first, second = reports_of(H200, H200)
     for reports in ([first], [second, first], [first, second, second._replace(rank=2)]):
         with pytest.raises(ConfigError, match="2 ranks were asked"):
-            plan_ranks(config, model, reports)
+            plan_ranks(config_of(), declared(MODEL), reports)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_rank_with_the_fewest_pages_decides_for_all(rank: int) -> None:
+    """Whichever it is: pages and context of all are its own, and of equals the first is shown."""
+    targets = [H200] * 4
+    targets[rank] = smaller(H200, 20 * GIB)
+    plans = plan_ranks(config_of(4), declared(MODEL), reports_of(*targets))
+    assert plans.worst == rank
+    assert {plan.memory.num_pages for plan in plans.plans} == {plans.least[rank]} == {min(plans.least)}
+    assert plans.least[rank] < plans.least[0]
+    assert plan_ranks(config_of(4), declared(MODEL), reports_of(*[H200] * 4)).worst == 0
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_settings_that_one_rank_alone_would_take_are_refused(rank: int) -> None:
+    summary = plan_summary(plan_ranks(config_of(), declared(MODEL), reports_of(H200, H200)).plans[0])
+    summaries = [summary] * 4
+    refuse_unlike_plans(summaries)
+    summaries[rank] = summary | {"settings": summary["settings"] | {"dtype": "float16"}}
+    with pytest.raises(ConfigError, match=f"rank {rank} would take dtype=float16; rank 0 takes dtype=bfloat16"):
+        refuse_unlike_plans(summaries)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_cut_goes_by_the_smallest_rank_of_each_stage(rank: int) -> None:
+    """Two stages of two ranks: the stage of a rank with little memory has fewer layers, whichever of its ranks it is."""
+    targets = [H200] * 4
+    targets[rank] = smaller(H200, 40 * GIB)
+    cuts = plan_ranks(config_of(2, 2, max_model_len=4096), declared("Qwen3-32B"), reports_of(*targets)).agreement.cuts
+    assert cuts is not None
+    first, second = (last - begin for begin, last in cuts)
+    assert (first < second) == (rank < 2)
 
 
 @pytest.mark.parametrize("change", [{"node": None}, {"target": None}, {"target": {"capability": None, "kind": "cpu"}}])

@@ -95,6 +95,13 @@ def test_weights_have_the_last_word_where_there_are_key_biases() -> None:
     assert not chosen(biased, kv_protected_layers=28).is_open, "all of them are all of them"
     assert not chosen(biased, kv_format="turboquant_k8v4").is_open, "none are none"
     assert chosen(biased, kv_format="turboquant_k8v4", kv_protected_layers=1).is_open
+    staged = chosen(biased, pipeline_parallel_size=2)
+    assert (staged.is_open, staged.layers) == (False, (0, 1, 26, 27)), "bytes of a stage depend on which they are"
+    assert biased.spec is not None
+    windows = (None, 4096) * (biased.spec.num_layers // 2)
+    grouped = declare_decoder(replace(biased.spec, sliding_windows=windows), "windows")
+    assert not chosen(grouped, kv_protected_layers=4).is_open, "so do those of groups"
+    assert chosen(grouped, kv_protected_layers=4, max_model_len=4096).is_open, "a window that is never left is none"
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,55 @@ def test_batch_size_is_what_fits_at_the_context() -> None:
     assert short.assumption.startswith("contexts of 512 tokens")
 
 
+@pytest.mark.parametrize("name", ["Qwen3-8B", "gpt-oss-20b", "gemma-3-12b-it"])
+def test_batch_is_of_sequences_whose_groups_all_fit(name: str) -> None:
+    """Counted by hand: pages of 16 tokens of every group, those of a window as many as it touches."""
+    request = plan_request(name, RTX4090, max_model_len=4096, quantization="mxfp4" if name.startswith("gemma") else None)
+    fit, found = find_fit(request), estimate_speed(request, find_fit(request))
+    pages = fit.layout.pages(fit.resolved)
+    assert found is not None
+    assert pages is not None
+    own = 0
+    for group in pages.groups:
+        tokens = SPEED_CONTEXT if group.window is None else min(SPEED_CONTEXT, group.window + group.page_tokens)
+        own += -(-tokens // group.page_tokens)
+    assert abs(found.batch_size - fit.memory.num_pages // own) <= fit.memory.num_pages // own // 20
+    assert len(pages.groups) > 1 or found.batch_size == fit.kv_tokens // SPEED_CONTEXT
+
+
+@pytest.mark.parametrize("target", [H200, RTX4090, HOST], ids=lambda target: target.name)
+def test_bounds_are_shares_of_what_is_predicted(target: Target) -> None:
+    """Rates of one stream and of a batch by both shares, seconds by their inverse."""
+    request = plan_request("Qwen3-0.6B", target)
+    fit, device = find_fit(request), find_device_speed(target)
+    found = estimate_speed(request, fit)
+    assert found is not None
+    assert device is not None
+    for rates, batch in ((found.one_stream, 1), (found.batch, found.batch_size)):
+        rate = decode_rate(fit.layout, fit.resolved, device.rates, batch, SPEED_CONTEXT)
+        assert rates == pytest.approx((device.slowest * rate, device.fastest * rate))
+    seconds = first_token_seconds(fit.layout, fit.resolved, device.rates, SPEED_CONTEXT)
+    assert found.first_token_seconds == pytest.approx((seconds / device.fastest, seconds / device.slowest))
+    assert found.first_token_seconds.low < found.first_token_seconds.high
+
+
+def test_every_guess_widens_an_estimate() -> None:
+    """0.8 of the low bound for ranks, and 0.8 of that without graphs; the high bound stays."""
+
+    def shares(**options: object) -> tuple[float, float]:
+        request = plan_request("Qwen3-8B", RTX4090, **options)
+        fit, device = find_fit(request), find_device_speed(RTX4090)
+        found = estimate_speed(request, fit)
+        assert found is not None
+        assert device is not None
+        rate = decode_rate(fit.layout, fit.resolved, device.rates, 1, SPEED_CONTEXT)
+        return found.one_stream.low / rate, found.one_stream.high / rate
+
+    assert shares() == pytest.approx((0.65, 1.15))
+    assert shares(tensor_parallel_size=2) == pytest.approx((0.8 * 0.65, 1.15))
+    assert shares(tensor_parallel_size=2, enforce_eager=True) == pytest.approx((0.64 * 0.65, 1.15))
+
+
 def test_kept_measurement_of_a_gpu_is_used() -> None:
     gpu = GPUS["rtx4090"]
     write_measured([Measured(gpu.name, gpu.total_bytes, 0.5e12, 100e12, "2026-11-18")])

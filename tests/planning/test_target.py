@@ -162,6 +162,22 @@ def test_a_gpu_that_is_too_old_is_not_taken(monkeypatch) -> None:
         choose_device(EngineConfig(device="cuda:0"))
 
 
+@pytest.mark.parametrize("old", [0, 1, 2])
+def test_each_gpu_of_a_machine_is_looked_at_by_itself(monkeypatch, old: int) -> None:
+    """One of three is too old: that one is refused, and no other."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU number {device}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device == old else (9, 0))
+    for index in range(3):
+        if index == old:
+            with pytest.raises(ConfigError, match=f"device='cuda:{index}' was asked; .* GPU number {index} has 7.5"):
+                choose_device(EngineConfig(device=f"cuda:{index}"))
+        else:
+            assert choose_device(EngineConfig(device=f"cuda:{index}")) == (f"cuda:{index}", "asked")
+    assert choose_device(EngineConfig())[0] == ("cpu" if old == 0 else "cuda:0")
+
+
 @pytest.mark.parametrize(("asked", "num_devices"), [("cuda", 0), ("cuda:2", 2), ("cuda:7", 0)])
 def test_devices_that_are_not_there(asked, num_devices, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)

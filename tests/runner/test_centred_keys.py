@@ -16,6 +16,7 @@ from holdfast.kernels.attention.key_bias import key_bias_rows
 from holdfast.kernels.latent.write_index import rotate_halves
 from holdfast.loading.model_files import open_model
 from holdfast.models.rope import rope_frequencies
+from holdfast.quant.kv_quantize import rotate_heads
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from holdfast.runner.key_bias import key_part
@@ -42,13 +43,14 @@ def plant(folder: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.fixture
-def build(tmp_path: Path) -> TinyBuilder:
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> TinyBuilder:
+    folder = tmp_path_factory.mktemp("models")
     for family in ("qwen2", "opt"):
-        (tmp_path / family).mkdir()
-        save_tiny(family, tmp_path / family)
-        plant(tmp_path / family)
-    return TinyBuilder(tmp_path)
+        (folder / family).mkdir()
+        save_tiny(family, folder / family)
+        plant(folder / family)
+    return TinyBuilder(folder)
 
 
 def step_of(ids: list[int], start: int, end: int, pages: list[int]) -> LiveStep:
@@ -168,11 +170,133 @@ def test_two_starts_give_the_same_codes(build: TinyBuilder) -> None:
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
+def transformers_keys(model: torch.nn.Module, token_ids: list[int]) -> list[torch.Tensor]:
+    """float32 [T, K, D] of each layer, as transformers computes them: after the norm, before rope; without rope, without bias."""
+    found: list[torch.Tensor] = []
+    config, decoder = model.config, getattr(model.model, "decoder", model.model)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def keep(module: torch.nn.Module, inputs: object, out: torch.Tensor) -> None:
+        is_by_head = out.dim() == 4 and out.shape[2] == len(token_ids)
+        keys = out.transpose(1, 2) if is_by_head else out
+        keys = keys - module.bias if decoder is not model.model else keys  # it shifts all scores of a row alike
+        found.append(keys.detach().reshape(len(token_ids), -1, head_dim))
+
+    attention = [layer.self_attn for layer in decoder.layers]
+    hooks = [getattr(own, "k_norm", own.k_proj).register_forward_hook(keep) for own in attention]
+    with torch.no_grad():
+        model(torch.tensor([token_ids]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def averaged(key_KD: torch.Tensor, spec, layer: int, num_positions: int) -> torch.Tensor:
+    """The mean of a key turned to every position of the context, one by one."""
+    rope = spec.layer_rope(layer)
+    if rope is None:
+        return key_KD
+    rotary = table_rows(rope, spec.head_dim, spec.max_position, num_positions, torch.arange(num_positions))
+    return rotate_halves(key_KD.expand(num_positions, *key_KD.shape), rotary).double().mean(0).float()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("num_tokens", [32, 45])
+@pytest.mark.parametrize("family", ["llama", "llama_yarn", "qwen3", "gemma3", "opt", "qwen2"])
+def test_mean_is_of_the_keys_after_the_first_four(tmp_path: Path, family: str, num_tokens: int) -> None:
+    """Against transformers: each head and pair, norms that add 1, a rope for each kind of layer; a key bias is part of it."""
+    (tmp_path / family).mkdir()
+    model = save_tiny(family, tmp_path / family)
+    built = TinyBuilder(tmp_path)(family, kv_cache_dtype="fp8", max_model_len=64, max_num_batched_tokens=num_tokens)
+    spec = open_model(str(tmp_path / family), "auto").spec
+    keys = transformers_keys(model, warm_token_ids(spec.vocab_size, num_tokens))
+    for layer, pages in enumerate(built.runner.backend.pages):
+        assert isinstance(pages, QuantizedPages)
+        expected = keys[layer][4:].mean(0)
+        if pages.planes.key_bias is not None:
+            found = pages.planes.key_bias.bias_KD
+        else:
+            assert pages.planes.k_mean_KD is not None
+            found, expected = pages.planes.k_mean_KD, averaged(expected, spec, layer, 64)
+        # Pages in fp8 change what the layers after them read.
+        error = float((found - expected).norm() / expected.norm())
+        assert error < (1e-5 if layer == 0 else 0.06)
+    built.release()
+
+
+def test_mean_of_rotated_keys_is_rotated_too(build: TinyBuilder) -> None:
+    plain, rotated = (
+        build("llama", kv_cache_dtype=name, max_model_len=64, kv_protected_layers=0)
+        for name in ("fp8", "turboquant_4bit_nc")
+    )
+    first, second = (built.runner.backend.pages[0].planes.k_mean_KD.clone() for built in (plain, rotated))
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(second, rotate_heads(first))
+    torch.testing.assert_close(second.norm(dim=-1), first.norm(dim=-1))
+    for built in (plain, rotated):
+        built.release()
+
+
+@pytest.mark.parametrize(
+    ("options", "has_mean"),
+    [
+        ({"max_num_batched_tokens": 31}, False),
+        ({"max_num_batched_tokens": 32}, True),
+        ({"max_model_len": 31}, False),
+        ({"max_model_len": 32}, True),
+    ],
+)
+def test_mean_of_fewer_than_32_tokens_is_left_out(build: TinyBuilder, options: dict, has_mean: bool) -> None:
+    built = build("llama", **({"kv_cache_dtype": "fp8", "max_model_len": 64} | options))
+    means = [pages.planes.k_mean_KD for pages in built.runner.backend.pages]
+    assert all(bool(mean.any()) == has_mean for mean in means)
+    built.release()
+
+
+def test_keys_in_half_precision_lose_what_scores_get(build: TinyBuilder) -> None:
+    """To the bit: the mean is rounded to the type of the projection before it is split."""
+    built = build("qwen2", kv_cache_dtype="fp8", max_model_len=64, dtype="bfloat16")
+    spec = open_model(str(build.folder / "qwen2"), "auto").spec
+    (file,) = (build.folder / "qwen2").glob("*.safetensors")
+    stored = load_file(file)
+    for layer, pages in enumerate(built.runner.backend.pages):
+        projected = built.runner.model._layers[layer].attention.qkv.bias_N[key_part(spec)]
+        bias = stored[f"model.layers.{layer}.self_attn.k_proj.bias"].bfloat16().float()
+        assert projected.dtype == torch.bfloat16
+        assert projected.any()
+        assert torch.equal(pages.planes.key_bias.bias_KD.flatten(), bias - projected.float())
+    built.release()
+
+
+def test_mean_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    save_tiny("llama", folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = torch.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    built = TinyBuilder(tmp_path)("llama", kv_cache_dtype="fp8", max_model_len=64, allow_nonfinite=True)
+    first, second = (pages.planes.k_mean_KD for pages in built.runner.backend.pages)
+    assert first.any()
+    assert not second.any()
+    built.release()
+
+
 @pytest.mark.parametrize("vocab_size", [1, 2, 17, 259, 151_936])
 def test_warm_up_tokens_are_of_the_vocabulary(vocab_size: int) -> None:
     ids = warm_token_ids(vocab_size, 128)
     assert len(ids) == 128
     assert 0 <= min(ids) <= max(ids) < vocab_size
+
+
+def test_warm_up_tokens_are_spread_by_the_golden_ratio() -> None:
+    """As many in each octave of ids from 16 on, none of them below."""
+    ids = warm_token_ids(2**16, 120)
+    assert ids[:6] == [16, 2733, 113, 19473, 812, 33]
+    octaves = [sum(2**power <= one < 2 ** (power + 1) for one in ids) for power in range(4, 16)]
+    assert sum(octaves) == 120
+    assert all(9 <= count <= 11 for count in octaves)
 
 
 def test_the_average_turn_is_the_average_of_turned_keys() -> None:

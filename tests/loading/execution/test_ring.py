@@ -139,9 +139,14 @@ def test_amax_comes_before_rows_and_moves_before_tied_weights(moves, tied, chunk
                 is_same = last_chunk == chunk.number and last_place <= place
                 assert is_same or (last_chunk < chunk.number and chunk.after > last_chunk)
     first_tied = next((chunk.number for chunk in chunks if chunk.pieces[-1].move >= len(moves)), len(chunks))
-    for chunk in chunks[first_tied:]:
-        assert all(piece.move >= len(moves) for piece in chunk.pieces)
-        assert chunk.after >= first_tied
+    looked_at = {piece.move: chunk.number for chunk in chunks for piece in chunk.pieces if piece.finds_amax}
+    for chunk in chunks:
+        is_tied = chunk.number >= first_tied
+        assert all((piece.move >= len(moves)) == is_tied for piece in chunk.pieces)
+        # No chunk waits for more than it needs.
+        placed = [piece.move for piece in chunk.pieces if piece.places and not piece.finds_amax]
+        waits = [min(looked_at[index] + 1, chunk.number) for index in placed if index in looked_at]
+        assert chunk.after == max([first_tied if is_tied else 0, *waits])
 
 
 def test_small_moves_share_a_chunk_and_one_that_fits_is_never_cut():

@@ -336,11 +336,11 @@ def test_header_longer_than_the_first_read(tmp_path):
 
 
 WORST_VALUES = {
-    "bools": struct.pack("<IQ", BOOL, 2**20) + bytes(2**20),
-    "negative bytes": struct.pack("<IQ", I8, 2**20) + b"\x80" * 2**20,
-    "doubles": struct.pack("<IQ", F64, 2**17) + b"\x3f" * 2**20,
-    "empty strings": strings(*[b""] * 2**17),
-    "short strings": strings(*[b"\xc3\xa9x"] * 2**17),
+    "bools": struct.pack("<IQ", BOOL, 2**18) + bytes(2**18),
+    "negative bytes": struct.pack("<IQ", I8, 2**18) + b"\x80" * 2**18,
+    "doubles": struct.pack("<IQ", F64, 2**15) + b"\x3f" * 2**18,
+    "empty strings": strings(*[b""] * 2**14),
+    "short strings": strings(*[b"\xc3\xa9x"] * 2**14),
 }
 
 
@@ -391,13 +391,13 @@ def read_or_refuse(folder, mutant: bytes) -> tuple[bool, int]:
     return is_read, tracemalloc.get_traced_memory()[1] - before
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "count"), [(0, 300), pytest.param(1, 2000, marks=pytest.mark.slow)])
+def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed, count):
     content = build()
     most_bytes, num_accepted = 8 * len(content) + 2**15, 0
     tracemalloc.start()
     try:
-        for mutant in mutants(content[: len(content) - len(DATA)], 1000, seed):
+        for mutant in mutants(content[: len(content) - len(DATA)], count, seed):
             is_read, peak_bytes = read_or_refuse(tmp_path, mutant)
             if peak_bytes >= most_bytes:  # what another thread took it does not take again
                 peak_bytes = min(read_or_refuse(tmp_path, mutant)[1] for _ in range(3))
@@ -405,7 +405,7 @@ def test_mutated_files_are_read_or_refused_in_bounded_memory(tmp_path, seed):
             num_accepted += is_read
     finally:
         tracemalloc.stop()
-    assert 0 < num_accepted < 1000
+    assert 0 < num_accepted < count
 
 
 VALUES = [0.5, -2.0, 3.25, 8.0]

@@ -176,16 +176,16 @@ def test_wrong_parts_are_refused_in_one_line(tmp_path, case):
     assert "llama-gguf-split" not in str(caught.value)
 
 
-def test_parts_of_two_models_with_as_many_tensors_are_told_apart_by_what_they_say(tmp_path):
+@pytest.mark.parametrize("number", [1, 2])
+def test_parts_of_two_models_with_as_many_tensors_are_told_apart_by_what_they_say(tmp_path, number):
     """Another part of the same place that says another number of tensors."""
     parts = write(tmp_path / "tiny.gguf", 3)
-    data = parts[1].read_bytes()
+    data = parts[number].read_bytes()
     place = data.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
-    parts[1].write_bytes(data[:place] + b"\x07\0\0\0" + data[place + 4 :])
-    with pytest.raises(
-        ModelError, match=r"00002-of-00003\.gguf is a part of another model; it says split\.tensors\.count = 7"
-    ):
-        read_parts(parts[2])
+    parts[number].write_bytes(data[:place] + b"\x07\0\0\0" + data[place + 4 :])
+    told = rf"0000{number + 1}-of-00003\.gguf is a part of another model; it says split\.tensors\.count = 7"
+    with pytest.raises(ModelError, match=told):
+        read_parts(parts[0])
 
 
 def test_a_folder_with_two_models_says_which(tmp_path):

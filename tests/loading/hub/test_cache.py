@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.errors import ModelError, ModelNotFoundError
 from holdfast.loading.declared import open_declared
-from holdfast.loading.hub.cache import cache_folder, cached_repos, find_snapshot, is_offline, known_revisions
+from holdfast.loading.hub.cache import cache_folder, cached_repos, find_snapshot, is_offline, known_revisions, write_ref
 from holdfast.loading.hub.names import HubName
 from holdfast.loading.model_files import open_model
 
@@ -101,6 +101,47 @@ def test_a_revision_leads_to_its_snapshot(cache):
         assert find_snapshot(HubName("org/tiny", revision)) is None
     assert known_revisions("org/tiny") == ("main", "refs/pr/1")
     assert list(cached_repos()) == ["org/tiny"]
+
+
+def test_commits_that_begin_alike_are_told_apart(cache):
+    """A short commit that two snapshots begin with leads to neither; one letter more leads to each."""
+    first, second = "b" * 8 + "c" * 32, "b" * 8 + "d" * 32
+    for commit in (first, second):
+        put(cache, {"config.json": commit.encode()}, commit=commit, ref=None)
+    assert find_snapshot(HubName("org/tiny", "b" * 8)) is None
+    for commit in (first, second):
+        found = find_snapshot(HubName("org/tiny", commit[:9]))
+        assert found is not None
+        assert found.commit == commit
+    assert known_revisions("org/tiny") == (first, second)
+    put(cache, {}, commit=second, ref="v2")
+    assert known_revisions("org/tiny") == ("v2", first)
+    assert find_snapshot(HubName("org/tiny")) is None, "nothing says which of them is main"
+
+
+def test_every_repository_of_the_cache_is_listed(cache):
+    """Models alone, each of several owners, whatever else lies beside them."""
+    for repo in ("b/tiny", "a/tiny", "a/Other--name"):
+        put(cache, {"config.json": b"{}"}, repo)
+    for name in ("datasets--a--words", "spaces--a--b", "models--alone", ".locks", "version.txt"):
+        (cache / name).mkdir()
+    assert list(cached_repos()) == ["a/Other--name", "a/tiny", "b/tiny"]
+    assert "did you mean a/tiny, which is in the Hugging Face cache?" in refusal("Tiny")
+    for owner in "ab":
+        found = find_snapshot(HubName(f"{owner}/tiny"))
+        assert found is not None
+        assert f"models--{owner}--tiny" in str(found.folder)
+
+
+def test_ref_of_a_commit_is_not_written(cache):
+    put(cache, {"config.json": b"{}"}, ref=None)
+    write_ref("org/tiny", COMMIT, COMMIT)
+    assert not (cache / "models--org--tiny" / "refs").exists()
+    write_ref("org/tiny", "refs/pr/1", COMMIT)
+    write_ref("org/tiny", "main", "no commit")
+    assert known_revisions("org/tiny") == ("refs/pr/1",)
+    write_ref("org/tiny", "refs/pr/1", OTHER)
+    assert (cache / "models--org--tiny" / "refs" / "refs" / "pr" / "1").read_text() == OTHER
 
 
 @pytest.mark.parametrize("text", ["../../../../etc", "", "x" * 4000, "A" * 40])

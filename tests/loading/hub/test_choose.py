@@ -83,6 +83,21 @@ def test_a_missing_part_shows():
     assert (model.num_parts, model.is_whole) == (3, False)
 
 
+def test_part_beyond_the_count_is_none():
+    """Nor is one with the number 0; files of another count are another model."""
+    parts = [f"x-Q8_0-{number:05}-of-00002.gguf" for number in (0, 2, 1, 3)]
+    (model, other) = gguf_models([*parts, "x-Q8_0-00001-of-00003.gguf"])
+    assert model.files == ("x-Q8_0-00001-of-00002.gguf", "x-Q8_0-00002-of-00002.gguf")
+    assert model.is_whole
+    assert (other.num_parts, other.is_whole) == (3, False)
+
+
+def test_shortest_of_several_names_with_a_tag_is_taken():
+    files = ["m-instruct-Q8_0.gguf", "m-Q8_0.gguf", "m-long-Q8_0.gguf", "m-Q4_0.gguf"]
+    assert chosen("a/b:Q8_0", files).model.files == ("m-Q8_0.gguf",)
+    assert chosen("a/b", ["m-b-Q4_0.gguf", "m-a-Q4_0.gguf"]).model.files == ("m-a-Q4_0.gguf",)
+
+
 FOLDER = {
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
     *("model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),

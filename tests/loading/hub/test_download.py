@@ -170,6 +170,83 @@ def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
     assert not hub.gets("/store/")
 
 
+def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch):
+    """To the byte: what is not whole counts, what another download has finished does not."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "there").write_bytes(bytes(300))
+    files = [downloads._File("a", 300, "there"), downloads._File("b", 500, "not"), downloads._File("c", 11, "")]
+    download = downloads.Download("org/tiny", 3, 811, tmp_path)
+    for free in (511, 510):
+        usage = downloads.shutil._ntuple_diskusage(10**9, 10**9, free)
+        monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path, usage=usage: usage)
+        if free == 511:
+            downloads._check_room(download, files, tmp_path)
+    with pytest.raises(ModelNotFoundError, match="511 B are to be downloaded; .* has room for 510 B"):
+        downloads._check_room(download, files, tmp_path)
+
+
+def test_bytes_of_a_second_partial_file_are_not_added(tmp_path):
+    """A download that was cut leaves one behind: the larger is how far it is, and a whole blob ends it."""
+    (tmp_path / "blobs").mkdir()
+    file = downloads._File("a", 90_000, "blob")
+    assert downloads._bytes_there(file, tmp_path) == 0
+    for ending, num_bytes in (("", 20_000), (".0123abcd", 50_000)):
+        (tmp_path / "blobs" / f"blob{ending}.incomplete").write_bytes(b"x" * num_bytes)
+    assert downloads._bytes_there(file, tmp_path) == 50_000
+    (tmp_path / "blobs" / "blob").write_bytes(b"x" * 90_000)
+    assert downloads._bytes_there(file, tmp_path) == 90_000
+    assert downloads._bytes_there(downloads._File("b", 5, ""), tmp_path) == 0
+
+
+def repository(fetch_one) -> downloads._Repository:
+    """A repository whose files are fetched by a function."""
+    repo = object.__new__(downloads._Repository)
+    repo.name, repo._fetch_one = HubName("org/tiny"), fetch_one  # type: ignore[method-assign]
+    return repo
+
+
+def test_first_failure_stops_the_others_and_is_told(tmp_path):
+    """Of twenty files the third fails: those that are under way end, no further one begins, and its error is told."""
+    begun: list[str] = []
+
+    def fetch_one(file: str, stop: threading.Event) -> None:
+        begun.append(file)
+        if file == "2":
+            raise OSError("the disk is gone")
+        assert stop.wait(10)
+        raise downloads._StoppedError
+
+    files = [downloads._File(str(number), 1, "") for number in range(20)]
+    with pytest.raises(ModelNotFoundError, match="the download failed: the disk is gone"):
+        repository(fetch_one)._fetch_all(files, tmp_path, lambda num_bytes: None)
+    assert len(begun) <= downloads.NUM_WORKERS
+
+
+def test_partial_file_of_a_thread_that_hangs_is_removed(tmp_path, monkeypatch):
+    """After Ctrl-C, that alone: what another download writes stays, and what a later one takes up again."""
+    monkeypatch.setattr(downloads, "SECONDS_TO_STOP", 0.05)
+    blobs, begun, release = tmp_path / "blobs", threading.Event(), threading.Event()
+    blobs.mkdir()
+    (blobs / "other.01234567.incomplete").touch()
+
+    def fetch_one(file: str, stop: threading.Event) -> None:
+        for ending in (".89abcdef", ""):
+            (blobs / f"own{ending}.incomplete").touch()
+        begun.set()
+        release.wait(10)
+
+    def interrupt(num_bytes: int) -> None:
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            repository(fetch_one)._fetch_all([downloads._File("a", 1, "")], tmp_path, interrupt)
+    finally:
+        release.set()
+    assert sorted(path.name for path in blobs.iterdir()) == ["other.01234567.incomplete", "own.incomplete"]
+
+
 @pytest.mark.parametrize(
     ("state", "kind", "words"),
     [

@@ -382,6 +382,59 @@ def test_an_entry_that_is_read_stays(cache, model):
     assert names(cache) == []
 
 
+def test_trimming_stops_at_the_bound_and_counts_what_went(cache, model):
+    """The least recently used of three first, one that is read is passed over, and the sum of all that went is told."""
+    schemes = {1: FP8, 2: INT8, 3: FP8_TENSOR}
+    slots = [save_under(model, WeightRecipe(scheme), used) for used, scheme in schemes.items()]
+    sizes = [entry.num_bytes for entry in cache_entries(cache)]
+    assert trim_cache(cache, sum(sizes)) == 0
+    assert len(names(cache)) == 3
+    hit = slot_of(model, slots[0].plan).hit
+    assert hit is not None
+    os.utime(slots[0].folder / MANIFEST_FILE, ns=(1, 1))
+    assert trim_cache(cache, sum(sizes) - 1) == sizes[1]
+    assert names(cache) == sorted(slot.folder.name for slot in (slots[0], slots[2]))
+    hit[0].close()
+    assert trim_cache(cache, 0) == sizes[0] + sizes[2]
+    assert names(cache) == []
+
+
+@pytest.mark.parametrize(("total", "kept_free"), [(2**40, 16 * 2**30), (100 * 2**30, 5 * 2**30)])
+def test_disk_keeps_the_smaller_of_two_bounds_free(cache, model, monkeypatch, total, kept_free):
+    plan = plan_of(model)
+    needed = sum(spec.num_bytes for spec in plan.specs)
+    for free, is_kept in ((kept_free + needed - 1, False), (kept_free + needed, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Disk(total, 0, free))
+        assert (slot_of(model, plan).save(loaded(plan)) is None) == is_kept
+        assert len(names(cache)) == is_kept
+
+
+def test_entry_of_another_rank_is_not_taken(cache, model):
+    """Its folder was renamed: the same recipe, type and weights, and other rows of the checkpoint."""
+    plan = plan_of(model)
+    ranks = [slot_of(model, plan, Mesh(rank, 2)) for rank in range(2)]
+    assert ranks[0].save(loaded(plan)) is None
+    ranks[0].folder.rename(ranks[1].folder)
+    assert slot_of(model, plan, Mesh(1, 2)).hit is None
+    assert names(cache) == []
+
+
+def test_change_is_told_of_the_entry_that_was_used_last(cache, model, caplog):
+    """Two sources before this one: what is said of the newest is what a person did since."""
+    plan, path = plan_of(model), model.path / "model-b.safetensors"
+    for used in (1, 2):
+        os.utime(path, ns=(used, used))
+        slot = slot_of(open_written(model.path), plan)
+        slot.save(loaded(plan))
+        os.utime(slot.folder / MANIFEST_FILE, ns=(used, used))
+    (model.path / "model-a.safetensors").touch()
+    os.utime(path, ns=(2, 2))
+    caplog.clear()
+    assert slot_of(open_written(model.path), plan).hit is None
+    assert "model-a.safetensors was written at another time" in caplog.text
+    assert "model-b" not in caplog.text
+
+
 def test_clearing_leaves_what_is_not_ours(cache, model):
     save_under(model, WeightRecipe(FP8), 1)
     (cache / "notes.txt").touch()

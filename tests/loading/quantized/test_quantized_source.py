@@ -343,7 +343,7 @@ def layer_of(hidden: int, wide: int, vocab: int) -> list[Parameter]:
 @pytest.mark.parametrize("max_bytes", [CPU_CHUNK_BYTES, CHUNK_BYTES])
 def test_a_second_start_reads_little_more_than_half(tmp_path, model, monkeypatch, max_bytes):
     """Bytes that the system is asked for, headers and manifest included, against the bf16 that the first start reads."""
-    parameters = layer_of(1024, 2816, 9000)
+    parameters = layer_of(512, 1408, 4500)
     entries = {
         part.tensor: TensorEntry(part.tensor, "bfloat16", part.shape, "m.safetensors", 2 * prod(part.shape))
         for parameter in parameters
