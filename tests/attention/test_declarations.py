@@ -308,6 +308,16 @@ def test_masks_of_plain_torch_are_bounded(max_model_len, windows, dtype):
         assert term.num_bytes <= DTYPE_BYTES[dtype] * num_windows * (MASK_ELEMENTS + rows * rows)
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_partial_results_have_room_for_every_layer(is_reversed):
+    """One layer has the most heads, and another the widest rows."""
+    specs = [layer(num_heads=8, head_dim=256), layer(num_heads=16, head_dim=64), layer(num_heads=4, num_kv_heads=4)]
+    assert TRITON.scratch(specs[::-1] if is_reversed else specs, LARGE_BOUNDS) == (
+        TensorSpec("partial_out", (1024, 8 * 256), "float32"),
+        TensorSpec("partial_lse", (1024, 16), "float32"),
+    )
+
+
 def test_partial_results_of_qwen3_32b():
     """64 heads of 128, 40960 tokens: 32 MiB and a little, in one set for 64 layers."""
     specs = 64 * [layer()]

@@ -1,6 +1,7 @@
 """The pages of all layers: each of its own kind, on planes of its own, with one rotation for all that need it."""
 
 import random as chance
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from holdfast.attention.declarations import code_table_bytes
 from holdfast.attention.layer_pages import Dequantizer, LayerPages, PagedRows, PlainPages, QuantizedPages
 from holdfast.cache.spec import uniform_cache
 from holdfast.cache.storage import PageStorage
+from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import small_programs, tile_rows
+from holdfast.kernels.attention.write_kv import HeadNorm
 from holdfast.memory.ledger import Ledger
 from holdfast.quant.formats import KV_FORMATS
 from holdfast.quant.kv_quantize import (
@@ -368,10 +371,61 @@ def test_plain_layers_hold_nothing(kv_dtype):
     assert LayerPages(geometry.specs, geometry.storage(2), is_read=True).held_bytes() == {}
 
 
-def test_means_belong_to_their_layer():
-    mean = torch.ones(2, 16)
-    layers = LayerPages(MIX.specs, MIX.storage(2), [None, None, mean, None, None])
-    means = [pages.planes.k_mean_KD for pages in layers.pages if isinstance(pages, QuantizedPages)]
-    assert [one is mean for one in means] == [False, True, False]
+def test_means_and_biases_belong_to_their_layer():
+    """Two layers have some, each its own; the tables that turn biases are held once."""
+    means = [None, torch.ones(2, 16), torch.zeros(2, 16), None, None]
+    turns = make_key_turns(torch.ones(8), 1.0, 64, torch.float32, CPU)
+    biases = [None, None, KeyBias(means[1], turns), KeyBias(means[2], turns), None]
+    layers = LayerPages(MIX.specs, MIX.storage(2), means, key_biases=biases)
+    planes = [pages.planes for pages in layers.pages if isinstance(pages, QuantizedPages)]
+    for place in range(3):
+        assert planes[place].k_mean_KD is means[1 + place]
+        assert planes[place].key_bias is biases[1 + place]
+    assert layers.held_bytes()["attention/key_bias"] == 2 * 2 * 16 * 4 + turns.num_bytes
     with pytest.raises(ValueError, match="shorter"):
-        LayerPages(MIX.specs, MIX.storage(2), [mean])
+        LayerPages(MIX.specs, MIX.storage(2), means[1:2])
+
+
+def test_on_write_sees_a_step_before_it_is_written():
+    """With its layer and norm; queries may then be written over the projection."""
+    made, num_pages = texts(MIX, [3], consecutive=True)
+    storage = MIX.storage(num_pages)
+    layers, seen = LayerPages(MIX.specs, storage), []
+    batch, qkv_TX = make_batch(MIX, [(made[0], 0, 3)])
+    before_TX, norm = qkv_TX.clone(), HeadNorm(torch.ones(16), torch.ones(16), 1e-5)
+    planes = [storage.plane(layer, MIX.cache.layers[layer].planes[0].name) for layer in range(5)]
+
+    def note(layer, given_TX, head_norm):
+        assert torch.equal(given_TX, before_TX)
+        assert not planes[layer].view(torch.uint8).any()
+        seen.append((layer, head_norm))
+
+    for plane in planes:
+        plane.zero_()
+    layers.on_write = note
+    for layer, head_norm in ((3, norm), (0, None)):
+        queries_THD = qkv_TX.clone().unflatten(1, (-1, 16))[:, :6]
+        layers.write(qkv_TX, batch, head_norm, None, layer, queries_THD)
+    layers.on_write = None
+    layers.write(qkv_TX, batch, None, None, 0, torch.empty(3, 6, 16))
+    assert seen == [(3, norm), (0, None)]
+
+
+@EVERY_FORMAT
+def test_read_adds_the_bias_of_each_position_to_keys(name):
+    """Ranges begin in the middle of a page and of a block of positions."""
+    pages = [2, 0, 4, 1, 3]
+    quantized, _ = written(name, pages, 70, 16)
+    reader, frequency_C = quantized.reader, 100.0 ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    bias_KD = random(NUM_KV_HEADS, HEAD_DIM, seed=8)
+    key_bias = KeyBias(bias_KD, make_key_turns(frequency_C, 1.5, 128, torch.float32, CPU))
+    biased = QuantizedPages(replace(quantized.planes, key_bias=key_bias), reader)
+    pairs_K1C = torch.complex(*bias_KD.double().chunk(2, dim=-1)).unsqueeze(1)
+    for first, end in ((0, 70), (62, 67), (69, 70)):
+        rows = PagedRows.locate(pages, first, end, 16, CPU)
+        angle_LC = torch.outer(torch.arange(first, end).double(), frequency_C.double())
+        turned_KLC = pairs_K1C * torch.polar(torch.full_like(angle_LC, 1.5), angle_LC)
+        turned_KLD = torch.cat((turned_KLC.real, turned_KLC.imag), dim=-1).float()
+        expected_KLD = rotate_heads(turned_KLD) if biased.planes.rotates_keys else turned_KLD
+        added_KLD = biased.read(rows, torch.float32)[0] - quantized.read(rows, torch.float32)[0]
+        torch.testing.assert_close(added_KLD, expected_KLD[..., reader.key_order_D], rtol=1e-4, atol=1e-4)

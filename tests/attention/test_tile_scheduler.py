@@ -1,6 +1,7 @@
 """A step's work as tiles, made in host memory here, whatever runs it: over plain pages, and over quantized ones."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from attention.work_lists import MILLION, ListCase, Ranges, check_work, dummy_batch
+from holdfast.attention import tile_scheduler
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MAX_PARTIALS, StepBounds, max_partials
 from holdfast.attention.tile_scheduler import StepRows
 from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry
+from holdfast.memory.arena import MirroredTensor
 
 PLAIN, QUANTIZED = ListCase(), ListCase(quantized=True)
 BOTH = pytest.mark.parametrize("case", [PLAIN, QUANTIZED], ids=["plain", "quantized"])
@@ -214,6 +217,13 @@ def test_long_prompts_alone_are_split_too(case):
 
 
 @BOTH
+@pytest.mark.parametrize(("num_tokens", "splits"), [(1023, 1), (1024, 2), (1535, 2), (1536, 3)])
+def test_splits_of_a_prompt_have_512_tokens_and_more(case, num_tokens, splits):
+    num_rows = case.geometry.large_rows
+    assert case.splits([(num_tokens - num_rows, num_rows)]) == [splits]
+
+
+@BOTH
 def test_splits_of_prompts_share_what_room_is_left(case):
     """All tiles get the same, instead of the first ones all of it."""
     case = replace(case, num_heads=8, num_kv_heads=1, num_sms=528)
@@ -276,8 +286,14 @@ def test_padding_alone_is_merged_into_zeros():
 
 
 @BOTH
-def test_lists_lie_where_the_first_ones_lay(case):
-    """A graph has read these addresses for good; nothing of a larger step stays behind in what counts."""
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "copied"])
+def test_lists_lie_where_the_first_ones_lay(monkeypatch, case, is_shared):
+    """A graph has read these addresses for good; nothing of a larger step stays behind in what counts.
+
+    Copied: the device has memory of its own, and sees what was sent.
+    """
+    make = partial(MirroredTensor, is_shared=is_shared)
+    monkeypatch.setattr(tile_scheduler, "MirroredTensor", lambda *place, is_shared: make(*place))
     lists = case.lists()
     places = None
     for rows in ([(40000, 1)] * 30, [(0, 1)], [(700, 300), (3, 1)], []):

