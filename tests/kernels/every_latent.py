@@ -521,7 +521,7 @@ UP_PROJECTED = [
         16,
         TOLERANCE[name],
         family="up-projected",
-        takes=TAKES,
+        takes=TAKES | _uneven(name),
     )
     for name in FORMATS
 ]
@@ -540,8 +540,9 @@ COMPRESSED = [
         takes=TAKES | {"padding", "sinks", "window"} | _uneven(name),
     )
     for scope, name, head_dim in (
-        *((scope, *own) for scope in SCOPES for own in (("plain", 40), ("fp8_ds_v4", 72), ("turboquant_mla_4bit", 40))),
-        ("selected", "fp8_ds_v4", 136),
+        *(("window", name, dim) for name, dim in (("plain", 40), ("turboquant_mla_4bit", 40), ("fp8_ds_v4", 72))),
+        *(("entries", name, dim) for name, dim in (("plain", 40), ("fp8_ds_v4", 72), ("turboquant_mla_4bit", 40))),
+        *(("selected", name, dim) for name, dim in (("plain", 40), ("turboquant_mla_4bit", 40), ("fp8_ds_v4", 136))),
     )
 ]
 REFERENCES = [
