@@ -50,7 +50,7 @@ def test_every_length(num_tokens):
     judge(paged_case([(max(0, num_tokens - 70), min(70, num_tokens))], page_tokens=16))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_steps(seed):
     dice = chance.Random(seed)
     rows = [
@@ -84,13 +84,13 @@ def test_scores_too_far_apart_for_float32_pick_one_token():
     [(1, 16, None), (3, 24, None), (7, 16, 5), (3, 64, 64), (3, 16, 100), (71, 16, None), (1, 80, 1)],
 )
 def test_any_chunking_gives_the_same_bits(group, head_dim, window):
-    """Every chunk size from 1 to the whole; slots beyond a chunk hold NaN while it runs."""
+    """Chunks that end beside every edge of a tile and of a task; slots beyond a chunk hold NaN while it runs."""
     num_tokens = 140
     whole = paged_case([(0, num_tokens)], head_dim, group, page_tokens=4, window=window)
     expected = whole.run(paged_attention)
     slots = [whole.pages[0][i // 4] * 4 + i % 4 for i in range(num_tokens)]
     pages, _ = whole.tables()
-    for chunk in range(1, num_tokens + 1):
+    for chunk in (1, 3, 5, 31, 63, 64, 65, 97, 139):
         k_plane, v_plane = torch.full_like(whole.k_plane, float("nan")), torch.full_like(whole.v_plane, float("nan"))
         for start in range(0, num_tokens, chunk):
             end = min(start + chunk, num_tokens)
@@ -206,7 +206,7 @@ def test_the_window_hides_what_it_has_passed():
 
 def test_many_query_heads_fit_any_stack():
     """As many heads for one key as a config may ask for: the working set of a task must not grow with them."""
-    case = paged_case([(5, 1)], head_dim=1024, group=4096, num_kv_heads=1)
+    case = paged_case([(5, 1)], head_dim=512, group=4096, num_kv_heads=1)
     out = case.run(paged_attention)
     assert_as_exact_as_torch(out, case.run(paged_attention_reference), case.exact(), magnitude=4.0)
 
