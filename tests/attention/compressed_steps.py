@@ -162,9 +162,12 @@ class Step:
             planes.rows_SD[slots_L] = keys_LD.to(planes.rows_SD.dtype)
 
     def run(
-        self, backend: TorchCompressedAttention | TritonCompressedAttention, captured: bool = False
+        self,
+        backend: TorchCompressedAttention | TritonCompressedAttention,
+        captured: bool = False,
+        scratch: dict[str, torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Choose and attend in every layer; scratch is poisoned."""
+        """Choose and attend in every layer; scratch is poisoned, or what an earlier step left."""
         shape, device, num_rows = self.shape, self.shape.device, self.batch.num_rows
         torch.manual_seed(5)
         frequency_P = 50.0 ** (-torch.arange(shape.rope_dim // 2) / 4)
@@ -179,23 +182,28 @@ class Step:
             weights_TI = torch.randn(num_rows, shape.index_heads).to(device)
             for tensor in (q_TND, index_q_TID, weights_TI):
                 tensor[self.num_rows :] = torch.nan
-            scratch = {
-                one.name: poisoned(one, device)
-                for one in TritonCompressedDeclaration().scratch(self.specs, shape.bounds)
-            }
+            own = self.scratch() if scratch is None else scratch
             if spec.is_overlapped:
-                backend.select(index_q_TID, weights_TI, layer, plan, scratch)  # pyright: ignore[reportArgumentType]
+                backend.select(index_q_TID, weights_TI, layer, plan, own)  # pyright: ignore[reportArgumentType]
             out_TX = torch.full((num_rows, shape.num_heads * shape.head_dim), torch.nan, device=device).to(shape.dtype)
             wanted_only = self.batch.logits is not None
             outs.append(
-                backend.attend(q_TND, sinks_N, self.batch, rotary, layer, plan, scratch, out_TX, wanted_only)  # pyright: ignore[reportArgumentType]
+                backend.attend(q_TND, sinks_N, self.batch, rotary, layer, plan, own, out_TX, wanted_only)  # pyright: ignore[reportArgumentType]
             )
         return outs
 
+    def scratch(self) -> dict[str, torch.Tensor]:
+        """The workspace of a step, poisoned."""
+        specs = TritonCompressedDeclaration().scratch(self.specs, self.shape.bounds)
+        return {spec.name: poisoned(spec, self.shape.device) for spec in specs}
+
+    def backend(self, num_sms: int = 2) -> TritonCompressedAttention:
+        """The backend of a GPU, wherever it runs."""
+        return TritonCompressedAttention(self.specs, self.storage, self.states, self.shape.bounds, num_sms)
+
     def triton(self, captured: bool = False, num_sms: int = 2) -> list[torch.Tensor]:
         """What the backend of a GPU says, wherever it runs."""
-        backend = TritonCompressedAttention(self.specs, self.storage, self.states, self.shape.bounds, num_sms)
-        return self.run(backend, captured)
+        return self.run(self.backend(num_sms), captured)
 
     def torch(self) -> list[torch.Tensor]:
         """What plain torch says."""

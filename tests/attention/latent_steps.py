@@ -21,6 +21,8 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import formats_of
 
 PAGE, MAX_LEN, INDEX_DIM = 16, 512, 32
+NUM_LAYERS, LAYER = 2, 1
+"""Steps run in the last layer; the pages of the other one hold NaN."""
 Rows = list[tuple[int, int]]
 """Start and number of rows of each sequence."""
 MIXED: Rows = [(0, 1), (15, 1), (16, 1), (299, 1), (40, 5), (0, 33), (20, 30)]
@@ -49,10 +51,11 @@ class Shape:
     def storage(self, num_pages: int) -> PageStorage:
         row_dim, kv_format = self.latent_dim + self.rope_dim, formats_of(is_latent=True)[self.name]
         index_dim = INDEX_DIM if self.index_heads else 0
-        cache = uniform_cache(1, kv_format, 1, row_dim, PAGE, self.rope_dim, index_dim)
+        cache = uniform_cache(NUM_LAYERS, kv_format, 1, row_dim, PAGE, self.rope_dim, index_dim)
         storage = PageStorage(cache, num_pages, torch.device(self.device), Ledger())
-        for plane in storage.planes(0).values():
-            plane.view(torch.uint8).fill_(0xFF)  # NaN wherever nothing is written
+        for layer in range(NUM_LAYERS):
+            for plane in storage.planes(layer).values():
+                plane.view(torch.uint8).fill_(0xFF)  # NaN wherever nothing is written
         return storage
 
     def specs(self, storage: PageStorage) -> tuple[AttentionSpec, ...]:
@@ -60,8 +63,10 @@ class Shape:
         dtype = str(self.dtype).removeprefix("torch.")
         sizes = {"nope_dim": self.nope_dim, "value_dim": self.value_dim}
         sizes |= {"index_heads": self.index_heads, "index_top_k": self.top_k}
-        (cache,) = storage.spec.layers
-        return (AttentionSpec(cache, self.num_heads, scale, None, MAX_LEN, dtype, self.device, **sizes),)
+        return tuple(
+            AttentionSpec(cache, self.num_heads, scale, None, MAX_LEN, dtype, self.device, **sizes)
+            for cache in storage.spec.layers
+        )
 
 
 class Step:
@@ -104,8 +109,13 @@ class Step:
         owner = next(one for one in sequences if one.row_start <= row < one.row_start + one.num_rows)
         return SequenceRows(row, 1, owner.start + row - owner.row_start, owner.tables, owner.table_row)
 
-    def run(self, backend: TorchLatentAttention | TritonLatentAttention, captured: bool = False) -> torch.Tensor:
-        """Write the history and the step, and attend; scratch is poisoned."""
+    def run(
+        self,
+        backend: TorchLatentAttention | TritonLatentAttention,
+        captured: bool = False,
+        scratch: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Write the history and the step, and attend; scratch is poisoned, or what an earlier step left."""
         shape, dtype, device = self.shape, self.shape.dtype, self.shape.device
         torch.manual_seed(11)
         row_dim, num_rows = shape.latent_dim + shape.rope_dim, self.batch.num_rows
@@ -119,7 +129,7 @@ class Step:
                 past = Batch(rows_T, rows_T, torch.tensor([slots], device=device), (), None)
                 latents = torch.randn(count, row_dim).to(device, dtype)
                 backend.write(
-                    latents, torch.zeros(count, heads, width).to(device, dtype), past, norm, table.at(rows_T), 0
+                    latents, torch.zeros(count, heads, width).to(device, dtype), past, norm, table.at(rows_T), LAYER
                 )
                 self._index(backend, past, table.at(rows_T))
         latent_TX = torch.randn(num_rows, row_dim).to(device, dtype)
@@ -128,15 +138,13 @@ class Step:
         latent_TX[self.num_rows :], q_TND[self.num_rows :] = torch.nan, torch.nan
         plan = backend.plan(self.batch, captured)
         rotary = table.at(self.batch.positions_T)
-        backend.write(latent_TX, q_TND, self.batch, norm, rotary, 0)
+        backend.write(latent_TX, q_TND, self.batch, norm, rotary, LAYER)
         chosen = self._index(backend, self.batch, rotary)
-        declaration = TritonSparseDeclaration() if shape.index_heads else TritonLatentDeclaration()
-        specs = declaration.scratch(self.specs, shape.bounds)
-        scratch = {spec.name: poisoned(spec, device) for spec in specs}
+        scratch = self.scratch() if scratch is None else scratch
         if chosen is not None and isinstance(backend, TorchSparseLatentAttention | TritonSparseLatentAttention):
-            backend.select(*chosen, 0, plan, scratch)
+            backend.select(*chosen, LAYER, plan, scratch)
         out_TX = torch.full((num_rows, heads * shape.value_dim), torch.nan, dtype=dtype, device=device)
-        return backend.attend(q_TND, kv_b_NXL, 0, plan, scratch, out_TX, self.batch.logits is not None)
+        return backend.attend(q_TND, kv_b_NXL, LAYER, plan, scratch, out_TX, self.batch.logits is not None)
 
     def _index(
         self, backend: TorchLatentAttention | TritonLatentAttention, batch: Batch, rotary: Rotary
@@ -155,13 +163,23 @@ class Step:
         weights_TI = torch.randn(batch.num_rows, shape.index_heads).to(device)
         if batch is self.batch:
             k_TD[self.num_rows :], q_TID[self.num_rows :], weights_TI[self.num_rows :] = (torch.nan,) * 3
-        backend.write_index(k_TD, q_TID, batch, norm, rotary, 0)
+        backend.write_index(k_TD, q_TID, batch, norm, rotary, LAYER)
         return q_TID, weights_TI
+
+    def scratch(self) -> dict[str, torch.Tensor]:
+        """The workspace of a step, poisoned."""
+        declaration = TritonSparseDeclaration() if self.shape.index_heads else TritonLatentDeclaration()
+        specs = declaration.scratch(self.specs, self.shape.bounds)
+        return {spec.name: poisoned(spec, self.shape.device) for spec in specs}
+
+    def backend(self) -> TritonLatentAttention:
+        """The backend of a GPU, wherever it runs."""
+        kind = TritonSparseLatentAttention if self.shape.index_heads else TritonLatentAttention
+        return kind(self.specs, self.storage, self.shape.bounds, 2)
 
     def triton(self, captured: bool = False) -> torch.Tensor:
         """What the backend of a GPU says, wherever it runs."""
-        kind = TritonSparseLatentAttention if self.shape.index_heads else TritonLatentAttention
-        return self.run(kind(self.specs, self.storage, self.shape.bounds, 2), captured)
+        return self.run(self.backend(), captured)
 
     def torch(self) -> torch.Tensor:
         """What plain torch says."""

@@ -337,7 +337,9 @@ class CompressedWorld:
         case = compressed_case(positions, sizes, dtype, step.seed, make=make, free=BYTES[step.poison])
         q_TND = case.q_TND.clone()
         q_TND[: step.num_rows] = queries(step, sizes.num_heads, sizes.head_dim).to(dtype)
-        sinks_N = torch.tensor([-4.0, 1.5, 3.0]) if step.sinks else torch.full((3,), -60.0)
+        sinks_N = torch.full((sizes.num_heads,), -60.0)
+        if step.sinks:
+            sinks_N = torch.tensor([-4.0, 1.5, 3.0]).repeat(sizes.num_heads)[: sizes.num_heads]
         self.case: CompressedCase = replace(case, q_TND=q_TND, sinks_N=sinks_N)
 
     def run(self, memory: Memory) -> torch.Tensor:
@@ -521,7 +523,7 @@ UP_PROJECTED = [
         16,
         TOLERANCE[name],
         family="up-projected",
-        takes=TAKES,
+        takes=TAKES | _uneven(name),
     )
     for name in FORMATS
 ]
@@ -540,8 +542,9 @@ COMPRESSED = [
         takes=TAKES | {"padding", "sinks", "window"} | _uneven(name),
     )
     for scope, name, head_dim in (
-        *((scope, *own) for scope in SCOPES for own in (("plain", 40), ("fp8_ds_v4", 72), ("turboquant_mla_4bit", 40))),
-        ("selected", "fp8_ds_v4", 136),
+        *(("window", name, dim) for name, dim in (("plain", 40), ("turboquant_mla_4bit", 40), ("fp8_ds_v4", 72))),
+        *(("entries", name, dim) for name, dim in (("plain", 40), ("fp8_ds_v4", 72), ("turboquant_mla_4bit", 40))),
+        *(("selected", name, dim) for name, dim in (("plain", 40), ("turboquant_mla_4bit", 40), ("fp8_ds_v4", 136))),
     )
 ]
 REFERENCES = [
@@ -595,3 +598,42 @@ REFERENCES = [
     ),
 ]
 LATENT: tuple[Attention, ...] = (*TILES, *SPARSE, *UP_PROJECTED, *COMPRESSED, *REFERENCES)
+REAL = {"latent_dim": 512, "rope_dim": 64, "page": 64}
+HOPPER: tuple[Attention, ...] = (
+    *(
+        Attention(
+            f"warpgroups {name}, {num_heads} heads, {tile}",
+            partial(make_latent, sizes=Sizes(name, num_heads, **REAL), large=tile == "prefill"),
+            512,
+            6e-3,
+            page=64,
+            takes=TAKES | {"padding"} | _uneven(name),
+        )
+        for name in FORMATS
+        for num_heads, tile in ((20, "decode"), (20, "prefill"), (100, "decode"), (128, "prefill"))
+    ),
+    *(
+        Attention(
+            f"warpgroups selected {name}, {num_heads} heads",
+            partial(make_sparse, sizes=Sizes(name, num_heads, **REAL)),
+            512,
+            6e-3,
+            page=64,
+            takes=TAKES | _uneven(name),
+        )
+        for name in FORMATS
+        for num_heads in (16, 20, 100)
+    ),
+    *(
+        Attention(
+            f"warpgroups compressed {scope} {name}",
+            partial(make_compressed, sizes=replace(SCOPES[scope], name=name, num_heads=100, head_dim=512, rope_dim=64)),
+            512,
+            6e-3,
+            takes=TAKES | {"padding", "sinks", "window"} | _uneven(name),
+        )
+        for scope in SCOPES
+        for name in ("plain", "fp8_ds_v4")
+    ),
+)
+"""The same in the sizes that kernels for a Hopper alone take: without such a GPU they run nothing new."""

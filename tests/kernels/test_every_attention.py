@@ -9,7 +9,7 @@ import torch
 
 from kernels.every_attention import Attention, Memory, Poison, Step, assert_near, run_step
 from kernels.every_grouped import GROUPED
-from kernels.every_latent import LATENT
+from kernels.every_latent import HOPPER, LATENT
 from kernels.exactness import same_bits
 from kernels.quantized_kv_cases import QUIET
 
@@ -47,15 +47,19 @@ def that_take(*features: str, turn: int | None = None) -> pytest.MarkDecorator:
     With a turn, a quick run takes one adapter of each family: another one in each property.
     """
     families = defaultdict(list)
-    for attention in (*GROUPED, *LATENT):
+    for attention in (*GROUPED, *LATENT, *HOPPER):
         if attention.takes.issuperset(features):
             families[attention.family or attention.name].append(attention)
     cases = [
-        pytest.param(one, marks=() if turn is None or place == turn % len(family) else pytest.mark.slow)
+        pytest.param(one, marks=_marks(one, turn is None or place == turn % len(family)))
         for family in families.values()
         for place, one in enumerate(family)
     ]
     return pytest.mark.parametrize("attention", cases, ids=str)
+
+
+def _marks(attention: Attention, is_quick: bool) -> list[pytest.MarkDecorator]:
+    return [*([] if is_quick else [pytest.mark.slow]), *([pytest.mark.gpu] if attention in HOPPER else [])]
 
 
 def judge(attention: Attention, step: Step, device: torch.device) -> torch.Tensor:

@@ -41,6 +41,7 @@ def judge(case: CompressedCase, device, num_sms: int = 1) -> torch.Tensor:
     return out
 
 
+@pytest.mark.each_pair
 @FORMATS
 @pytest.mark.parametrize("scope", [{"ratio": 0}, {"ratio": 8}, {"top_k": 10}], ids=["window", "all", "chosen"])
 @pytest.mark.parametrize("num_sms", [1, 40], ids=["whole", "split"])
@@ -55,6 +56,7 @@ def test_codes_of_four_bits(device, widest, head_dim, num_sms) -> None:
     judge(compressed_case(AROUND, sizes, widest), device, num_sms)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 66], ids=lambda heads: f"{heads} heads")
 def test_every_number_of_heads(device, widest, name, num_heads) -> None:
@@ -62,6 +64,7 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
     judge(compressed_case([30, PADDING, 3], sizes_of(name, num_heads=num_heads), widest), device, num_sms=7)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("window", "pages"), [(1, (1, 1)), (16, (16, 8)), (17, (64, 2)), (128, (32, 64))], ids=str)
 def test_every_window_and_page(device, widest, name, window, pages) -> None:
@@ -78,6 +81,7 @@ def test_many_splits_and_none_that_is_empty_is_read(device, widest, name) -> Non
     judge(compressed_case(positions, sizes_of(name, ratio=2), widest), device, num_sms=132)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_padding", [9, 65], ids=lambda n: f"{n} padded")
 def test_every_form_of_the_merge(device, widest, name, num_padding) -> None:

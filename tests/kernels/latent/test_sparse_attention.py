@@ -69,7 +69,11 @@ def test_every_number_of_heads(device, widest, name, num_heads) -> None:
 
 @pytest.mark.parametrize(
     ("name", "latent_dim"),
-    [("fp8_ds_mla", 256), ("turboquant_mla_4bit", 64), ("turboquant_mla_4bit_r8", 64)],
+    [
+        ("fp8_ds_mla", 256),
+        pytest.param("turboquant_mla_4bit", 64, marks=pytest.mark.slow),
+        ("turboquant_mla_4bit_r8", 64),
+    ],
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("num_heads", [66], ids=lambda heads: f"{heads} heads")
