@@ -245,3 +245,15 @@ def test_heads_of_every_family_are_those_of_its_spec() -> None:
         ratios = [spec.entry_ratio(layer) for layer in range(4)]
         assert heads.ratios == (tuple(ratios) if spec.compressed is not None else ())
         assert heads.overlapped_layers == ({0, 3} if spec.compressed is not None else set())
+
+
+def test_bytes_of_a_token_are_those_that_layers_keep() -> None:
+    """Two bytes a number: keys and values of 3 heads, latents, an index in layers that have one, entries by ratio."""
+    by_head, latent, index, entry = 2 * 3 * 24 * 2, 80 * 2, 48 * 2, 48 * 2
+    wanted: dict[str, int] = dict.fromkeys(CASES, 4 * by_head)
+    wanted |= dict.fromkeys(("opt with norms last", "opt without a last norm"), 4 * 2 * 6 * 16 * 2)
+    wanted |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), 4 * latent)
+    wanted |= {"deepseek_v32": 4 * (latent + index), "glm_moe_dsa": 4 * latent + 2 * index}
+    wanted["deepseek_v4"] = 2 * (entry + index) // 8 + entry // 16
+    found = {name: declare_decoder(spec, name).kv_bytes_per_token("bfloat16") for name, (_, spec) in CASES.items()}
+    assert found == wanted

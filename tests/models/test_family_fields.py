@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ModelError, UnsupportedModelError
-from holdfast.models.families import FAMILIES, NEUTRAL, read_spec
+from holdfast.models.families import FAMILIES, NEUTRAL, model_settings, read_spec
 from holdfast.models.settings import Settings, read_rope
 from holdfast.models.spec import (
     CompressedSpec,
@@ -435,6 +435,25 @@ def test_images_read_the_settings_of_the_text_part() -> None:
     assert tied == replace(wanted, tied_embeddings=True)
     own = read_spec(outer | {"text_config": text | {"torch_dtype": "bfloat16"}, "tie_word_embeddings": False})
     assert own.checkpoint_dtype == "bfloat16"
+
+
+def test_settings_of_a_part_yield_to_those_of_the_whole() -> None:
+    """Ends of text and quantization are said outside for all parts; a type outside is a default."""
+    whole = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "quantization_config": {"a": 1},
+        "dtype": "outer",
+        "torch_dtype": "o",
+    }
+    part = {"bos_token_id": 8, "eos_token_id": 9, "quantization_config": {"b": 2}, "vocab_size": 7}
+    name = {"architectures": ["Gemma3ForConditionalGeneration"]}
+    found = model_settings(Settings(name | whole | {"text_config": part}, "config.json")).values
+    assert found == whole | {"vocab_size": 7, "tie_word_embeddings": True}
+    own = {"dtype": "inner", "torch_dtype": "i"}
+    assert model_settings(Settings(name | whole | {"text_config": own}, "config.json")).values == (
+        whole | own | {"tie_word_embeddings": True}
+    )
 
 
 @pytest.mark.parametrize("key", NEUTRAL)

@@ -38,7 +38,21 @@ pytestmark = QUIET
 FORMATS = ["float32", "float16", "fp8", pytest.param("bfloat16", marks=pytest.mark.gpu)]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": torch.float32}
 UNTOUCHED = -7.0
-RUNS = [(0, 128), (0, 129), (0, 130), (1, 5), (1, 6), (1, 7), (2, 0), (2, 33), (2, 34), (3, 131), (3, 9), (4, 7)]
+RUNS = [
+    (0, 128),
+    (0, 129),
+    (0, 130),
+    (1, 5),
+    (1, 6),
+    (1, 7),
+    (2, 0),
+    (2, 33),
+    (2, 34),
+    (2, 35),
+    (3, 131),
+    (3, 9),
+    (4, 7),
+]
 """Rows of sequences as steps have them: pairs of which either row has a block more, pairs apart, and one row that does not choose."""
 
 
