@@ -70,6 +70,17 @@ def test_weights_by_chunk_are_exact(device, guarded, size, chunk_tokens):
         assert found == [int(chunk.sum()) for chunk in expected.split(chunk_tokens)]
 
 
+def test_min_p_keeps_tokens_that_just_reach_it(device, guarded):
+    """The most likely ones have a share of exactly one."""
+    logits = torch.tensor([[1.0, 3.0, 2.9, 3.0], [0.0, 0.0, -1.0, 0.0]])
+    rows = [LogitRow(source, 0, -1.0, min_p=1.0) for source in range(2)]
+    scratch = listed(logits, rows, guarded, device, chunk_tokens=4)
+    assert (scratch.chunk_weights_RP[:, 0] >> 40).tolist() == [2, 3]
+    for row, count in enumerate((2, 3)):
+        weight = reference_weights(reference_distances(logits[row], int(logits[row].argmax())), -1.0, 1.0)
+        assert int((weight > 0).sum()) == count
+
+
 def test_tokens_that_are_nearer_than_one(device, guarded):
     logits = random(3, 300).round()
     tokens = torch.tensor([7, 299, NO_TOKEN], device=device)
