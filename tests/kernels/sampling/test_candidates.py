@@ -119,9 +119,11 @@ def test_who_needs_no_list_gets_none_and_poison_is_left_alone(device, guarded):
 def test_distances_of_infinite_logits(device, guarded):
     logits = torch.tensor([[INF, 3.0, -INF, INF], [-0.0, 0.0, -INF, -3.4e38]])
     rows = [LogitRow(row, 0, -1.0, top_k=4) for row in range(2)]
-    scratch = listed(logits, rows, guarded, device, chunk_tokens=4, num_candidates=4)
-    assert (scratch.chunk_weights_RP[:, 0] >> 40).tolist() == [2, 2]
-    assert scratch.num_listed_R.tolist() == [4, 4]
+    for chunk_tokens in (4, 8):  # lanes beyond the vocabulary are as far as can be, and none of the tokens
+        scratch = listed(logits, rows, guarded, device, chunk_tokens, num_candidates=4)
+        assert (scratch.chunk_weights_RP[:, 0] >> 40).tolist() == [2, 2]
+        assert scratch.num_listed_R.tolist() == [4, 4]
+        assert scratch.listed_ids_RC.tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_what_does_not_fit_the_scratch_is_refused(device, guarded):
