@@ -5,7 +5,8 @@ from its first element to its last, with the gaps between its rows; tensors of o
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ class _Bounds:
     """Ranges of addresses of the launch that runs, sorted and disjoint."""
 
     def __init__(self) -> None:
-        self.starts = self.ends = np.empty(0, np.uint64)
+        self.starts: list[int] = []
+        self.ends: list[int] = []
         self.kernel = ""
 
     def take(self, kernel: str, arguments: Iterable[Any]) -> None:
@@ -41,23 +43,22 @@ class _Bounds:
             else:
                 merged.append([start, end])
         self.kernel = kernel
-        self.starts, self.ends = (np.array([one[side] for one in merged], np.uint64) for side in (0, 1))
+        self.starts, self.ends = ([one[side] for one in merged] for side in (0, 1))
 
     def check(self, verb: str, pointers: Any, mask: Any) -> None:
         """Raise if a pointer under the mask, which has the shape of all pointers or of one, is outside."""
-        addresses = pointers.data if mask is None or mask.all() else pointers.data[np.broadcast_to(mask, pointers.data.shape)]
-        if not addresses.size:
-            return
-        num_bytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        low, high = addresses.min(), addresses.max()
-        place = int(np.searchsorted(self.starts, low, side="right")) - 1
-        if place >= 0 and high + np.uint64(num_bytes) <= self.ends[place]:
-            return
-        places = np.searchsorted(self.starts, addresses, side="right") - 1
-        is_inside = (places >= 0) & (addresses + np.uint64(num_bytes) <= self.ends[np.maximum(places, 0)])
+        addresses, num_bytes = pointers.data, max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        place = bisect_right(self.starts, int(addresses.min())) - 1
+        if place >= 0 and int(addresses.max()) + num_bytes <= self.ends[place]:
+            return  # whatever the mask is
+        if mask is not None:
+            addresses = addresses[np.broadcast_to(mask, addresses.shape)]
+        starts, ends = np.array(self.starts, np.uint64), np.array(self.ends, np.uint64)
+        places = np.searchsorted(starts, addresses, side="right") - 1
+        is_inside = (places >= 0) & (addresses + np.uint64(num_bytes) <= ends[np.maximum(places, 0)])
         if not is_inside.all():
             outside = addresses[~is_inside]
-            after = int(outside[0]) - int(self.ends[max(0, int(places[~is_inside][0]))])
+            after = int(outside[0]) - self.ends[max(0, int(places[~is_inside][0]))]
             raise IndexError(
                 f"{self.kernel} {verb} {outside.size} of {addresses.size} elements outside of its tensors, "
                 f"the first {after} bytes after the end of the nearest before it"

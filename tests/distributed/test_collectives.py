@@ -145,7 +145,9 @@ def test_stages_that_are_linked_answer_as_lock_step_does_and_hold_what_is_planne
     def work(mesh: Mesh, whole: Exchange) -> list[torch.Tensor]:
         own_needs, own_mesh = in_stage(NEEDS, mesh)
         place = addresses[mesh.stage] if own_mesh.rank else places[mesh.stage]
-        stage = open_collectives(own_mesh, own_needs, place, CPU, Ledger(), timeout_s=20)
+        own_ledger, abandoned = Ledger(), []
+        stage = open_collectives(own_mesh, own_needs, place, CPU, own_ledger, timeout_s=20)
+        stage.abandon = lambda: abandoned.append(mesh.rank)  # type: ignore[method-assign]
         assert isinstance(whole, CollectiveExchange)
         linked = LinkedExchange(mesh, NEEDS, stage, whole._open, CPU, ledgers[mesh.rank])
         linked.warm()
@@ -154,6 +156,8 @@ def test_stages_that_are_linked_answer_as_lock_step_does_and_hold_what_is_planne
         linked.abandon()
         linked.close()
         linked.close()
+        assert abandoned == [mesh.rank]
+        assert own_ledger.peak_bytes > own_ledger.total_bytes == 0, "the exchange of the stage stays open"
         return found
 
     for mesh, one, other in zip(

@@ -1,7 +1,11 @@
 """Exchanges over symmetric memory, with kernels and signals in the interpreter: the answers of lock-step threads, to the bit."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from distributed.exchange_steps import NEEDS, some_steps
 from distributed.interpreted_ranks import InterpretedRanks
@@ -9,7 +13,9 @@ from distributed.lock_step import LockStep
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import exchange_terms
 from holdfast.distributed.mesh import Mesh, meshes
+from holdfast.distributed.symmetric import agree_blocks
 from holdfast.kernels.exchange import sum_rows
+from holdfast.kernels.exchange.signals import MAX_BLOCKS
 from holdfast.memory.ledger import Ledger
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
@@ -62,3 +68,21 @@ def test_symmetric_waits_end_when_a_peer_abandons(monkeypatch, ranks: tuple[Mesh
         return True
 
     assert InterpretedRanks(ranks, monkeypatch).run(NEEDS, work) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_processors", "num_blocks"),
+    [("ab", 132, MAX_BLOCKS), ("aa", 132, 16), ("aabbb", 132, 11), ("aaaa", 8, 1)],
+    ids=["one each", "two on one", "three on one", "few processors"],
+)
+def test_ranks_on_one_device_agree_on_few_blocks(monkeypatch, devices: str, num_processors: int, num_blocks: int) -> None:
+    """All that can wait at once take one processor in four."""
+    store, found = HashStore(), []
+    for rank, device in enumerate(devices):
+        own = {"device": device, "num_processors": num_processors}
+        store.set(f"device/{rank}", json.dumps(own))
+    for mesh, device in zip(meshes(len(devices)), devices, strict=True):
+        properties = SimpleNamespace(uuid=device, multi_processor_count=num_processors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        found.append(agree_blocks(store, mesh, torch.device("cpu"), 4))
+    assert found == [num_blocks] * len(devices)

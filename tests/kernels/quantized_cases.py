@@ -42,11 +42,14 @@ def random_weight(size_n: int, size_k: int, scheme: WeightScheme, seed: int = 1)
 def codable_rows(num_rows: int, size_k: int, seed: int = 0, block_columns: int = 0) -> torch.Tensor:
     """float32 rows of numbers near one, which lie so close to e4m3 codes that no rounding on the way changes a code.
 
-    Each block of columns has a size of its own, and a number that its scale follows from; 0: the whole row is one.
+    Each block of columns has a size of its own, and a number that its scale follows from, at another place in every row; 0: the
+    whole row is one.
     """
     width = block_columns or size_k
     x = (random(num_rows, size_k, seed=seed) * 150).clamp(-E4M3_MAX, E4M3_MAX)
-    x[:, ::width] = E4M3_MAX
+    for start in range(0, size_k, width):
+        places = (torch.arange(num_rows) + 1) * -(-width * 5 // 8) - 1
+        x[torch.arange(num_rows), start + places % min(width, size_k - start)] = E4M3_MAX
     sizes = random(num_rows, -(-size_k // width), seed=seed + 200, scale=0.2).exp() / 150
     return x.to(torch.float8_e4m3fn).float() * sizes.repeat_interleave(width, dim=1)[:, :size_k]
 

@@ -181,11 +181,11 @@ def test_a_row_is_the_same_in_any_company(device, split):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(device, bad):
-    weight, gate_up = random_weight(80, 1300, FP8), random_weight(160, 1300, FP8)
-    x = codable_rows(18, 1300).to(widest_on(device))
+    weight, gate_up = random_weight(80, 900, FP8), random_weight(160, 900, FP8)
+    x = codable_rows(18, 900).to(widest_on(device))
     clean = run(x, weight, None, device, torch.float32)
     clean_gate, clean_amax = run_gate(x, gate_up, None, "silu", device, torch.float32)
-    x[1, 1250] = bad
+    x[1, 850] = bad
     y = run(x, weight, None, device, torch.float32)
     gate, amax = run_gate(x, gate_up, None, "silu", device, torch.float32)
     others = [row for row in range(18) if row != 1]

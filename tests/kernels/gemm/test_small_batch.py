@@ -123,13 +123,14 @@ def test_half_precision(device, dtype, num_rows):
     judge_add(small_batch_case(num_rows, 65, 256, dtype, with_bias=True), device)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, MANY], ids=lambda count: f"{count} rows")
-@pytest.mark.parametrize("num_squares", [1, 2, 3, 32, 33, 96])
+@pytest.mark.each_pair
+@pytest.mark.parametrize("num_rows", [1, MANY], ids=lambda count: f"{count} rows")
+@pytest.mark.parametrize("num_squares", [1, 2, 33, 96])
 def test_squares_in_any_number_of_blocks(device, widest, num_rows, num_squares):
     judge_normed(small_batch_case(num_rows, 9, 192, widest), device, num_squares)
 
 
-@hypothesis_settings(max_examples=25)
+@hypothesis_settings(max_examples=8)
 @given(
     num_rows=st.integers(1, FUSED_DECODE_ROWS),
     size_n=st.integers(1, 150),
@@ -161,10 +162,10 @@ def test_residual_gets_outputs_as_a_store_rounds_them(device, num_rows, size_k):
 
 
 def small_companies() -> list[list[int]]:
-    """Leading rows of every count that is treated differently, and shuffled ones; two at least."""
+    """All rows in reverse, and some of them in any order; two at least."""
     generator = torch.Generator().manual_seed(0)
-    shuffled = [torch.randperm(FUSED_DECODE_ROWS, generator=generator)[:count].tolist() for count in (2, 9, MANY)]
-    return [*(list(range(count)) for count in ROWS[1:]), list(range(FUSED_DECODE_ROWS))[::-1], *shuffled]
+    shuffled = [torch.randperm(FUSED_DECODE_ROWS, generator=generator)[:count].tolist() for count in (2, 9)]
+    return [list(range(FUSED_DECODE_ROWS))[::-1], *shuffled]
 
 
 def check_companies(device, dtype, size_n, size_k) -> None:
@@ -195,6 +196,7 @@ def test_a_bfloat16_row_is_the_same_to_the_bit_in_any_company_of_two_and_more(de
     check_companies(device, torch.bfloat16, size_n, size_k)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [3, MANY], ids=lambda count: f"{count} rows")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(device, widest, num_rows, bad):

@@ -287,12 +287,11 @@ def test_sums_allocate_nothing(device):
     assert_allocates_nothing(lambda: sum_experts(*parts, out))
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("num_rows", [2, 9, 21])
 @pytest.mark.parametrize("scheme", [None, "fp8", "fp8_block", "mxfp4"], ids=str)
 def test_pairs_of_other_ranks_are_not_written(device, scheme, num_rows):
     """PADDING in the place of an expert, by every kernel; all other pairs are as they are without."""
-    case = expert_case((num_rows, 3, 5, 16, 256), True, scheme, choice="any", has_bias=True)
+    case = expert_case((num_rows, 3, 5, 6, 160), True, scheme, choice="any", has_bias=True)
     ids = case.expert_ids_TS
     some = replace(case, expert_ids_TS=torch.where(ids % 2 == 0, ids, PADDING))
     is_other = (ids % 2 == 1).flatten()

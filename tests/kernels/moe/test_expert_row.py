@@ -25,7 +25,7 @@ pytestmark = [QUIET, pytest.mark.filterwarnings("ignore:All-NaN slice encountere
 SCHEMES = (None, "fp8", "fp8_tensor", "int8")
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 HALF = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-SIZES = [(1, 1, 2, 3), (8, 8, 5, 40), (3, 7, 9, 200), (8, 60, 4, 768), (4, 5, 6, 1408), (2, 3, 3, 2880)]
+SIZES = [(1, 1, 2, 3), (8, 8, 5, 40), (3, 7, 9, 200), (8, 9, 4, 768), (2, 5, 6, 1024), (4, 5, 6, 1280), (2, 3, 3, 1408)]
 """(S, E, N, K): one expert, all of them, three of seven; columns that fill their blocks and that do not."""
 EACH_SIZE = pytest.mark.parametrize("sizes", SIZES, ids=str)
 
@@ -103,11 +103,11 @@ def judge_down(down: DownCase, device) -> None:
     assert without[3].isnan().all(), "amax that nobody wants are written"
 
 
-@pytest.mark.each_value
-@EVERY_SCHEME
 @EACH_SIZE
-def test_down_and_the_residual(device, scheme, sizes):
-    judge_down(down_case(sizes, scheme), device)
+def test_down_and_the_residual(device, sizes):
+    """Codes and numbers, with one to five loads of a row: what is added, and the largest number, may lie in any of them."""
+    for scheme in (None, "fp8"):
+        judge_down(down_case(sizes, scheme), device)
 
 
 @EVERY_SCHEME

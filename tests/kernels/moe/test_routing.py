@@ -229,6 +229,14 @@ def test_sixty_experts(device):
     check(choose(18, 4, 60), 60, device)
 
 
+@pytest.mark.parametrize("expert", [0, 30, 59])
+def test_one_of_sixty_experts_gets_more_blocks_than_a_block_has_rows(device, expert):
+    """Its blocks, and those without an expert after them, are written by several stores each."""
+    ids = torch.full((300, 1), expert, dtype=torch.int32)
+    assert expert_block_rows(300, 1, 60) ** 2 < 300
+    check(ids, 60, device)
+
+
 @pytest.mark.parametrize("cut_pairs", [64, 128])
 def test_pairs_in_cuts(device, cut_pairs):
     """The last one with few pairs, or with as many as the others."""

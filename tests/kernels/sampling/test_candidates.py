@@ -70,6 +70,17 @@ def test_weights_by_chunk_are_exact(device, guarded, size, chunk_tokens):
         assert found == [int(chunk.sum()) for chunk in expected.split(chunk_tokens)]
 
 
+def test_min_p_keeps_tokens_that_just_reach_it(device, guarded):
+    """The most likely ones have a share of exactly one."""
+    logits = torch.tensor([[1.0, 3.0, 2.9, 3.0], [0.0, 0.0, -1.0, 0.0]])
+    rows = [LogitRow(source, 0, -1.0, min_p=1.0) for source in range(2)]
+    scratch = listed(logits, rows, guarded, device, chunk_tokens=4)
+    assert (scratch.chunk_weights_RP[:, 0] >> 40).tolist() == [2, 3]
+    for row, count in enumerate((2, 3)):
+        weight = reference_weights(reference_distances(logits[row], int(logits[row].argmax())), -1.0, 1.0)
+        assert int((weight > 0).sum()) == count
+
+
 def test_tokens_that_are_nearer_than_one(device, guarded):
     logits = random(3, 300).round()
     tokens = torch.tensor([7, 299, NO_TOKEN], device=device)
@@ -108,9 +119,11 @@ def test_who_needs_no_list_gets_none_and_poison_is_left_alone(device, guarded):
 def test_distances_of_infinite_logits(device, guarded):
     logits = torch.tensor([[INF, 3.0, -INF, INF], [-0.0, 0.0, -INF, -3.4e38]])
     rows = [LogitRow(row, 0, -1.0, top_k=4) for row in range(2)]
-    scratch = listed(logits, rows, guarded, device, chunk_tokens=4, num_candidates=4)
-    assert (scratch.chunk_weights_RP[:, 0] >> 40).tolist() == [2, 2]
-    assert scratch.num_listed_R.tolist() == [4, 4]
+    for chunk_tokens in (4, 8):  # lanes beyond the vocabulary are as far as can be, and none of the tokens
+        scratch = listed(logits, rows, guarded, device, chunk_tokens, num_candidates=4)
+        assert (scratch.chunk_weights_RP[:, 0] >> 40).tolist() == [2, 2]
+        assert scratch.num_listed_R.tolist() == [4, 4]
+        assert scratch.listed_ids_RC.tolist() == [[0, 1, 2, 3]] * 2
 
 
 def test_what_does_not_fit_the_scratch_is_refused(device, guarded):
