@@ -114,6 +114,7 @@ def test_a_stop_string_inside_of_what_was_accepted_ends_there() -> None:
     assert tokens_of(deltas) == said[:10]
     assert len([place for delta in deltas for place in delta.logprobs or ()]) == 10
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "cdabcdab")
+    assert engine.stats().num_output_tokens == 10, "drafts after the stop string are no output"
 
 
 def test_a_row_without_a_token_among_the_accepted_fails_the_request_alone() -> None:
