@@ -9,6 +9,7 @@ from engine.fakes import EOS, assert_at_rest, hidden_of, logprobs_at, make_engin
 from engine.test_core_proposals import GuessRunner, answers, guessing_engine
 from engine.test_hang_ups import with_layers
 from holdfast.engine.engine import Engine
+from holdfast.engine.messages import CoreOutputs, SequenceOutput
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler, position_logprobs
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
@@ -262,3 +263,13 @@ def test_min_tokens_holds_off_every_end_exactly_so_long(kind: str, min_tokens: i
         metrics = deltas[-1].metrics
         assert metrics is not None
         assert metrics.total_seconds > metrics.first_token_seconds > metrics.queue_seconds >= 0
+
+
+def test_front_drops_surplus_and_takes_what_follows_it() -> None:
+    engine = make_engine(run_ahead=0)
+    engine.add_request("one", "Q", GREEDY)
+    stats = engine.core.stats()
+    outputs = [SequenceOutput(number, (97,)) for number in (5, 0, 9)]
+    assert engine.front.take(CoreOutputs(tuple(outputs), stats)) == []
+    assert [(delta.request_id, delta.token_ids) for delta in engine.front.deliver()] == [("one", (97,))]
+    assert engine.front.num_output_tokens == 1
