@@ -273,3 +273,15 @@ def test_front_drops_surplus_and_takes_what_follows_it() -> None:
     assert engine.front.take(CoreOutputs(tuple(outputs), stats)) == []
     assert [(delta.request_id, delta.token_ids) for delta in engine.front.deliver()] == [("one", (97,))]
     assert engine.front.num_output_tokens == 1
+
+
+def test_abort_takes_undelivered_deltas_of_its_request_alone() -> None:
+    engine = make_engine(run_ahead=0)
+    for name in ("one", "two", "three"):
+        engine.add_request(name, name, GREEDY)
+    outputs = [SequenceOutput(number, (97 + number,)) for number in range(3)]
+    engine.front.take(CoreOutputs(tuple(outputs), engine.core.stats()))
+    told = engine.abort("two")
+    assert [(delta.token_ids, delta.finish_reason) for delta in told] == [((98,), None), ((), "abort")]
+    assert [(delta.request_id, delta.token_ids) for delta in engine.step()] == [("one", (97,)), ("three", (99,))]
+    engine.abort_all()
