@@ -216,3 +216,13 @@ def test_the_plan_says_why_it_stopped() -> None:
 def test_numbers_that_make_no_sense_are_our_own_mistake(page: int, low: int, high: int) -> None:
     with pytest.raises(AssertionError, match="must be positive"):
         make_plan(100, [], page, low, high)
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 4), (5, 3, 4), (3, 4, 5)])
+def test_reason_of_a_group_is_that_of_its_largest_term(sizes: tuple[int, ...]) -> None:
+    terms = tuple(Term(f"group/{place}", size * MIB, f"of {size}") for place, size in enumerate(sizes))
+    table = plan_memory(20 * MIB, "", (*terms, Term("other", 1, "small")), MIB, 1, 2).table("load")
+    assert [(row.owner, row.num_bytes, row.reason) for row in table.rows] == [
+        ("group", 12 * MIB, "of 5"),
+        ("other", 1, "small"),
+    ]
