@@ -130,7 +130,7 @@ ENDS = {
     "stop token in the middle": (list(b"abX" * 6), {"min_tokens": 8, "stop_token_ids": [ord("X")]}, "stop"),
     "length in the middle": (list(b"abc" * 6), {"max_tokens": 10}, "length"),
     "length after one draft": (list(b"abc" * 6), {"max_tokens": 7}, "length"),
-    "no end among the drafts": (list(b"abcabcabcx") + [EOS], {}, "stop"),
+    "no end among the drafts": ([*b"abcabcabcx", EOS], {}, "stop"),
 }
 
 

@@ -143,7 +143,7 @@ def test_held_request_that_can_never_run_is_refused_whole() -> None:
 def test_core_without_grammars_refuses_a_form() -> None:
     limits = Limits(4, 32, 64, 4)
     core = EngineCore(HashRunner(limits, 64), Scheduler(limits, 64, True, 8))
-    with pytest.raises(RequestError, match="structured_outputs.regex was asked; this core follows no forms"):
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex was asked; this core follows no forms"):
         core.submit([request(0, params=FORM)])
     assert not core.has_unfinished
 
