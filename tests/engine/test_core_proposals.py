@@ -172,7 +172,7 @@ def test_no_step_runs_ahead_of_one_that_proposes_and_a_rejected_sequence_runs_ah
     assert engine.runner.most_in_flight == 2
 
 
-def test_speculating_sequence_of_any_step_in_flight_holds_the_next() -> None:
+def test_speculating_sequence_of_any_step_holds_the_next() -> None:
     engine = guessing_engine(run_ahead=2)
     engine.runner.script |= {"plain": list(b"abab" * 9), "guessing": list(b"abab" * 9)}
     engine.add_request("plain", "plain", SamplingParams(temperature=0.0, max_tokens=40, presence_penalty=0.5))

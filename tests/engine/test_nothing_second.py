@@ -161,7 +161,7 @@ def test_second_preemption_of_a_request_changes_no_answer() -> None:
     assert stats.num_prompt_tokens == num_prompt_tokens
 
 
-def test_second_form_of_not_finite_numbers_resets_the_cache_again() -> None:
+def test_second_sequence_without_numbers_resets_the_cache() -> None:
     engine = make_engine()
     engine.runner.answer = lambda item, result: (
         SequenceResult.of(NO_TOKEN) if item.sequence.params.seed == 99 and result.token_ids else result
