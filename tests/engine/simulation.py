@@ -38,7 +38,18 @@ def rank(sequence: Sequence) -> tuple[int, int]:
 
 
 class WatchedScheduler(Scheduler):
-    """Scheduler that tries each admission again which it leaves out, because nothing that decides it seems changed."""
+    """Scheduler that tries each admission again that it leaves out, and counts what each preemption frees."""
+
+    has_priorities = False
+
+    def _preempt_last(self) -> Sequence:
+        before, holds_any = self.pool.num_available, any(self.running[-1].tables)
+        sequence = super()._preempt_last()
+        # A sequence that starts anew holds nothing, nor does a window of one token at the end of a page. A more important
+        # sequence may share the pages.
+        may_free_none = not holds_any or self.has_priorities or all(group.window == 1 for group in self.groups)
+        assert may_free_none or self.pool.num_available > before, f"{sequence.sequence_id} gave way for nothing"
+        return sequence
 
     def _is_still_blocked(self, sequence: Sequence) -> bool:
         is_blocked = super()._is_still_blocked(sequence)
@@ -69,6 +80,7 @@ class Simulation:
             num_stages=self.world.num_stages,
             is_invariant=self.world.is_invariant,
         )
+        self.scheduler.has_priorities = self.world.has_priorities
         self.shadow = Shadow(self.world.shadows, self.world.num_pages)
         self.page_epochs = [-1] * self.world.num_pages
         self._writer_of = [0] * self.world.num_pages

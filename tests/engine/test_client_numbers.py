@@ -9,6 +9,7 @@ from engine.fakes import EOS, assert_at_rest, hidden_of, logprobs_at, make_engin
 from engine.test_core_proposals import GuessRunner, answers, guessing_engine
 from engine.test_hang_ups import with_layers
 from holdfast.engine.engine import Engine
+from holdfast.engine.messages import CoreOutputs, SequenceOutput
 from holdfast.engine.outputs import DeltaBuffer, OutputAssembler, position_logprobs
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
@@ -129,7 +130,7 @@ ENDS = {
     "stop token in the middle": (list(b"abX" * 6), {"min_tokens": 8, "stop_token_ids": [ord("X")]}, "stop"),
     "length in the middle": (list(b"abc" * 6), {"max_tokens": 10}, "length"),
     "length after one draft": (list(b"abc" * 6), {"max_tokens": 7}, "length"),
-    "no end among the drafts": (list(b"abcabcabcx") + [EOS], {}, "stop"),
+    "no end among the drafts": ([*b"abcabcabcx", EOS], {}, "stop"),
 }
 
 
@@ -262,3 +263,25 @@ def test_min_tokens_holds_off_every_end_exactly_so_long(kind: str, min_tokens: i
         metrics = deltas[-1].metrics
         assert metrics is not None
         assert metrics.total_seconds > metrics.first_token_seconds > metrics.queue_seconds >= 0
+
+
+def test_front_drops_surplus_and_takes_what_follows_it() -> None:
+    engine = make_engine(run_ahead=0)
+    engine.add_request("one", "Q", GREEDY)
+    stats = engine.core.stats()
+    outputs = [SequenceOutput(number, (97,)) for number in (5, 0, 9)]
+    assert engine.front.take(CoreOutputs(tuple(outputs), stats)) == []
+    assert [(delta.request_id, delta.token_ids) for delta in engine.front.deliver()] == [("one", (97,))]
+    assert engine.front.num_output_tokens == 1
+
+
+def test_abort_takes_undelivered_deltas_of_its_request_alone() -> None:
+    engine = make_engine(run_ahead=0)
+    for name in ("one", "two", "three"):
+        engine.add_request(name, name, GREEDY)
+    outputs = [SequenceOutput(number, (97 + number,)) for number in range(3)]
+    engine.front.take(CoreOutputs(tuple(outputs), engine.core.stats()))
+    told = engine.abort("two")
+    assert [(delta.token_ids, delta.finish_reason) for delta in told] == [((98,), None), ((), "abort")]
+    assert [(delta.request_id, delta.token_ids) for delta in engine.step()] == [("one", (97,)), ("three", (99,))]
+    engine.abort_all()

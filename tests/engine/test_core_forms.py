@@ -143,7 +143,7 @@ def test_held_request_that_can_never_run_is_refused_whole() -> None:
 def test_core_without_grammars_refuses_a_form() -> None:
     limits = Limits(4, 32, 64, 4)
     core = EngineCore(HashRunner(limits, 64), Scheduler(limits, 64, True, 8))
-    with pytest.raises(RequestError, match="structured_outputs.regex was asked; this core follows no forms"):
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex was asked; this core follows no forms"):
         core.submit([request(0, params=FORM)])
     assert not core.has_unfinished
 
@@ -157,7 +157,9 @@ def test_core_without_grammars_refuses_a_form() -> None:
     ],
     ids=["end tokens ignored", "before min_tokens", "length"],
 )
-def test_complete_form_ends_whatever_else_is_asked(options: dict, said: list[int], num_tokens: int, reason: str) -> None:
+def test_complete_form_ends_whatever_else_is_asked(
+    options: dict, said: list[int], num_tokens: int, reason: str
+) -> None:
     core, grammars, runner = make_core()
     runner.script["Q"] = said
     params = SamplingParams(temperature=0.0, structured_outputs=FORM.structured_outputs, **options)
@@ -181,9 +183,7 @@ def test_end_without_a_token_is_told_by_the_grammar(second: bool) -> None:
     assert endings[names[-1]] == Ending("stop")
     assert tokens[names[-1]] == list(b"ab")
     if second:
-        assert endings[0].error == (
-            "after 2 tokens structured_outputs.regex could not be followed: nothing may follow"
-        )
+        assert endings[0].error == ("after 2 tokens structured_outputs.regex could not be followed: nothing may follow")
 
 
 def test_end_by_the_grammar_keeps_cached_prefixes() -> None:

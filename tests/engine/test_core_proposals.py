@@ -114,6 +114,7 @@ def test_a_stop_string_inside_of_what_was_accepted_ends_there() -> None:
     assert tokens_of(deltas) == said[:10]
     assert len([place for delta in deltas for place in delta.logprobs or ()]) == 10
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "cdabcdab")
+    assert engine.stats().num_output_tokens == 10, "drafts after the stop string are no output"
 
 
 def test_a_row_without_a_token_among_the_accepted_fails_the_request_alone() -> None:
@@ -171,7 +172,7 @@ def test_no_step_runs_ahead_of_one_that_proposes_and_a_rejected_sequence_runs_ah
     assert engine.runner.most_in_flight == 2
 
 
-def test_speculating_sequence_of_any_step_in_flight_holds_the_next() -> None:
+def test_speculating_sequence_of_any_step_holds_the_next() -> None:
     engine = guessing_engine(run_ahead=2)
     engine.runner.script |= {"plain": list(b"abab" * 9), "guessing": list(b"abab" * 9)}
     engine.add_request("plain", "plain", SamplingParams(temperature=0.0, max_tokens=40, presence_penalty=0.5))

@@ -265,3 +265,22 @@ def test_an_unread_answer_takes_no_more_room_than_the_answer():
     assert (len(first.token_ids), len(first.logprobs), first.text) == (5000, 5000, "x" * 5000)
     assert second.token_ids[:3] == (1, 3, 5)
     assert buffer.take() == []
+
+
+def test_added_output_has_the_numbers_of_its_own_completion():
+    deltas = [delta(0, "a", 1, logprob=-0.5), delta(1, "b", 2, logprob=-0.25), delta(1, "c", 3, logprob=-1.0)]
+    assembler = assembled(deltas)
+    found = assembler.added(deltas[1:]).outputs
+    assert [(one.index, one.text, one.token_ids) for one in found] == [(1, "b", [2]), (1, "c", [3])]
+    assert [one.cumulative_logprob for one in found] == [-1.25, -1.25]
+    assert assembler.added(deltas[:1]).outputs[0].cumulative_logprob == -0.5
+
+
+def test_tokens_per_second_are_counted_from_the_first_token():
+    own = completion()
+    assert own.tokens_per_second(11.0) == 0.0
+    own.advance(output(97), 12.0)
+    assert own.tokens_per_second(12.0) == own.tokens_per_second(13.0) == 0.0
+    own.advance(output(98, 99), 13.0)
+    own.advance(output(100), 14.0)
+    assert own.tokens_per_second(14.0) == 1.5

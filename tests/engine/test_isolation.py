@@ -129,6 +129,8 @@ def test_groups_of_every_kind_keep_salts_apart(name: str) -> None:
             run(scheduler)
         kept.setdefault(salt, []).append(one.num_cached_tokens)
     assert kept == {b"": [0, 12], b"a": [0, 12], b"b": [0, 12]}
+    # What is computed again of a hit was found all the same.
+    assert (scheduler.num_prefix_query_tokens, scheduler.num_prefix_hit_tokens) == (6 * 13, 3 * 12)
     one = sequence(9, list(range(13)), max_tokens=2, cache_salt=b"a", use_prefix_cache=False)
     scheduler.add(one)
     run(scheduler)

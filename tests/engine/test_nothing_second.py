@@ -14,7 +14,7 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, SequenceResult
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
-SEEDED = SamplingParams(temperature=0.8, seed=11, max_tokens=12)
+SEEDED = SamplingParams(temperature=0.8, seed=11, max_tokens=6)
 BROKEN = "its numbers are not finite"
 
 
@@ -81,15 +81,14 @@ def outcome(engine: Engine, name: str, case: Case) -> Outcome:
     return found
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("second", CASES)
-@pytest.mark.parametrize("first", CASES)
-def test_second_request_answers_as_if_it_was_the_first(first: str, second: str) -> None:
+def test_second_request_answers_as_if_it_was_the_first(second: str) -> None:
     alone = outcome(fresh_engine(enable_prefix_caching=False), "one", CASES[second])
     engine = fresh_engine(enable_prefix_caching=False)
-    outcome(engine, "one", CASES[first])
-    for name in ("one", "two"):
-        assert outcome(engine, name, CASES[second]) == alone
+    for first in CASES.values():
+        outcome(engine, "one", first)
+        assert outcome(engine, "one", CASES[second]) == alone
 
 
 @pytest.mark.parametrize("name", ["length", "three completions", "stop string"])
@@ -162,7 +161,7 @@ def test_second_preemption_of_a_request_changes_no_answer() -> None:
     assert stats.num_prompt_tokens == num_prompt_tokens
 
 
-def test_second_form_of_not_finite_numbers_resets_the_cache_again() -> None:
+def test_second_sequence_without_numbers_resets_the_cache() -> None:
     engine = make_engine()
     engine.runner.answer = lambda item, result: (
         SequenceResult.of(NO_TOKEN) if item.sequence.params.seed == 99 and result.token_ids else result

@@ -6,6 +6,7 @@ from engine.scheduling import PARAMS, has_work, run, sequence, shape
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.page_needs import PageNeeds
+from holdfast.engine.queues import SlotPool
 from holdfast.engine.scheduler import Scheduler
 from holdfast.errors import RequestError
 from holdfast.request.sequence import Sequence
@@ -138,3 +139,22 @@ def test_blocked_sequence_starts_once_its_hit_is_shared_less() -> None:
     while has_work(scheduler):
         run(scheduler)
     assert scheduler.num_preemptions == 0
+
+
+def test_pages_of_groups_with_one_name_add_up() -> None:
+    scheduler = make(WHOLE, CacheGroup("whole context", 8), WINDOW)
+    scheduler.add(sequence(0, 14, max_tokens=4))
+    run(scheduler)
+    assert scheduler.pages_by_group() == {"whole context": 4 + 2, "window of 8": 3}
+    assert scheduler.kv_usage == 9 / 32
+
+
+def test_slots_are_given_lowest_first_whatever_order_they_come_back() -> None:
+    slots = SlotPool(6)
+    assert [slots.take() for _ in range(5)] == [0, 1, 2, 3, 4]
+    for slot in (3, 0, 4, 1):
+        slots.put(slot)
+    assert slots.num_free == 5
+    assert [slots.take() for _ in range(5)] == [0, 1, 3, 4, 5]
+    slots.put(2)
+    slots.check([0, 1, 3, 4, 5])

@@ -4,7 +4,7 @@ Three million with each step booked before the next is given, two million with u
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -15,7 +15,6 @@ from engine.simulated_world import World, solo_run
 from engine.simulation import Simulation
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
-from holdfast.engine.scheduler import Scheduler
 
 NUM_BATCHES = 30
 NUM_LATE_BATCHES = 22
@@ -25,6 +24,8 @@ BUGGED_SEEDS = (0, 2, 12, 4, 3, 6, 10, 14, 15, 18, 47, 5, 8, 9, 1, 24, 28, 38, 8
 """Plain worlds and worlds with groups of all kinds, which show all planted bugs; those that show most come first."""
 BUGGED_LATE_SEEDS = (7, 4, 12, 2, 8, 17, 19, 36, 34, 5, 11, 40)
 BUGGED_ENTRY_SEEDS = (*range(10), 20, 24, 60)
+NUM_EVENTS, NUM_ENTRY_EVENTS = 300, 400
+"""In each of these worlds: enough for every planted bug to show."""
 NEEDED = {"arrive", "finish", "abort", "preempt", "share", "reset", "queue full", "refuse", "step", "failed step"}
 GUESSES = {"proposals", "accepted"}
 LATE = GUESSES | {"late stop", "drain", "quarantined sequences", "quarantined pages", "surplus tokens"}
@@ -37,22 +38,22 @@ def beginning_with(seeds: tuple[int, ...], first: int | None) -> list[int]:
 def run_worlds(first: int | None = None) -> None:
     """A few thousand events: enough for every planted bug to show."""
     for seed in beginning_with(BUGGED_SEEDS, first):
-        Simulation(seed).run(300)
+        Simulation(seed).run(NUM_EVENTS)
 
 
 def run_late_worlds(first: int | None = None) -> None:
     """The same with steps in flight."""
     for seed in beginning_with(BUGGED_LATE_SEEDS, first):
-        Simulation(seed, World.late(seed)).run(300)
+        Simulation(seed, World.late(seed)).run(NUM_EVENTS)
 
 
 def run_compressed_worlds(first: int | None = None) -> None:
     """The same with rows of several tokens."""
     for seed in beginning_with(BUGGED_ENTRY_SEEDS, first):
-        Simulation(seed, World.compressed(seed)).run(400)
+        Simulation(seed, World.compressed(seed)).run(NUM_ENTRY_EVENTS)
 
 
-def run_all(seeds: range, num_events: int, world: Callable[[int], World] = World.from_seed) -> set[str]:
+def run_all(seeds: Iterable[int], num_events: int, world: Callable[[int], World] = World.from_seed) -> set[str]:
     """So many events in each world; what happened in them."""
     counts: Counter[str] = Counter()
     seen: Counter[str] = Counter()
@@ -66,7 +67,8 @@ def run_all(seeds: range, num_events: int, world: Callable[[int], World] = World
 
 
 def test_a_sample_leaves_no_leak_and_no_wrong_read() -> None:
-    assert run_all(range(16), 500) >= NEEDED
+    """The worlds of planted bugs, without one."""
+    assert run_all(BUGGED_SEEDS, NUM_EVENTS) >= NEEDED
 
 
 @pytest.mark.slow
@@ -78,7 +80,7 @@ def test_three_million_events_leave_no_leak_and_no_wrong_read(batch: int) -> Non
 
 
 def test_a_sample_with_late_results_leaves_no_leak_and_no_wrong_read() -> None:
-    assert run_all(range(20), 400, World.late) == NEEDED | LATE | {"forks"}
+    assert run_all(BUGGED_LATE_SEEDS, NUM_EVENTS, World.late) >= NEEDED | LATE
 
 
 @pytest.mark.slow
@@ -91,7 +93,7 @@ def test_two_million_events_with_late_results_leave_no_leak_and_no_wrong_read(ba
 
 
 def test_a_sample_with_rows_of_several_tokens_leaves_no_leak_and_no_wrong_read() -> None:
-    assert run_all(range(16), 400, World.compressed) >= (NEEDED | LATE) - GUESSES
+    assert run_all(BUGGED_ENTRY_SEEDS, NUM_ENTRY_EVENTS, World.compressed) >= (NEEDED | LATE) - GUESSES
 
 
 @pytest.mark.slow
@@ -154,10 +156,10 @@ def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
     digests = []
     for _ in range(2):
         simulation = Simulation(seed)
-        simulation.run(1_500)
+        simulation.run(500)
         digests.append(simulation.digest)
     other = Simulation(seed + 1000)
-    other.run(1_500)
+    other.run(500)
     assert digests[0] == digests[1] != other.digest
 
 
@@ -180,32 +182,6 @@ def test_a_planted_bug_of_rows_of_several_tokens_is_caught(name: str, monkeypatc
     ENTRY_MUTANTS[name].plant(monkeypatch)
     with pytest.raises(AssertionError, match=ENTRY_MUTANTS[name].says):
         run_compressed_worlds(ENTRY_MUTANTS[name].first_seed)
-
-
-def test_without_a_bug_the_same_runs_pass() -> None:
-    run_worlds()
-    run_late_worlds()
-    run_compressed_worlds()
-
-
-@pytest.mark.parametrize("num_events", [500, pytest.param(1_000, marks=pytest.mark.slow)])
-def test_every_preemption_makes_pages_available_at_once(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    gains = []
-
-    def preempt(self: Scheduler):
-        before = self.pool.num_available
-        sequence = real(self)
-        gains.append(self.pool.num_available - before)
-        return sequence
-
-    real = Scheduler._preempt_last
-    monkeypatch.setattr(Scheduler, "_preempt_last", preempt)
-    for seed in range(0, 40, 2):
-        Simulation(seed).run(num_events)
-    assert len(gains) > 50
-    for seed in range(0, 40, 4):
-        Simulation(seed, World.late(seed)).run(300)
-    assert min(gains) >= 1, "no world here has windows of 1 alone"
 
 
 @pytest.mark.each_value

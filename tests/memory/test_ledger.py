@@ -43,7 +43,11 @@ def test_an_owner_is_entered_once() -> None:
     assert ledger.total_bytes == 12
 
 
-@given(st.lists(st.tuples(paths, st.integers(0, 1000)), max_size=30))
+few_paths = st.sampled_from(["weights/a", "weights/b", "kv", "kv/x"])
+"""So few that owners come and go several times."""
+
+
+@given(st.lists(st.tuples(few_paths, st.integers(0, 1000)), max_size=30))
 def test_peaks_are_the_most_that_was_ever_held(steps: list[tuple[str, int]]) -> None:
     """An owner that is in goes out, one that is out comes in; a plain history says what the peaks are."""
     ledger, history = Ledger(), [dict[str, int]()]
@@ -78,6 +82,16 @@ def test_an_owner_that_is_gone_is_remembered_by_its_peak() -> None:
     assert (ledger.total_bytes, ledger.peak_bytes) == (10, 64)
     with pytest.raises(AssertionError, match="staging/rows"):
         ledger.release("staging/rows")
+
+
+def test_owner_that_comes_again_with_less_keeps_its_peak() -> None:
+    ledger = Ledger()
+    for num_bytes in (64, 10, 20):
+        ledger.record("staging/rows", num_bytes, "while loading")
+        assert [entry.peak_bytes for entry in ledger] == [64]
+        ledger.release("staging/rows")
+    assert (ledger.peaks(), ledger.group_peaks(), ledger.peak_bytes) == ({"staging/rows": 64}, {"staging": 64}, 64)
+    assert (ledger.total_bytes, ledger.group_bytes()) == (0, {})
 
 
 def test_nobody_holds_less_than_nothing() -> None:

@@ -120,13 +120,15 @@ def test_a_smaller_context_is_not_offered_where_loading_would_still_fail() -> No
     assert plan_memory(130 * MIB, "", terms, MIB, 80, 80).num_pages == 80
 
 
-def test_what_capture_takes_for_itself_costs_pages() -> None:
-    """Pages are there while graphs are recorded."""
-    term = Term("capture", 4 * MIB, "what recording takes beside the graphs", ("capture",))
+@pytest.mark.parametrize("phase", PAGE_PHASES)
+def test_what_a_phase_with_pages_takes_for_itself_costs_pages(phase: str) -> None:
+    """Pages are there while graphs are recorded and while steps run."""
+    term = Term(phase, 4 * MIB, "what it takes beside the rest", (phase,))
     plan = plan_memory(10 * MIB, "", (term,), MIB, 1, 100)
     assert plan.num_pages == 6
-    assert plan.phase_bytes == {"load": 0, "capture": 10 * MIB, "serve": 6 * MIB}
-    with pytest.raises(MemoryPlanError, match="in its capture phase"):
+    assert plan.phase_bytes == {"load": 0, "capture": 6 * MIB, "serve": 6 * MIB} | {phase: 10 * MIB}
+    assert plan.peak_bytes == 10 * MIB
+    with pytest.raises(MemoryPlanError, match=f"in its {phase} phase"):
         plan_memory(4 * MIB, "", (term,), MIB, 1, 100)
 
 
@@ -214,3 +216,13 @@ def test_the_plan_says_why_it_stopped() -> None:
 def test_numbers_that_make_no_sense_are_our_own_mistake(page: int, low: int, high: int) -> None:
     with pytest.raises(AssertionError, match="must be positive"):
         make_plan(100, [], page, low, high)
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 4), (5, 3, 4), (3, 4, 5)])
+def test_reason_of_a_group_is_that_of_its_largest_term(sizes: tuple[int, ...]) -> None:
+    terms = tuple(Term(f"group/{place}", size * MIB, f"of {size}") for place, size in enumerate(sizes))
+    table = plan_memory(20 * MIB, "", (*terms, Term("other", 1, "small")), MIB, 1, 2).table("load")
+    assert [(row.owner, row.num_bytes, row.reason) for row in table.rows] == [
+        ("group", 12 * MIB, "of 5"),
+        ("other", 1, "small"),
+    ]

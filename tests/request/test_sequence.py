@@ -1,5 +1,6 @@
 """Sequence and LiveStep: the arithmetic of what is computed and what is sampled."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,3 +56,29 @@ def test_a_new_sequence_waits_and_owns_nothing() -> None:
     assert first.num_computed == 0
     first.tables[0].append(1)
     assert second.tables == [[]]
+
+
+@pytest.mark.parametrize(
+    ("start", "num_new", "samples", "proposals", "is_fork", "expected"),
+    [
+        (0, 4, False, (), False, (4, 4, 4, 4)),
+        (4, 5, False, (), False, (5, 5, 5, 9)),
+        (4, 6, True, (), False, (6, 5, 6, 10)),
+        (9, 1, True, (), False, (1, 0, 1, 10)),
+        (10, 1, True, (), False, (1, 0, 1, 11)),
+        (10, 4, True, (1, 2, 3), False, (4, 0, 4, 11)),
+        (9, 1, True, (), True, (0, 0, 1, 10)),
+    ],
+    ids=["begin", "all but the last", "to the end", "last row", "answer", "drafts", "fork"],
+)
+def test_rows_and_logits_of_a_prompt_of_ten_are_counted(
+    start: int, num_new: int, samples: bool, proposals: tuple[int, ...], is_fork: bool, expected: tuple[int, ...]
+) -> None:
+    for prompt_logprobs in (None, 0):
+        own = Sequence(0, list(range(10)), 10, SamplingParams(prompt_logprobs=prompt_logprobs), 0, 5)
+        item = ScheduledSequence(own, start, num_new, samples, proposals, own if is_fork else None)
+        num_rows, num_prompt_logits, num_logits, num_tokens = expected
+        if prompt_logprobs is None:
+            num_prompt_logits, num_logits = 0, num_logits - num_prompt_logits
+        found = item.num_rows, item.num_prompt_logits, item.num_logits, item.num_tokens
+        assert found == (num_rows, num_prompt_logits, num_logits, num_tokens)

@@ -18,6 +18,7 @@ from holdfast.request.wire import (
     Writer,
     body_length,
     open_frame,
+    pack_lists,
 )
 from request.frames import sealed
 
@@ -132,3 +133,11 @@ def test_what_is_out_of_bounds_is_refused_in_words(values, read, words: str) -> 
     with pytest.raises(MessageError) as caught:
         read(reader)
     assert caught.value.has == words
+
+
+@pytest.mark.parametrize("numbers", [[], [1, -2], [2**40], [0, 2**31]])
+@pytest.mark.parametrize("others", [[], [5], [7, -(2**40), 9]])
+def test_pack_lists_writes_what_a_writer_writes(numbers: list[int], others: list[int]) -> None:
+    reader = Reader(pack_lists(3, numbers, -4, others))
+    assert (reader.int(), list(reader.ints()), reader.int(), list(reader.ints())) == (3, numbers, -4, others)
+    reader.end()
