@@ -199,6 +199,28 @@ def test_abort_by_name_gives_the_reader_an_end(run_ahead):
     run(work)
 
 
+def test_engine_thread_with_nothing_to_do_leaves_no_step_in_flight():
+    async def work():
+        engine = make_engine(run_ahead=1)
+        thread = EngineThread(engine)
+        for number in range(2):
+            gate = Gate(engine)
+            mailbox = submitted(thread, "x", f"name {number}", SamplingParams(max_tokens=50))
+            gate.started.acquire()
+            thread.abort(f"name {number}")
+            gate.open()
+            await read(mailbox)
+            for _ in range(1000):
+                if engine.scheduler.num_in_flight == 0:
+                    break
+                await asyncio.sleep(0.005)
+            assert engine.scheduler.num_in_flight == 0
+            assert engine.scheduler.pool.num_available == engine.runner.num_pages
+        ended(thread)
+
+    run(work)
+
+
 def test_a_reader_whose_loop_is_gone_is_forgotten():
     engine = make_engine()
     gate = Gate(engine)
