@@ -170,12 +170,14 @@ def test_channel_sends_large_frames_whole_from_a_thread_that_does_not_read(pair,
     assert ours.take() == frame(9)
 
 
-def test_channel_sends_to_one_that_has_hung_up_half(pair):
+def test_channel_sends_to_one_that_has_hung_up_half(pair, monkeypatch):
     """An end that was read while sending is no busy wait, and what came before it is not lost."""
     ours, theirs = pair
     theirs.send(lambda: frame(1))
     theirs._socket.shutdown(socket.SHUT_WR)
     sent, thread_ended = frame(2, "x" * 1_000_000), threading.Event()
+    poll, polls = ours._poll, []
+    monkeypatch.setattr(ours, "_poll", lambda *told: (polls.append(0), poll(*told))[1])
 
     def talk() -> None:
         ours.send(lambda: sent)
@@ -183,6 +185,7 @@ def test_channel_sends_to_one_that_has_hung_up_half(pair):
 
     threading.Thread(target=talk, daemon=True).start()
     assert not thread_ended.wait(0.05), "the socket is full"
+    assert len(polls) < 9
     found = None
     while found is None:
         assert theirs.wait(10)

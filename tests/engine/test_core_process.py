@@ -296,6 +296,7 @@ def test_a_core_that_stops_answering(make_remote):
     assert 0.9 < seconds < 60
 
 
+@pytest.mark.slow
 def test_a_core_that_stops_answering_while_it_is_sent_more_than_fits(make_remote):
     engine = make_remote("slow", core_timeout=1.0)
     engine.add_request("a", "a", LONG)
@@ -409,7 +410,7 @@ raise ValueError("the program fails")
     assert is_gone(int(done.stdout))
 
 
-@pytest.mark.parametrize("name", ["slow", "hangs"])
+@pytest.mark.parametrize("name", [pytest.param("slow", marks=pytest.mark.slow), "hangs"])
 def test_a_core_whose_parent_is_killed_ends(name):
     """In the middle of a step too."""
     code = f"""

@@ -207,3 +207,45 @@ def test_core_server_holds_short_steps_for_so_long(monkeypatch: pytest.MonkeyPat
     engine.runner.on_step = run  # type: ignore[attr-defined]
     server.serve(engine.core)
     assert steps_by_sending(line) == expected
+
+
+def test_core_server_sends_a_long_step_at_once_after_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pulse thread has just sent what was held; the step was long all the same."""
+    now = [100.0]
+    monkeypatch.setattr(core_process.time, "monotonic", lambda: now[0])
+    engine = make_engine(max_num_batched_tokens=8)
+    assert isinstance(engine.core, EngineCore)
+    line, num_steps = Line([Submit((request(0, max_tokens=4),))]), [0]
+    server = CoreServer(line, own_pulse())  # type: ignore[arg-type]
+    server._flushed_at = now[0]
+
+    def run(step: object) -> None:
+        num_steps[0] += 1
+        if num_steps[0] == 2:
+            now[0] += 1.0
+            server.flush_overdue()
+
+    engine.runner.on_step = run  # type: ignore[attr-defined]
+    server.serve(engine.core)
+    assert steps_by_sending(line) == [1, 1, 2]
+
+
+def test_core_server_holds_nothing_back_when_all_have_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that stops because its clients are gone ends nothing that the front waits for."""
+    monkeypatch.setattr(core_process, "HELD_SECONDS", 1e12)
+    engine = make_engine(max_num_batched_tokens=8, run_ahead=0)
+    assert isinstance(engine.core, EngineCore)
+    core, num_steps = engine.core, [0]
+    line = WatchedLine([Submit((request(0, max_tokens=9),))], num_waits=1)
+    line.core, line.server = core, CoreServer(line, line.pulse)  # type: ignore[arg-type]
+
+    def run(step: object) -> None:
+        num_steps[0] += 1
+        if num_steps[0] == 3:
+            line.pulse.hang_ups.add((0,))
+            core.check_needed()
+
+    engine.runner.on_step = run  # type: ignore[attr-defined]
+    line.server.serve(core)
+    assert num_steps == [3]
+    assert steps_by_sending(line)[0] >= 2

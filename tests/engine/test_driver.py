@@ -66,6 +66,22 @@ def test_what_a_call_leaves_behind_is_aborted_and_nothing_else(error):
     assert_at_rest(engine)
 
 
+def test_driver_leaves_no_step_in_flight_when_the_last_call_ends():
+    """Steps of others go on when one ends."""
+    engine = make_engine(run_ahead=1)
+    driver = Driver(engine)
+    with driver.call() as other:
+        other.try_submit(engine.prepare("kept", SamplingParams(max_tokens=50)), Sink())
+        with driver.call() as call:
+            call.try_submit(engine.prepare("x", SamplingParams(max_tokens=50)), Sink())
+            call.pump()
+            call.pump()
+        assert engine.scheduler.num_in_flight > 0
+        other.pump()
+    assert engine.scheduler.num_in_flight == 0
+    assert engine.scheduler.pool.num_available == engine.runner.num_pages
+
+
 def test_a_full_queue_is_no_error_and_leaves_no_trace():
     engine = make_engine(max_queue=2)
     driver = Driver(engine)

@@ -109,6 +109,29 @@ def test_requests_are_answered():
     run(work)
 
 
+def test_engine_thread_wakes_every_reader_of_a_loop():
+    """Two readers wait at once; each step has something for both, and ends both at once."""
+
+    async def work():
+        engine = make_engine()
+        gate = Gate(engine)
+        thread = EngineThread(engine)
+        several = SamplingParams(temperature=0.0, max_tokens=8, n=3)
+        mailboxes = [submitted(thread, "one"), submitted(thread, "two"), submitted(thread, "three", params=several)]
+        gate.started.acquire()
+        assert thread.stats().num_waiting + thread.stats().num_running == 5
+        reading = asyncio.gather(*map(read, mailboxes))
+        await asyncio.sleep(0.01)
+        gate.open()
+        heard = await asyncio.wait_for(reading, 10)
+        assert [tokens_of(own) for own in heard[:2]] == [solo(prompt, PARAMS)[0] for prompt in ("one", "two")]
+        assert sorted(delta.index for delta in heard[2] if delta.finish_reason) == [0, 1, 2]
+        assert (thread.stats().num_waiting, thread.stats().num_running) == (0, 0)
+        ended(thread)
+
+    run(work)
+
+
 def test_a_refusal_reaches_its_reader_only():
     async def work():
         engine = make_engine()
@@ -172,6 +195,28 @@ def test_abort_by_name_gives_the_reader_an_end(run_ahead):
         assert [delta.finish_reason for delta in heard[-2:]] == ["abort", "abort"]
         ended(thread)
         assert len(engine.runner.steps) == 1 + run_ahead, "what runs ahead has to end"
+
+    run(work)
+
+
+def test_engine_thread_with_nothing_to_do_leaves_no_step_in_flight():
+    async def work():
+        engine = make_engine(run_ahead=1)
+        thread = EngineThread(engine)
+        for number in range(2):
+            gate = Gate(engine)
+            mailbox = submitted(thread, "x", f"name {number}", SamplingParams(max_tokens=50))
+            gate.started.acquire()
+            thread.abort(f"name {number}")
+            gate.open()
+            await read(mailbox)
+            for _ in range(1000):
+                if engine.scheduler.num_in_flight == 0:
+                    break
+                await asyncio.sleep(0.005)
+            assert engine.scheduler.num_in_flight == 0
+            assert engine.scheduler.pool.num_available == engine.runner.num_pages
+        ended(thread)
 
     run(work)
 

@@ -173,7 +173,7 @@ DEATHS = {
 @pytest.mark.parametrize("second", DEATHS)
 def test_rank_group_blames_the_cause_and_not_who_was_taken_along(first, second, monkeypatch):
     """Two go within the moment that is left to them; the later one's words are the cause if they say more."""
-    monkeypatch.setattr(ranks, "BLAME_SECONDS", 0.04)
+    monkeypatch.setattr(ranks, "BLAME_SECONDS", 0.02)
     kinds = list(DEATHS)
     rank_of = {"killed": 0, "refused": 1}
     place = [rank_of.get(kind, 2) for kind in (first, second)]

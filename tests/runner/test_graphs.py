@@ -70,6 +70,12 @@ def test_a_mixed_step_has_no_more_logits_than_rows():
     assert [graphs.logit_rows(size, is_decode=True) for size in DECODE] == list(DECODE)
 
 
+def test_graphs_of_more_rows_take_forks_that_want_more_logits():
+    graphs = StepGraphs(DECODE, MIXED, 20)
+    assert [graphs.size_for(15, num_logits, False) for num_logits in (15, 16, 17, 20, 21)] == [16, 16, 64, 64, None]
+    assert [graphs.size_for(3, num_logits, True) for num_logits in (3, 4, 5, 8, 9)] == [4, 4, 8, 8, None]
+
+
 def test_no_sizes_take_nothing():
     graphs = StepGraphs((), (), 4)
     assert graphs.size_for(1, 1, is_decode=True) is None

@@ -43,7 +43,10 @@ def test_the_same_seed_takes_the_same_steps_to_the_same_bits(tmp_path, name, num
         assert same_bits(left, right)
 
 
-@pytest.mark.parametrize("kv_format", ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_3bit_nc"])
+@pytest.mark.parametrize(
+    "kv_format",
+    ["turboquant_k8v4", pytest.param("turboquant_4bit_nc", marks=pytest.mark.slow), "turboquant_3bit_nc"],
+)
 def test_coded_pages_on_a_cpu_ignore_nan_in_free_pages(tmp_path, kv_format):
     options = {"kv_cache_dtype": kv_format, **ALL_CODED}
     built = build_dummy(tmp_path, "qwen3", **ON_CPU, **SHORT, **options)

@@ -91,6 +91,10 @@ BAD_STEPS = {
     ),
     "a slot that there is not": (Step(4, admitted=(admitted(4, 20),)), "gives slot 4, and there are 4"),
     "a sequence in two slots": (Step(4, admitted=(admitted(3, 7),)), "sequence 7, which has one already"),
+    "a sequence that comes twice": (
+        Step(4, released=(0,), admitted=(admitted(3, 20), admitted(0, 20))),
+        "gives slot 0 to sequence 20, which has one already",
+    ),
     "a prompt too long": (Step(4, admitted=(admitted(3, 20, 41),)), "has 41 tokens, and 1 to 40 are possible"),
     "no tokens": (Step(4, admitted=(admitted(3, 20, token_ids=()),)), "has 0 tokens"),
     "a prompt beyond its tokens": (
@@ -337,6 +341,43 @@ def test_steps_that_were_dropped_are_taken_again_from_where_the_last_booked_one_
     live = slots.accept(Step(6, items=(decode(), StepItem(2, 7, 1, True), StepItem(1, 0, 6, True))))
     assert [item.sequence.num_tokens for item in live.scheduled] == [8, 8, 6], "a newcomer begins wherever it may"
     assert live.scheduled[0].sequence.tables[0] == [0, 1, 12], "pages that were told stay told"
+
+
+def test_slots_dropped_proposals_do_not_keep_their_sequence(slots):
+    guess = Step(4, items=(decode(num_new_tokens=3, proposals=(5, 6), pages=places(1, 8)),))
+    slots.accept(guess)
+    slots.forget_flights()
+    again = slots.accept(Step(5, items=(decode(),)))
+    assert (again.scheduled[0].start, again.scheduled[0].samples) == (7, True)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_slots_room_is_that_of_the_smallest_group(short):
+    """One group's pages hold more tokens than the other's; a step without pages ends where the first is full."""
+    sizes = [8, 8]
+    sizes[short] = 4
+    made = Slots(LIMITS, [CacheGroup(f"group {size}", size) for size in sizes], NUM_PAGES, VOCAB)
+    first = Step(1, admitted=(admitted(0, 7, 4),), items=(StepItem(0, 0, 4, True, ((1,), (2,))),))
+    made.book(made.accept(first), tokens(30))
+    with pytest.raises(MessageError, match=f"has 1 pages of cache group {short}, and needs 2 to position 5"):
+        made.accept(Step(2, items=(StepItem(0, 4, 1, True),)))
+    grown = [(), ()]
+    grown[short] = (3,)
+    made.accept(Step(2, items=(StepItem(0, 4, 1, True, tuple(grown)),)))
+
+
+def test_slots_forks_take_no_rows_of_a_step():
+    """The prompt alone has as many tokens as a step may; each fork chooses from its last row."""
+    made = Slots(LIMITS, GROUPS, NUM_PAGES, VOCAB)
+    forks = [admitted(slot, 10 + slot, 20, fork_of=0) for slot in (1, 2, 3)]
+    items = [StepItem(own.slot, 19, 1, True, places(5, 6 * own.slot)) for own in forks]
+    step = Step(1, admitted=(admitted(0, 1, 20), *forks), items=(StepItem(0, 0, 20, True, places(5)), *items))
+    live = made.accept(step)
+    assert [item.source is live.scheduled[0].sequence for item in live.scheduled] == [False, True, True, True]
+    made.book(live, tokens(30, 31, 32, 33))
+    again = made.accept(Step(2, items=(StepItem(3, 20, 1, True, places(1, 28)),)))
+    assert again.scheduled[0].sequence.token_ids[-1] == 33
+    assert again.scheduled[0].source is None, "it forks once"
 
 
 def test_no_torch_is_imported():

@@ -13,8 +13,8 @@ from models.staged_runners import StagedRanks, cuts_of, find_model
 from runner.rank_runs import Built
 from runner.stand_in_graphs import SeenGraphs, capture_all, use_stand_ins
 
-DECODE, MIXED, LOGIT_ROWS = (1, 2, 4), (8, 16, 40), 4
-WARM_ROWS = (1, 2, 17)
+DECODE, MIXED, LOGIT_ROWS = (1, 4), (16, 40), 4
+WARM_ROWS = (1, 17)
 
 
 GREEDY = SamplingParams(temperature=0.0)

