@@ -39,12 +39,29 @@ def turns(text: str) -> list[tuple[str, str]]:
 @family_cases
 @ways
 def test_answer_with_two_calls_tells_both(client, family: Family, stream):
-    """With the texts around them."""
-    text = f"<think>Why</think>One.{FIRST}Two.\n{SECOND}3"
+    """With the texts around them; the last call may end the answer."""
+    tail = "" if stream else "3"
+    text = f"<think>Why</think>One.{FIRST}Two.\n{SECOND}{tail}"
     choice = ask(client, family, family.body(turns(text), TOOLS), stream=stream).only
     assert [(call.name, call.arguments) for call in choice.calls] == [("look", {"a": 1}), ("now", {"b": [2]})]
     assert len({call.id for call in choice.calls}) == 2
-    assert (choice.content, choice.reasoning, choice.reason) == ("One.Two.3", "Why", family.called)
+    assert (choice.content, choice.reasoning, choice.reason) == (f"One.Two.{tail}", "Why", family.called)
+
+
+@family_cases
+@ways
+@pytest.mark.parametrize("num_calls", [0, 1])
+def test_answer_says_whether_it_calls(client, family: Family, stream, num_calls):
+    choice = ask(client, family, family.body(turns(FIRST * num_calls or "x"), TOOLS), stream=stream).only
+    assert (len(choice.calls), choice.reason) == (num_calls, family.called if num_calls else family.stopped)
+
+
+@family_cases
+@ways
+def test_answer_cut_in_its_thoughts_keeps_them(client, family: Family, stream):
+    body = family.body(turns("<think>abcdef</think>x"), max_tokens=len("<think>abc"))
+    choice = ask(client, family, body, stream=stream).only
+    assert (choice.content, choice.reasoning, choice.reason) == ("", "abc", family.cut)
 
 
 @family_cases
@@ -293,6 +310,21 @@ def test_sampling_params_take_each_field_alone(service, name):
     others = SamplingParams(**{**service.advised, "max_tokens": 9})
     differing = {one for one in SamplingParams.__dataclass_fields__ if getattr(made, one) != getattr(others, one)}
     assert differing == {name}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
+        ({"min_tokens": 20, "max_tokens": 5}, "min_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_second_rule_or_limit_that_cannot_be_is_named(client, fields, param):
+    answer = client.post("/v1/completions", json={"prompt": "a", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_sampling_params_with_top_p_zero_keep_one_token(service):
