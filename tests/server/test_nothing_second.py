@@ -1,6 +1,7 @@
 """The second of everything: call, message, tool, stop string, choice, prompt, position, part, request on a connection."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from holdfast.server.sampling import sampling_params
 from holdfast.server.service import Service
 from server.families import ALL, CHATS, Chat, Completions, Family, Messages, ask, events, names
 from server.raw_server import SHORT, Running, connect, get, post, read_to_end, running, status_of, talk
-from server.served import app_client, make_served_engine, said, user
+from server.served import NAMES, app_client, make_served_engine, said, user
 
 FIRST = '<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
 SECOND = '<tool_call>{"name": "now", "arguments": {"b": [2]}}</tool_call>'
@@ -93,6 +94,42 @@ def test_second_stop_string_ends_the_answer(client, family: Family, stream, stop
     assert told.content == "one two"
     if isinstance(family, Chat | Messages):
         assert (told.reason, told.stop) == ("stop" if isinstance(family, Chat) else "stop_sequence", " th")
+
+
+@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@ways
+def test_answer_carries_the_name_that_was_asked(client, family: Family, stream):
+    for model in (None, *NAMES):
+        body = {**family.body(turns("x")), "stream": stream, **({} if model is None else {"model": model})}
+        text = client.post(family.path, json=body).text
+        assert set(re.findall(r'"model": ?"([^"]+)"', text)) == {model or NAMES[0]}
+
+
+def test_response_repeats_what_was_asked(client):
+    asked: dict[str, Any] = {
+        "instructions": "Be brief",
+        "max_output_tokens": 9,
+        "max_tool_calls": 3,
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "key",
+        "safety_identifier": "safe",
+        "temperature": 0.25,
+        "top_p": 0.75,
+        "user": "me",
+        "top_logprobs": 2,
+        "metadata": {"a": "b", "c": "d"},
+        "tool_choice": "auto",
+        "store": False,
+    }
+    tools = [{"type": "function", "name": name, "parameters": None} for name in TOOLS]
+    body = {"input": said("x"), "tools": tools, "reasoning": {"effort": "low"}, **asked}
+    response = client.post("/v1/responses", json=body).json()
+    assert {name: response[name] for name in asked} == asked
+    assert [tool["name"] for tool in response["tools"]] == [*TOOLS]
+    assert (response["reasoning"]["effort"], response["text"]) == ("low", {"format": {"type": "text"}})
+    plain = client.post("/v1/responses", json={"input": said("x")}).json()
+    assert (plain["parallel_tool_calls"], plain["tool_choice"], plain["store"]) == (True, "auto", True)
+    assert (plain["temperature"], plain["top_p"], plain["top_logprobs"], plain["metadata"]) == (1.0, 1.0, 0, {})
 
 
 # Requests.
