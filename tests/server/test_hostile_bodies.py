@@ -301,6 +301,25 @@ def test_number_at_its_bound_is_taken_and_beyond_refused(model, body, bounds) ->
             assert caught.value.param == name, (name, value)
 
 
+@pytest.mark.parametrize(
+    ("model", "body", "name", "taken", "refused"),
+    [
+        (ResponseRequest, {"input": "x"}, "service_tier", ("auto", "default", None), ("flex", "", 1)),
+        (ResponseRequest, {"input": "x"}, "truncation", ("disabled", None), ("auto",)),
+        (ResponseRequest, {"input": "x"}, "background", (False, None), (True, 0)),
+        (CompletionRequest, {"prompt": "x"}, "length_penalty", (1, 1.0, None), (2, True, "1")),
+        (CompletionRequest, {"prompt": "x"}, "use_beam_search", (False, None), (True, 0)),
+    ],
+)
+def test_field_that_changes_nothing_is_taken_in_each_quiet_form(model, body, name, taken, refused) -> None:
+    for value in taken:
+        parse(model, {**body, name: value})
+    for value in refused:
+        with pytest.raises(ApiError) as caught:
+            parse(model, {**body, name: value})
+        assert caught.value.param == name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RICH)
 @pytest.mark.parametrize("bad", HOSTILE, ids=map(str, range(len(HOSTILE))))
