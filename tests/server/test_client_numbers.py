@@ -86,6 +86,7 @@ def test_usage_of_a_prompt_that_was_cached_says_so(logged, family: Family, strea
         assert (line["finish_reason"], "cut" in line, "error" in line) == ("stop", False, False)
         assert said("é.") in line["prompt"]
         assert line.get("answer", "é.") == "é."
+        assert 0 < line["first_token_seconds"] <= line["seconds"]
 
 
 @pytest.mark.parametrize("family", [Chat(), Completions()], ids=["Chat", "Completions"])

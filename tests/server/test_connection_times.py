@@ -15,6 +15,7 @@ from holdfast.server.connections import (
     LINGER_BYTES,
     LINGER_SECONDS,
     PATIENCE,
+    SURPLUS_CONNECTIONS,
     GuardedConfig,
     GuardedProtocol,
 )
@@ -93,6 +94,11 @@ class World:
             await self.go.wait()
         headers = [(b"content-length", b"2")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["path"] == "/begun":
+            await send({"type": "http.response.body", "body": b"o", "more_body": True})
+            await self.go.wait()
+            await send({"type": "http.response.body", "body": b"k"})
+            return
         await send({"type": "http.response.body", "body": b"ok"})
 
     def spin(self) -> None:
@@ -244,6 +250,52 @@ def test_lingering_connection_ends_by_its_own_limit(world: World):
     world.send(b"more")
     world.ends_after(LINGER_SECONDS - 1)
     assert world.wire.is_aborted
+
+
+@pytest.mark.parametrize(
+    ("num_before", "status", "is_aborted"),
+    [
+        (LIMITS.max_connections - 1, b"", False),
+        (LIMITS.max_connections, b"HTTP/1.1 503 ", False),
+        (LIMITS.max_connections + SURPLUS_CONNECTIONS - 1, b"HTTP/1.1 503 ", False),
+        (LIMITS.max_connections + SURPLUS_CONNECTIONS, b"", True),
+    ],
+)
+def test_connection_beyond_the_limit_is_told_or_dropped(world: World, num_before, status, is_aborted):
+    state, wire = ServerState(), Wire()
+    state.connections |= set(range(num_before))  # type: ignore[arg-type]
+    late = GuardedProtocol(world.connection.config, state, {}, world.loop)  # type: ignore[arg-type]
+    late.connection_made(wire)  # type: ignore[arg-type]
+    assert (wire.sent[: len(b"HTTP/1.1 503 ")], wire.is_aborted) == (status, is_aborted)
+
+
+def test_connection_whose_request_was_whole_is_closed_at_once(world: World):
+    """Nothing is left to be read, so there is nothing to linger for."""
+    world.send(ASK[:-2] + b"Connection: close\r\n\r\n")
+    assert world.wire.sent.endswith(b"ok")
+    assert (world.wire.is_closed, world.wire.has_ended) == (True, False)
+
+
+def test_connection_whose_request_was_refused_early_lingers(world: World):
+    world.send(HEAD.replace(b"/echo", b"/now"))
+    assert world.wire.sent.endswith(b"ok")
+    assert b"connection: close" in world.wire.sent.lower()
+    assert (world.wire.is_closed, world.wire.has_ended) == (False, True)
+
+
+@pytest.mark.parametrize("before", [ASK.replace(b"/echo", b"/begun"), WAIT + WAIT], ids=["begun", "two waiting"])
+def test_refusal_never_stands_inside_another_answer(world: World, before):
+    world.send(before)
+    sent = world.wire.sent
+    world.send(b"\x00garbage\r\n\r\n")
+    assert (world.wire.sent, world.wire.is_aborted) == (sent, True)
+
+
+def test_refusal_ends_the_request_that_waits_for_its_body(world: World):
+    world.send(HEAD.replace(b"Content-Length: 6", b"Transfer-Encoding: chunked") + b"xyz\r\n")
+    assert world.wire.sent.startswith(b"HTTP/1.1 400 ")
+    assert world.wire.sent.count(b"HTTP/1.1 ") == 2  # once in its own words
+    assert world.wire.has_ended
 
 
 def test_shutdown_closes_idle_connections_alone(world: World):

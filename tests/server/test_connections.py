@@ -1,5 +1,7 @@
 """Raw connections: what is ambiguous is refused, what is slow is closed in time, and good clients never notice."""
 
+import io
+import json
 import random
 import re
 import socket
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.server.logs import RequestLog
 from holdfast.server.service import ServerLimits
 from server.raw_server import Running, connect, get, post, read_to_end, running, status_of, talk
 
@@ -225,6 +228,17 @@ def test_a_client_that_goes_ends_its_stream(server: Running) -> None:
             connection.sendall(get("/stream?count=1000", close=False) + more)
             assert connection.recv(100)
         wait_for(lambda ended=ended: server.seen.num_ended > ended)
+
+
+def test_answer_that_a_client_leaves_is_logged_as_cut() -> None:
+    stream = io.StringIO()
+    with running(log=RequestLog("json", stream=stream)) as server:
+        assert status_of(talk(server.port, get("/stream?count=1"))) == 200
+        with connect(server.port) as connection:
+            connection.sendall(get("/stream?count=1000", close=False))
+            assert connection.recv(100)
+        wait_for(lambda: stream.getvalue().count("\n") == 2)
+    assert [json.loads(line).get("cut") for line in stream.getvalue().splitlines()] == [None, True]
 
 
 def test_large_bodies_are_not_held(server: Running) -> None:

@@ -50,6 +50,8 @@ def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_step
     running, gate = held
     num_requests = 2 if path == "/v1/completions" else 1
     gate.allowed = type(gate.allowed)(0)
+    metrics = running.service.metrics
+    aborted = metrics.finished["abort"] + num_requests
     connection = connect(running, path, {**BODIES[path], "stream": stream})
     # The step in progress is held, and what it computes is a request that nobody waits for any more.
     assert gate.started.acquire(timeout=20)
@@ -63,6 +65,11 @@ def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_step
     gate.open()
     until(lambda: num_live(running) == 0, "the request goes on")
     until(lambda: not running.engine.has_unfinished(), "the engine goes on")
+    until(
+        lambda: metrics.finished["abort"] == aborted and metrics.num_open == 0, f"{metrics.finished} {metrics.num_open}"
+    )
+    stats = running.service.llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
     while gate.started.acquire(blocking=False):
         pass
 

@@ -1,8 +1,11 @@
 """Paths and methods that no endpoint takes: what is said, in the shape of the path's API family."""
 
+import json
+
 import pytest
 
-from holdfast.server.dialects import dialect_of
+from holdfast.server.dialects import dialect_of, error_body, error_piece
+from holdfast.server.errors import ApiError
 
 SPOKEN = {
     "/chat/completions": "POST /v1/chat/completions exists",
@@ -79,3 +82,25 @@ def test_listed_endpoints_have_all_of_their_methods(client):
     text = client.get("/v1/unheard-of").text
     assert "DELETE or GET /v1/responses/{response_id}" in text
     assert "POST /v1/completions" in text
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error")),
+        *((404, "not_found_error"), (408, "timeout_error"), (413, "request_too_large"), (415, "invalid_request_error")),
+        *((429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error")),
+    ],
+)
+def test_error_has_the_shape_of_each_family(status, kind):
+    error = ApiError(status, "words", "a_kind", "field", "code")
+    own = {"type": "error", "error": {"type": kind, "message": "words"}, "request_id": "id"}
+    assert json.loads(error_body(error, "/v1/messages", "id")) == own
+    assert (
+        error_piece(error, "/v1/messages", "id")
+        == b"event: error\ndata: " + json.dumps(own, separators=(",", ":")).encode() + b"\n\n"
+    )
+    assert error_piece(error, "/api/chat", "id") == b'{"error":"words"}\n'
+    told = {"error": {"message": "words", "type": "a_kind", "param": "field", "code": "code"}}
+    assert json.loads(error_body(error, "/v1/models", "id")) == told
+    assert json.loads(error_piece(error, "/v1/models", "id").removeprefix(b"data: ")) == told

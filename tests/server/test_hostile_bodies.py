@@ -261,6 +261,65 @@ def test_wrong_value_in_any_field_is_refused_in_words(path) -> None:
                     conversation_of(asked)
 
 
+SAMPLED: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
+    "temperature": ((0, 100), (-0.01, 100.01)),
+    "top_p": ((0, 1), (-0.01, 1.01)),
+    "min_p": ((0, 1), (-0.01, 1.01)),
+    "presence_penalty": ((-2, 2), (-2.01, 2.01)),
+    "frequency_penalty": ((-2, 2), (-2.01, 2.01)),
+    "repetition_penalty": ((0.01, 100), (0, 100.01)),
+    "top_k": ((-1, 2**31 - 1), (-2, 2**31)),
+    "seed": ((-(2**63), 2**63 - 1), (-(2**63) - 1, 2**63)),
+    "n": ((1, 128), (0, 129)),
+    "min_tokens": ((0, 2**31 - 1), (-1, 2**31)),
+    "truncate_prompt_tokens": ((-1, 2**31 - 1), (-2, 2**31)),
+}
+BOUNDED: list[tuple[Any, dict[str, Any], dict[str, tuple[tuple[float, float], tuple[float, float]]]]] = [
+    (CompletionRequest, {"prompt": "x"}, {**SAMPLED, "logprobs": ((0, 20), (-1, 21))}),
+    (
+        ChatCompletionRequest,
+        {"messages": user("x")},
+        {**SAMPLED, "top_logprobs": ((0, 20), (-1, 21)), "max_tokens": ((1, 2**31 - 1), (0, 2**31))},
+    ),
+    (ResponseRequest, {"input": "x"}, {**SAMPLED, "n": ((1, 1), (0, 2)), "top_logprobs": ((0, 20), (-1, 21))}),
+    (
+        MessageRequest,
+        {"messages": user("x"), "max_tokens": 1},
+        {"temperature": SAMPLED["temperature"], "top_p": SAMPLED["top_p"], "top_k": ((0, 2**31 - 1), (-1, 2**31))},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "body", "bounds"), BOUNDED, ids=lambda value: getattr(value, "__name__", ""))
+def test_number_at_its_bound_is_taken_and_beyond_refused(model, body, bounds) -> None:
+    for name, (sound, wrong) in bounds.items():
+        for value in sound:
+            assert getattr(parse(model, {**body, name: value}), name) == value
+        for value in wrong:
+            with pytest.raises(ApiError) as caught:
+                parse(model, {**body, name: value})
+            assert caught.value.param == name, (name, value)
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "name", "taken", "refused"),
+    [
+        (ResponseRequest, {"input": "x"}, "service_tier", ("auto", "default", None), ("flex", "", 1)),
+        (ResponseRequest, {"input": "x"}, "truncation", ("disabled", None), ("auto",)),
+        (ResponseRequest, {"input": "x"}, "background", (False, None), (True, 0)),
+        (CompletionRequest, {"prompt": "x"}, "length_penalty", (1, 1.0, None), (2, True, "1")),
+        (CompletionRequest, {"prompt": "x"}, "use_beam_search", (False, None), (True, 0)),
+    ],
+)
+def test_field_that_changes_nothing_is_taken_in_each_quiet_form(model, body, name, taken, refused) -> None:
+    for value in taken:
+        parse(model, {**body, name: value})
+    for value in refused:
+        with pytest.raises(ApiError) as caught:
+            parse(model, {**body, name: value})
+        assert caught.value.param == name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RICH)
 @pytest.mark.parametrize("bad", HOSTILE, ids=map(str, range(len(HOSTILE))))

@@ -38,8 +38,13 @@ def test_bad_keys(key: str) -> None:
 
 
 def test_too_many_keys() -> None:
+    assert len(Keys([*map(str, range(1024)), "0"])) == 1024
     with pytest.raises(ConfigError):
         Keys(map(str, range(1025)))
+
+
+def test_longest_key_is_taken() -> None:
+    assert Keys(["x" * 512]).find(b"x" * 512) == 0
 
 
 @pytest.mark.parametrize(

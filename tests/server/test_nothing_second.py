@@ -1,6 +1,7 @@
 """The second of everything: call, message, tool, stop string, choice, prompt, position, part, request on a connection."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from holdfast.server.sampling import sampling_params
 from holdfast.server.service import Service
 from server.families import ALL, CHATS, Chat, Completions, Family, Messages, ask, events, names
 from server.raw_server import SHORT, Running, connect, get, post, read_to_end, running, status_of, talk
-from server.served import app_client, make_served_engine, said, user
+from server.served import NAMES, app_client, make_served_engine, said, user
 
 FIRST = '<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
 SECOND = '<tool_call>{"name": "now", "arguments": {"b": [2]}}</tool_call>'
@@ -39,12 +40,29 @@ def turns(text: str) -> list[tuple[str, str]]:
 @family_cases
 @ways
 def test_answer_with_two_calls_tells_both(client, family: Family, stream):
-    """With the texts around them."""
-    text = f"<think>Why</think>One.{FIRST}Two.\n{SECOND}3"
+    """With the texts around them; the last call may end the answer."""
+    tail = "" if stream else "3"
+    text = f"<think>Why</think>One.{FIRST}Two.\n{SECOND}{tail}"
     choice = ask(client, family, family.body(turns(text), TOOLS), stream=stream).only
     assert [(call.name, call.arguments) for call in choice.calls] == [("look", {"a": 1}), ("now", {"b": [2]})]
     assert len({call.id for call in choice.calls}) == 2
-    assert (choice.content, choice.reasoning, choice.reason) == ("One.Two.3", "Why", family.called)
+    assert (choice.content, choice.reasoning, choice.reason) == (f"One.Two.{tail}", "Why", family.called)
+
+
+@family_cases
+@ways
+@pytest.mark.parametrize("num_calls", [0, 1])
+def test_answer_says_whether_it_calls(client, family: Family, stream, num_calls):
+    choice = ask(client, family, family.body(turns(FIRST * num_calls or "x"), TOOLS), stream=stream).only
+    assert (len(choice.calls), choice.reason) == (num_calls, family.called if num_calls else family.stopped)
+
+
+@family_cases
+@ways
+def test_answer_cut_in_its_thoughts_keeps_them(client, family: Family, stream):
+    body = family.body(turns("<think>abcdef</think>x"), max_tokens=len("<think>abc"))
+    choice = ask(client, family, body, stream=stream).only
+    assert (choice.content, choice.reasoning, choice.reason) == ("", "abc", family.cut)
 
 
 @family_cases
@@ -76,6 +94,42 @@ def test_second_stop_string_ends_the_answer(client, family: Family, stream, stop
     assert told.content == "one two"
     if isinstance(family, Chat | Messages):
         assert (told.reason, told.stop) == ("stop" if isinstance(family, Chat) else "stop_sequence", " th")
+
+
+@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@ways
+def test_answer_carries_the_name_that_was_asked(client, family: Family, stream):
+    for model in (None, *NAMES):
+        body = {**family.body(turns("x")), "stream": stream, **({} if model is None else {"model": model})}
+        text = client.post(family.path, json=body).text
+        assert set(re.findall(r'"model": ?"([^"]+)"', text)) == {model or NAMES[0]}
+
+
+def test_response_repeats_what_was_asked(client):
+    asked: dict[str, Any] = {
+        "instructions": "Be brief",
+        "max_output_tokens": 9,
+        "max_tool_calls": 3,
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "key",
+        "safety_identifier": "safe",
+        "temperature": 0.25,
+        "top_p": 0.75,
+        "user": "me",
+        "top_logprobs": 2,
+        "metadata": {"a": "b", "c": "d"},
+        "tool_choice": "auto",
+        "store": False,
+    }
+    tools = [{"type": "function", "name": name, "parameters": None} for name in TOOLS]
+    body = {"input": said("x"), "tools": tools, "reasoning": {"effort": "low"}, **asked}
+    response = client.post("/v1/responses", json=body).json()
+    assert {name: response[name] for name in asked} == asked
+    assert [tool["name"] for tool in response["tools"]] == [*TOOLS]
+    assert (response["reasoning"]["effort"], response["text"]) == ("low", {"format": {"type": "text"}})
+    plain = client.post("/v1/responses", json={"input": said("x")}).json()
+    assert (plain["parallel_tool_calls"], plain["tool_choice"], plain["store"]) == (True, "auto", True)
+    assert (plain["temperature"], plain["top_p"], plain["top_logprobs"], plain["metadata"]) == (1.0, 1.0, 0, {})
 
 
 # Requests.
@@ -293,6 +347,21 @@ def test_sampling_params_take_each_field_alone(service, name):
     others = SamplingParams(**{**service.advised, "max_tokens": 9})
     differing = {one for one in SamplingParams.__dataclass_fields__ if getattr(made, one) != getattr(others, one)}
     assert differing == {name}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
+        ({"min_tokens": 20, "max_tokens": 5}, "min_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_second_rule_or_limit_that_cannot_be_is_named(client, fields, param):
+    answer = client.post("/v1/completions", json={"prompt": "a", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_sampling_params_with_top_p_zero_keep_one_token(service):

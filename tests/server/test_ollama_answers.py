@@ -90,6 +90,17 @@ def test_output_tells_calls_when_they_are_whole():
     assert not any("thinking" in line for line in lines)
 
 
+def test_output_tells_a_call_before_the_text_that_follows_it():
+    output = OllamaOutput(MODEL, is_chat=True, shows_thinking=True)
+    output.add([ToolCallDelta(0, "look", '{"a":1}'), ContentDelta("x"), ToolCallDelta(1, "now"), ReasoningDelta("y")])
+    lines = [json.loads(line)["message"] for line in output.lines().splitlines()]
+    told = [
+        line["tool_calls"][0]["function"]["name"] if "tool_calls" in line else line["content"] or line["thinking"]
+        for line in lines
+    ]
+    assert told == ["look", "x", "now", "y"]
+
+
 def test_options_reach_the_engine(client, rendered):
     options = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.125, "repeat_penalty": 1.5, "seed": 7}
     options |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "stop": ["a", "b"], "num_predict": 8}

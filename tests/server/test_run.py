@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.errors import ConfigError, HoldfastError
 from holdfast.server import run as module
-from holdfast.server.run import WaitingDoor, address_of, bind_socket, raise_file_limit
+from holdfast.server.run import Server, WaitingDoor, address_of, bind_socket, raise_file_limit
 from server.raw_server import StubLLM, connect, get, running, status_of, talk
 
 
@@ -83,6 +83,17 @@ def test_a_dead_engine_ends_the_server() -> None:
             assert server.service.state == "dead"
         finally:
             StubLLM.is_alive = True
+
+
+def test_second_signal_forces_what_the_first_asks() -> None:
+    with running() as started:
+        server = Server(started.server.config.app, started.service, lambda: None, owns_process=False)  # type: ignore[arg-type]
+    assert (server.should_exit, server.force_exit) == (False, False)
+    server.tell()
+    assert (server.should_exit, server.force_exit, server.end_by) == (True, False, float("inf"))
+    server.tell()
+    assert server.force_exit
+    assert server.end_by <= time.monotonic()
 
 
 def test_an_engine_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,6 +291,8 @@ def test_a_server_that_ends_takes_nothing_new() -> None:
     answer = client.post("/echo", json={})
     assert (answer.status_code, answer.headers["connection"]) == (503, "close")
     assert client.get("/health").status_code == 200
+    # Open, and without an endpoint in this application.
+    assert [client.get(path).status_code for path in ("/ready", "/metrics", "/memory")] == [404, 404, 503]
 
 
 def test_a_line_for_each_request() -> None:

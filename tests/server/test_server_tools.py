@@ -7,6 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from holdfast.server.bodies import parse
+from holdfast.server.schemas import CompletionRequest
+from holdfast.server.structured import asked_rule
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.harmony import TOKENS
 from server.served import TEMPLATE, app_client, open_tiny_engine, said, user
@@ -254,3 +257,80 @@ def test_kimi_k2_calls_keep_the_ids_of_the_model():
         body = {"input": said(section), "tools": [{"type": "function", "name": "now", "parameters": None}]}
         response = client.post("/v1/responses", json=body).json()
         assert [item["call_id"] for item in response["output"]] == ["functions.now:3"]
+
+
+SCHEMAS = {"type": "object", "title": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "form", "rule"),
+    [
+        ({}, None, None),
+        ({"structured_outputs": {}}, None, None),
+        ({"structured_outputs": {"json_object": False}}, None, None),
+        ({"structured_outputs": {"json_object": True}}, None, ("structured_outputs", {"json_object": True})),
+        ({"structured_outputs": {"json": SCHEMAS}}, None, ("structured_outputs", {"json": SCHEMAS})),
+        ({"structured_outputs": {"regex": "a"}}, None, ("structured_outputs", {"regex": "a"})),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, None, ("structured_outputs", {"choice": ["a", "b"]})),
+        ({"structured_outputs": {"grammar": "start: x"}}, None, ("structured_outputs", {"grammar": "start: x"})),
+        ({"guided_json": SCHEMAS}, None, ("guided_json", {"json": SCHEMAS})),
+        ({"guided_regex": "a"}, None, ("guided_regex", {"regex": "a"})),
+        ({"guided_choice": ["a", "b"]}, None, ("guided_choice", {"choice": ["a", "b"]})),
+        ({"guided_grammar": "start: x"}, None, ("guided_grammar", {"grammar": "start: x"})),
+        ({}, {"type": "text"}, None),
+        ({}, {"type": "json_object"}, ("response_format", {"json_object": True})),
+        ({}, {"type": "json_schema", "json_schema": {"name": "x"}}, ("response_format", {"json_object": True})),
+        (
+            {},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMAS}},
+            ("response_format", {"json": SCHEMAS}),
+        ),
+    ],
+)
+def test_rule_of_each_field_is_the_same_form(fields, form, rule):
+    body = {"prompt": "x", **fields, **({} if form is None else {"response_format": form})}
+    asked = parse(CompletionRequest, body)
+    found = asked_rule(asked, asked.response_format)
+    assert (None if found is None else (found.param, found.value)) == rule
+    assert found is None or found.made().kind in found.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"chat_template_kwargs": {"enable_thinking": True, "budget": 3}}, {"enable_thinking": True, "budget": 3}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {"enable_thinking": True},
+        ),
+    ],
+)
+def test_template_is_told_of_thinking_and_the_rest(client, rendered, fields, told):
+    assert client.post("/v1/chat/completions", json={"messages": user(said("x")), **fields}).status_code == 200
+    assert rendered[-1]["chat_template_kwargs"] == told
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags"),
+    [
+        ({}, (True, False)),
+        ({"continue_final_message": True}, (False, True)),
+        ({"add_generation_prompt": False}, (False, False)),
+        ({"add_generation_prompt": True, "continue_final_message": False}, (True, False)),
+    ],
+)
+def test_prompt_ends_as_the_request_says(client, rendered, fields, flags):
+    messages = [*user("x"), {"role": "assistant", "content": said("y")}]
+    assert client.post("/v1/chat/completions", json={"messages": messages, **fields}).status_code == 200
+    assert (rendered[-1]["add_generation_prompt"], rendered[-1]["continue_final_message"]) == flags
+
+
+@pytest.mark.parametrize(("choice", "num_shown"), [(None, 2), ("auto", 2), ("none", None)])
+def test_tools_are_shown_unless_none_may_be_called(client, rendered, choice, num_shown):
+    body = {"messages": user(said("x")), "tools": TOOLS, "tool_choice": choice}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    tools = rendered[-1]["tools"]
+    assert (None if tools is None else len(tools)) == num_shown

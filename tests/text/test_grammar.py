@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -360,6 +361,16 @@ def test_the_largest_object_is_followed(vocabulary, check):
     check.check(StructuredOutputs(**form))
     assert takes(vocabulary, '{"p0": 1, "p300": 2, "p511": 3}', **form)
     assert not takes(vocabulary, '{"p300": 2, "p0": 1}', **form)
+
+
+def test_verdict_of_a_form_is_not_that_of_another_kind(check):
+    """The same text as an expression and as a grammar, in either order."""
+    for text in ("ab", "ba"):
+        for _ in range(2):
+            kinds = [("regex", True), ("grammar", False)]
+            for kind, is_fine in kinds if text == "ab" else reversed(kinds):
+                with nullcontext() if is_fine else pytest.raises(RequestError):
+                    check.check(StructuredOutputs(**{kind: text}))
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch, vocabulary):

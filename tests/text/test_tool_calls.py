@@ -461,6 +461,16 @@ def test_each_long_value_has_the_bound_to_itself(form, size, monkeypatch):
     assert calls == [("add", "{" + ", ".join(f'"{key}": {value}' for key, value in written.items()) + "}")] * 2
 
 
+@pytest.mark.parametrize("form", TAGGED, ids=lambda form: form.name)
+def test_parameter_that_comes_again_is_told(form):
+    """Also with another between the two."""
+    head, parameter, end = TAGGED[form]
+    for keys, is_told in (("ab", False), ("aa", True), ("aba", True), ("abcb", True)):
+        parser = form.parser(NUMBERS)
+        read(parser, [head + "".join(parameter.format(key, 1) for key in keys) + end])
+        assert any("twice" in problem for problem in parser.problems) == is_told, keys
+
+
 def test_calls_and_problems_are_bounded():
     parser = HERMES.parser(TOOLS)
     deltas = read(parser, [f"<tool_call>{LOOK}</tool_call>" * (MAX_CALLS + 5)])
