@@ -106,6 +106,16 @@ def test_batch_is_of_sequences_whose_groups_all_fit(name: str) -> None:
     assert len(pages.groups) > 1 or found.batch_size == fit.kv_tokens // SPEED_CONTEXT
 
 
+def test_batch_has_one_sequence_at_least() -> None:
+    """A context of the speeds that has no room beside itself still has a speed."""
+    request = plan_request("Qwen3-8B", H200, kv_cache_memory=8 * 16 * 147456, max_num_seqs=4)
+    fit = find_fit(request)
+    assert fit.kv_tokens == fit.resolved.limits.max_model_len == 128
+    found = estimate_speed(request, fit._replace(resolved=fit.resolved.with_max_model_len(4096, "longer than it has")))
+    assert found is not None
+    assert found.batch_size == 1
+
+
 @pytest.mark.parametrize("target", [H200, RTX4090, HOST], ids=lambda target: target.name)
 def test_bounds_are_shares_of_what_is_predicted(target: Target) -> None:
     """Rates of one stream and of a batch by both shares, seconds by their inverse."""
@@ -145,6 +155,16 @@ def test_kept_measurement_of_a_gpu_is_used() -> None:
     found = estimate(target=RTX4090)
     assert "500 GB/s and 100 TFLOP/s as holdfast doctor measured on 2026-11-18" in found.assumption
     assert found.one_stream.middle < 33
+
+
+def test_measurement_of_a_gpu_with_other_memory_is_not_taken() -> None:
+    """GPUs of one name come with more or less memory; drivers keep a little of it."""
+    gpu = GPUS["rtx4090"]
+    for share, is_taken in ((1.2, False), (0.5, False), (0.97, True)):
+        rates = Measured(gpu.name, int(share * gpu.total_bytes), 0.5e12, 100e12, "2026-11-18")
+        found = find_device_speed(RTX4090, (rates._replace(device="another"), rates))
+        assert found is not None
+        assert ("as holdfast doctor measured" in found.words) is is_taken, share
 
 
 def test_cpu_without_a_measurement_asks_for_one() -> None:
