@@ -140,6 +140,130 @@ def test_number_that_is_advised_is_the_least_change(wanted: PlanRequest) -> None
         assert try_fit(replace(wanted, config=config)) is None, (option, value, nearer)
 
 
+FREE = "memory_utilization=0.98 max_num_batched_tokens=2048 max_num_seqs=4"
+TQ = "turboquant"
+LISTED: dict[str, tuple[PlanRequest, str]] = {
+    "a short context": (
+        plan_request("Qwen3-32B", RTX4090, quantization="mxfp4"),
+        f"""
+        lever {FREE}
+        lever memory_utilization=0.98
+        lever max_num_batched_tokens=2048
+        lever max_num_seqs=4
+        lever enforce_eager=true
+        format kv_cache_dtype=fp8
+        format kv_cache_dtype={TQ}_k8v4
+        format kv_cache_dtype={TQ}_4bit_nc
+        format kv_cache_dtype={TQ}_k3v4_nc
+        format kv_cache_dtype={TQ}_3bit_nc
+        format kv_cache_dtype=fp8 {FREE}
+        format kv_cache_dtype={TQ}_k8v4 {FREE}
+        ranks tensor_parallel_size=2
+        ranks tensor_parallel_size=4
+        ranks tensor_parallel_size=8
+        gpu gpu=a30
+        gpu gpu=rtx5090
+        gpu gpu=a100-40g
+        """,
+    ),
+    "too many weights": (
+        plan_request("Qwen3-32B", RTX4090),
+        f"""
+        no format kv_cache_dtype=fp8
+        no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_4bit_nc
+        no format kv_cache_dtype={TQ}_k3v4_nc
+        no format kv_cache_dtype={TQ}_3bit_nc
+        no weights quantization=fp8
+        smallest weights quantization=mxfp4
+        weights quantization=mxfp4 {FREE}
+        weights quantization=mxfp4 kv_cache_dtype=fp8 {FREE}
+        weights quantization=mxfp4 kv_cache_dtype={TQ}_k8v4 {FREE}
+        no ranks tensor_parallel_size=2
+        ranks tensor_parallel_size=4
+        ranks tensor_parallel_size=8
+        gpu gpu=h100
+        gpu gpu=h100-nvl
+        gpu gpu=h200
+        """,
+    ),
+    "too many for any one": (
+        plan_request("Llama-3.1-70B", RTX4090),
+        f"""
+        no format kv_cache_dtype=fp8
+        no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_4bit_nc
+        no format kv_cache_dtype={TQ}_k3v4_nc
+        no format kv_cache_dtype={TQ}_3bit_nc
+        no weights quantization=fp8
+        no weights quantization=mxfp4
+        smallest ranks tensor_parallel_size=2 quantization=mxfp4
+        ranks tensor_parallel_size=2 quantization=mxfp4 {FREE}
+        no ranks tensor_parallel_size=2
+        no ranks tensor_parallel_size=4
+        ranks tensor_parallel_size=8
+        gpu gpu=b200
+        gpu gpu=b300
+        """,
+    ),
+    "a long context that was asked": (
+        plan_request("Llama-3.1-8B", RTX4090, max_model_len=131072),
+        f"""
+        smallest context max_model_len=36800
+        context max_model_len=32768
+        no format kv_cache_dtype=fp8
+        no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_4bit_nc
+        format kv_cache_dtype={TQ}_k3v4_nc
+        format kv_cache_dtype={TQ}_3bit_nc
+        no weights quantization=fp8
+        no weights quantization=mxfp4
+        weights quantization=fp8 kv_cache_dtype=fp8 {FREE}
+        ranks tensor_parallel_size=2
+        ranks tensor_parallel_size=4
+        ranks tensor_parallel_size=8
+        gpu gpu=a100-40g
+        gpu gpu=a40
+        gpu gpu=rtxa6000
+        """,
+    ),
+    "a host": (
+        plan_request("Qwen3-0.6B", HOST),
+        f"""
+        lever memory_utilization=0.9
+        format kv_cache_dtype=bfloat16
+        format dtype=bfloat16
+        format kv_cache_dtype=fp8
+        format kv_cache_dtype={TQ}_k8v4
+        format kv_cache_dtype={TQ}_4bit_nc
+        format kv_cache_dtype={TQ}_k3v4_nc
+        format kv_cache_dtype={TQ}_3bit_nc
+        weights quantization=fp8
+        weights quantization=mxfp4
+        gpu gpu=rtx4060ti-8g
+        gpu gpu=rtx3080
+        gpu gpu=rtx5070
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_changes_of_a_request_are_those_of_the_rules(case: str) -> None:
+    """The rules of `list_alternatives` applied by hand: order, what stands together, what is left out."""
+    wanted, expected = LISTED[case]
+    found = [
+        " ".join(
+            (
+                *(["no"] if not item.fits else ["smallest"] if item.is_smallest else []),
+                *(item.kind, *(f"{name}={value}" for name, value in item.settings)),
+            )
+        )
+        for item in list_alternatives(wanted)
+    ]
+    assert found == [line.strip() for line in expected.strip().splitlines()]
+
+
 def alternative(kind: str, settings: tuple[tuple[str, str], ...], length: int = 1, tokens: int = 1) -> Alternative:
     return Alternative("", settings, kind, tokens, length, True)
 
