@@ -116,7 +116,7 @@ def test_number_that_is_advised_is_the_least_change(wanted: PlanRequest) -> None
     listed = [item for item in list_alternatives(wanted) if item.fits and item.kind in (LEVER, CONTEXT)]
     alone = [item for item in listed if item.option is not None and item.option != "enforce_eager"]
     assert alone
-    seen = set()
+    seen, longest = set[str](), 0
     for item in alone:
         option, value = item.option or "", item.value or ""
         if option in seen:

@@ -78,10 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "target", "size", "num_stages", "options"),
-    [
-        pytest.param(*case, id=case[0], marks=[] if case[0] == "Llama-3.2-1B" else pytest.mark.slow)
-        for case in CASES
-    ],
+    [pytest.param(*case, id=case[0], marks=[] if case[0] == "Llama-3.2-1B" else pytest.mark.slow) for case in CASES],
 )
 def test_pages_of_a_cut_are_those_of_its_plans(name, target, size, num_stages, options) -> None:
     """What cuts are chosen by is what the plans of their stages say, to the page; so no other cut has more."""

@@ -93,7 +93,9 @@ def test_batch_size_is_what_fits_at_the_context() -> None:
 @pytest.mark.parametrize("name", ["Qwen3-8B", "gpt-oss-20b", "gemma-3-12b-it"])
 def test_batch_is_of_sequences_whose_groups_all_fit(name: str) -> None:
     """Counted by hand: pages of 16 tokens of every group, those of a window as many as it touches."""
-    request = plan_request(name, RTX4090, max_model_len=4096, quantization="mxfp4" if name.startswith("gemma") else None)
+    request = plan_request(
+        name, RTX4090, max_model_len=4096, quantization="mxfp4" if name.startswith("gemma") else None
+    )
     fit, found = find_fit(request), estimate_speed(request, find_fit(request))
     pages = fit.layout.pages(fit.resolved)
     assert found is not None

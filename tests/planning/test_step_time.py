@@ -290,7 +290,9 @@ def test_step_of_ranks_adds_its_exchange() -> None:
 
 def test_stages_share_a_batch_and_pass_every_prompt() -> None:
     """Three sequences on two stages are two and one; the larger step counts, and each stage takes it."""
-    layout, resolved = settle(plan_request("Qwen3-8B", mesh=Mesh(num_stages=2, layers=(0, 18)), max_num_batched_tokens=64))
+    layout, resolved = settle(
+        plan_request("Qwen3-8B", mesh=Mesh(num_stages=2, layers=(0, 18)), max_num_batched_tokens=64)
+    )
     step = step_seconds(layout, resolved, GPU, StepLoad(2, 100))
     assert decode_rate(layout, resolved, GPU, 3, 100) == pytest.approx(3 / (2 * step))
     loads = [StepLoad(0, 0, 64), StepLoad(0, 0, 64, prompt_context=64), StepLoad(0, 0, 22, prompt_context=128)]
