@@ -474,7 +474,7 @@ def test_a_refusal_tells_three_changes_on_one_line() -> None:
     assert any("--quantization " in change.typed for change in changes)
 
 
-def test_gpu_that_holds_no_more_is_not_offered_for_a_short_context() -> None:
+def test_gpu_that_holds_no_more_is_not_offered() -> None:
     """Smaller ones hold the model too, with a context that is shorter still."""
     wanted = plan_request("Llama-3.1-8B", gpu_target(GPUS["rtx3060"]), quantization="mxfp4")
     fit = find_fit(wanted)
