@@ -14,6 +14,7 @@ import torch
 
 from holdfast.distributed.mesh import ALONE, Mesh
 from holdfast.errors import ModelFormatError
+from holdfast.kernels.native_library import native_library
 from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.quantized import cache as quantized_cache
 from holdfast.loading.quantized import writer as quantized_writer
@@ -52,6 +53,12 @@ Disk = namedtuple("Disk", "total used free")
 @pytest.fixture
 def model(tmp_path):
     return write_model(tmp_path / "m")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """Take the C kernels from the cache of this machine: in a cache of its own each test would compile them."""
+    native_library()
 
 
 @pytest.fixture
