@@ -76,7 +76,9 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
         {"choices": [{"delta": {"reasoning_content": "c"}, "finish_reason": "stop"}]},
         {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}},
     ]
-    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b": note\n\ndata: [DONE]\n\n"
+    body = (
+        b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b": note\n\ndata: [DONE]\n\n"
+    )
     sent = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + body
 
     async def read() -> Reply:
@@ -86,7 +88,6 @@ def test_events_are_read_however_they_are_cut(size: int) -> None:
         await exchange.done
         return exchange.reply
 
-    place = 0
     reply = asyncio.run(read())
     assert (reply.error, reply.finish_reason, reply.num_input_tokens, reply.num_output_tokens) == (None, "stop", 3, 2)
     assert len(reply.texts) == 2
@@ -202,11 +203,22 @@ def test_record_has_every_figure_of_requests_that_ended_well() -> None:
 
     figures = Figures.of(replies, 1.5)
     assert figures.as_dict() == {
-        **{"requests": 6, "finished": 3, "errors": {"HTTP 429": 2, "left": 1}, "seconds": 8.0},
-        **{"error_examples": {"HTTP 429": "first", "left": "gone"}, "requests_per_second": 0.375},
-        **{"input_tokens": 37, "output_tokens": 8, "tokens_counted_by": "server", "client_cpu_seconds": 1.5},
-        **{"input_tokens_per_second": 4.625, "output_tokens_per_second": 1.0, "total_tokens_per_second": 5.625},
-        **{"ttft_ms": spread(1.0, 1.0), "tpot_ms": spread(0.25, 2.0), "itl_ms": spread(0.5, 0.5, 4.0)},
+        "requests": 6,
+        "finished": 3,
+        "errors": {"HTTP 429": 2, "left": 1},
+        "seconds": 8.0,
+        "error_examples": {"HTTP 429": "first", "left": "gone"},
+        "requests_per_second": 0.375,
+        "input_tokens": 37,
+        "output_tokens": 8,
+        "tokens_counted_by": "server",
+        "client_cpu_seconds": 1.5,
+        "input_tokens_per_second": 4.625,
+        "output_tokens_per_second": 1.0,
+        "total_tokens_per_second": 5.625,
+        "ttft_ms": spread(1.0, 1.0),
+        "tpot_ms": spread(0.25, 2.0),
+        "itl_ms": spread(0.5, 0.5, 4.0),
         "e2e_ms": spread(2.0, 5.0, 1.5),
     }
 

@@ -10,6 +10,7 @@ import pytest
 
 from cli.cli_models import Here
 from holdfast.distributed.mesh import Mesh
+from holdfast.kernels.native_library import native_library
 from holdfast.loading.quantized.cache import CacheSlot, cache_entries, find_cached
 from holdfast.loading.quantized.source import open_quantized
 from holdfast.loading.sources.files import MANIFEST_FILE
@@ -25,6 +26,12 @@ class Disk(NamedTuple):
     total: int
     used: int
     free: int
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """Take the C kernels from the cache of this machine: in a cache of its own each test would compile them."""
+    native_library()
 
 
 @pytest.fixture

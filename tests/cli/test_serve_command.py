@@ -189,9 +189,19 @@ def test_serve_without_options_takes_its_defaults(served: Callable[..., dict], t
     engine, report = found.pop("engine"), found.pop("report")
     assert (engine.core_process, engine.max_step_stretch, report) == (True, "auto", None)
     assert found == {
-        **{"host": "127.0.0.1", "port": 8000, "hosts": ("127.0.0.1",), "origins": (), "keys": 0, "names": ("m",)},
-        **{"connections": 4096, "drain": 30, "kept": 64 * 2**20, "tools": "auto", "reasoning": "auto"},
-        **{"log": ("text", False), "advice": False},
+        "host": "127.0.0.1",
+        "port": 8000,
+        "hosts": ("127.0.0.1",),
+        "origins": (),
+        "keys": 0,
+        "names": ("m",),
+        "connections": 4096,
+        "drain": 30,
+        "kept": 64 * 2**20,
+        "tools": "auto",
+        "reasoning": "auto",
+        "log": ("text", False),
+        "advice": False,
     }
     page = tmp_path / "memory.html"
     other = served("--no-core-process", "--max-model-len", "64", "--max-step-stretch", "2", "--memory-report", page)

@@ -145,8 +145,11 @@ def test_scales_that_are_exponents_alone(tmp_path, bad):
 
 def test_the_type_of_the_weights_is_taken_from_them_where_the_config_is_silent(tmp_path):
     folder_with(tmp_path)
-    write(tmp_path / "model.safetensors", {"a": ("BF16", [100]), "b": ("F32", [10])})
-    assert open_directory(tmp_path).spec.checkpoint_dtype == "bfloat16"
+    few = {"a": ("BF16", [100]), "b": ("F32", [10])}
+    many = {"a": ("BF16", [100]), "b": ("F32", [9]), "c": ("F32", [9]), "d": ("F32", [6])}
+    for tensors in (few, many):  # by their bytes, however many there are
+        write(tmp_path / "model.safetensors", tensors)
+        assert open_directory(tmp_path).spec.checkpoint_dtype == "bfloat16"
     folder_with(tmp_path, LLAMA | {"torch_dtype": "float16"})
     assert open_directory(tmp_path).spec.checkpoint_dtype == "float16"
 

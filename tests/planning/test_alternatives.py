@@ -10,6 +10,7 @@ from holdfast.errors import UnsupportedModelError
 from holdfast.memory.devices import GPUS
 from holdfast.models.declared_model import declare_decoder
 from holdfast.planning.alternatives import (
+    CONTEXT,
     GPU,
     KINDS,
     LEVER,
@@ -23,7 +24,7 @@ from holdfast.planning.alternatives import (
     plan_changes,
     smallest_changes,
 )
-from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, try_fit
+from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, missing_here, settle, try_fit
 from holdfast.planning.ranks import refuse_unshared
 from holdfast.planning.target import gpu_target, memory_target
 from holdfast.quant.formats import KV_FORMATS, MLA_FORMATS
@@ -98,6 +99,197 @@ def test_the_smallest_change(wanted: PlanRequest, option: str) -> None:
     smallest = next(item for item in list_alternatives(wanted) if item.is_smallest)
     assert smallest.option == option
     assert find_fit(changed(wanted, smallest)).kv_tokens == smallest.kv_tokens > 0
+
+
+BORDERS = [
+    plan_request("Qwen3-32B", A100, max_model_len=40960),
+    plan_request("Qwen3-8B", RTX4090, max_model_len=16384, max_num_batched_tokens=65536),
+    plan_request("Qwen3-8B", RTX4090, max_model_len=8192, max_num_seqs=16384, max_num_batched_tokens=64),
+    plan_request("Llama-3.1-8B", RTX4090, max_model_len=131072),
+    plan_request("Qwen3-0.6B", HOST, memory_limit="1GiB", max_model_len=64),
+]
+
+
+@pytest.mark.parametrize("wanted", BORDERS, ids=lambda wanted: wanted.declared.name)
+def test_number_that_is_advised_is_the_least_change(wanted: PlanRequest) -> None:
+    """The next one towards what was asked does not fit: a share, a size, a power of two, a token."""
+    listed = [item for item in list_alternatives(wanted) if item.fits and item.kind in (LEVER, CONTEXT)]
+    alone = [item for item in listed if item.option is not None and item.option != "enforce_eager"]
+    assert alone
+    seen, longest = set[str](), 0
+    for item in alone:
+        option, value = item.option or "", item.value or ""
+        if option in seen:
+            assert option == "max_model_len", "a context is told once more, as a power of two"
+            assert int(value).bit_count() == 1
+            assert int(value) <= longest < 2 * int(value)
+            continue
+        seen.add(option)
+        if option == "memory_utilization":
+            nearer: object = round(float(value) - 0.01, 2)
+        elif option == "memory_limit":
+            nearer = f"{int(value.removesuffix('mib')) - 1}MiB"
+        elif option == "max_model_len":
+            longest = int(value)
+            nearer = longest + 1
+        else:
+            nearer = 2 * int(value)
+            if nearer >= getattr(settle(wanted)[1].limits, option):
+                continue
+        config = replace(wanted.config, **{option: nearer})
+        assert try_fit(replace(wanted, config=config)) is None, (option, value, nearer)
+
+
+FREE = "memory_utilization=0.98 max_num_batched_tokens=2048 max_num_seqs=4"
+TQ = "turboquant"
+LISTED: dict[str, tuple[PlanRequest, str]] = {
+    "a short context": (
+        plan_request("Qwen3-32B", RTX4090, quantization="mxfp4"),
+        f"""
+        lever {FREE}
+        lever memory_utilization=0.98
+        lever max_num_batched_tokens=2048
+        lever max_num_seqs=4
+        lever enforce_eager=true
+        format kv_cache_dtype=fp8
+        format kv_cache_dtype={TQ}_k8v4
+        format kv_cache_dtype={TQ}_4bit_nc
+        format kv_cache_dtype={TQ}_k3v4_nc
+        format kv_cache_dtype={TQ}_3bit_nc
+        format kv_cache_dtype=fp8 {FREE}
+        format kv_cache_dtype={TQ}_k8v4 {FREE}
+        ranks tensor_parallel_size=2
+        ranks tensor_parallel_size=4
+        ranks tensor_parallel_size=8
+        gpu gpu=a30
+        gpu gpu=rtx5090
+        gpu gpu=a100-40g
+        """,
+    ),
+    "too many weights": (
+        plan_request("Qwen3-32B", RTX4090),
+        f"""
+        no format kv_cache_dtype=fp8
+        no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_4bit_nc
+        no format kv_cache_dtype={TQ}_k3v4_nc
+        no format kv_cache_dtype={TQ}_3bit_nc
+        no weights quantization=fp8
+        smallest weights quantization=mxfp4
+        weights quantization=mxfp4 {FREE}
+        weights quantization=mxfp4 kv_cache_dtype=fp8 {FREE}
+        weights quantization=mxfp4 kv_cache_dtype={TQ}_k8v4 {FREE}
+        no ranks tensor_parallel_size=2
+        ranks tensor_parallel_size=4
+        ranks tensor_parallel_size=8
+        gpu gpu=h100
+        gpu gpu=h100-nvl
+        gpu gpu=h200
+        """,
+    ),
+    "too many for any one": (
+        plan_request("Llama-3.1-70B", RTX4090),
+        f"""
+        no format kv_cache_dtype=fp8
+        no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_4bit_nc
+        no format kv_cache_dtype={TQ}_k3v4_nc
+        no format kv_cache_dtype={TQ}_3bit_nc
+        no weights quantization=fp8
+        no weights quantization=mxfp4
+        smallest ranks tensor_parallel_size=2 quantization=mxfp4
+        ranks tensor_parallel_size=2 quantization=mxfp4 {FREE}
+        no ranks tensor_parallel_size=2
+        no ranks tensor_parallel_size=4
+        ranks tensor_parallel_size=8
+        gpu gpu=b200
+        gpu gpu=b300
+        """,
+    ),
+    "a long context that was asked": (
+        plan_request("Llama-3.1-8B", RTX4090, max_model_len=131072),
+        f"""
+        smallest context max_model_len=36800
+        context max_model_len=32768
+        no format kv_cache_dtype=fp8
+        no format kv_cache_dtype={TQ}_k8v4
+        no format kv_cache_dtype={TQ}_4bit_nc
+        format kv_cache_dtype={TQ}_k3v4_nc
+        format kv_cache_dtype={TQ}_3bit_nc
+        no weights quantization=fp8
+        no weights quantization=mxfp4
+        weights quantization=fp8 kv_cache_dtype=fp8 {FREE}
+        ranks tensor_parallel_size=2
+        ranks tensor_parallel_size=4
+        ranks tensor_parallel_size=8
+        gpu gpu=a100-40g
+        gpu gpu=a40
+        gpu gpu=rtxa6000
+        """,
+    ),
+    "a host": (
+        plan_request("Qwen3-0.6B", HOST),
+        f"""
+        lever memory_utilization=0.9
+        format kv_cache_dtype=bfloat16
+        format dtype=bfloat16
+        format kv_cache_dtype=fp8
+        format kv_cache_dtype={TQ}_k8v4
+        format kv_cache_dtype={TQ}_4bit_nc
+        format kv_cache_dtype={TQ}_k3v4_nc
+        format kv_cache_dtype={TQ}_3bit_nc
+        weights quantization=fp8
+        weights quantization=mxfp4
+        gpu gpu=rtx4060ti-8g
+        gpu gpu=rtx3080
+        gpu gpu=rtx5070
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_changes_of_a_request_are_those_of_the_rules(case: str) -> None:
+    """The rules of `list_alternatives` applied by hand: order, what stands together, what is left out."""
+    wanted, expected = LISTED[case]
+    found = [
+        " ".join(
+            (
+                *(["no"] if not item.fits else ["smallest"] if item.is_smallest else []),
+                *(item.kind, *(f"{name}={value}" for name, value in item.settings)),
+            )
+        )
+        for item in list_alternatives(wanted)
+    ]
+    assert found == [line.strip() for line in expected.strip().splitlines()]
+
+
+def alternative(kind: str, settings: tuple[tuple[str, str], ...], length: int = 1, tokens: int = 1) -> Alternative:
+    return Alternative("", settings, kind, tokens, length, True)
+
+
+def test_weights_take_the_place_of_the_last_of_three_changes() -> None:
+    levers = [alternative(LEVER, ((name, "1"),)) for name in ("memory_utilization", "max_num_seqs")]
+    context = alternative(CONTEXT, (("max_model_len", "5"),))
+    weights = [alternative(WEIGHTS, (("quantization", name),)) for name in ("fp8", "mxfp4")]
+    gpu = alternative(GPU, (("gpu", "b200"),))
+    assert smallest_changes([*levers, context, *weights, gpu]) == (*levers, weights[0])
+    assert smallest_changes([*levers, *weights, gpu]) == (*levers, weights[0])
+    assert smallest_changes([*levers, context, gpu]) == (*levers, context)
+    unfit = context._replace(fits=False)
+    assert smallest_changes([unfit, gpu]) == (gpu,)
+
+
+def test_best_change_has_the_longest_context_then_most_tokens() -> None:
+    """Of those with the same lasting settings alone."""
+    short = alternative(WEIGHTS, (("quantization", "fp8"),), 100, 900)
+    long = alternative(WEIGHTS, (("quantization", "fp8"), ("memory_utilization", "0.98")), 200, 300)
+    more = alternative(WEIGHTS, (("quantization", "fp8"), ("max_num_seqs", "4")), 200, 400)
+    other = alternative(WEIGHTS, (("quantization", "mxfp4"),), 500, 5000)
+    ranks = alternative(RANKED, (("tensor_parallel_size", "2"),), 900, 9000)
+    for listed in ([short, long, more, other, ranks], [ranks, short, more, long, other]):
+        assert best_change(listed) == more
+    assert best_change([ranks, short]) == short
 
 
 def test_best_change_is_the_smallest_with_free_settings() -> None:
@@ -282,7 +474,7 @@ def test_a_refusal_tells_three_changes_on_one_line() -> None:
     assert any("--quantization " in change.typed for change in changes)
 
 
-def test_gpu_that_holds_no_more_is_not_offered_for_a_short_context() -> None:
+def test_gpu_that_holds_no_more_is_not_offered() -> None:
     """Smaller ones hold the model too, with a context that is shorter still."""
     wanted = plan_request("Llama-3.1-8B", gpu_target(GPUS["rtx3060"]), quantization="mxfp4")
     fit = find_fit(wanted)

@@ -161,7 +161,11 @@ def test_other_layers_in_the_wider_format_take_as_much() -> None:
     with pytest.raises(AssertionError, match="were not planned for"):
         plan.with_protected((3, 7), "fewer")
     plain = plan_request(
-        "Qwen2.5-7B-Instruct", H200, kv_cache_dtype="turboquant_3bit_nc", kv_protected_layers=2, kv_protected_dtype="auto"
+        "Qwen2.5-7B-Instruct",
+        H200,
+        kv_cache_dtype="turboquant_3bit_nc",
+        kv_protected_layers=2,
+        kv_protected_dtype="auto",
     )
     moved = fit_runner(plain).with_protected((5, 6), "a dummy")
     assert [layer for layer, spec in enumerate(moved.attention_specs) if not spec.has_key_bias] == [5, 6]

@@ -78,10 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "target", "size", "num_stages", "options"),
-    [
-        pytest.param(*case, id=case[0], marks=[] if case[0] == "Llama-3.2-1B" else pytest.mark.slow)
-        for case in CASES
-    ],
+    [pytest.param(*case, id=case[0], marks=[] if case[0] == "Llama-3.2-1B" else pytest.mark.slow) for case in CASES],
 )
 def test_pages_of_a_cut_are_those_of_its_plans(name, target, size, num_stages, options) -> None:
     """What cuts are chosen by is what the plans of their stages say, to the page; so no other cut has more."""
@@ -109,6 +106,18 @@ def test_pages_of_a_cut_are_those_of_its_plans(name, target, size, num_stages, o
         assert [min(pages, most) for pages in counted] == [plan.num_pages for plan in plans], cuts
         fewest[cuts] = min(counted)
     assert fewest[found] == max(fewest.values())
+
+
+def test_step_of_a_stage_reads_its_layers_and_the_head() -> None:
+    """Qwen3-8B in fp8, by hand: codes and a float32 a row, norms; the head is int8, and rows of the embedding are looked up."""
+    config = EngineConfig(pipeline_parallel_size=2, quantization="fp8", max_model_len=4096)
+    costs = stage_costs(config, declared("Qwen3-8B"), [H200] * 2)
+    rows = {6144: 4096, 4096: 4096, 24576: 4096}
+    layer = sum(n * k + 4 * n for n, k in rows.items()) + 4096 * 12288 + 4 * 4096 + 2 * (2 * 4096 + 2 * 128)
+    head = 151936 * 4096 + 4 * 151936 + 2 * 4096
+    for first, last in ((0, 1), (3, 30), (35, 36), (0, 36)):
+        expected = (last - first) * layer + (head if last == 36 else 0)
+        assert costs.weigh(first, last) == pytest.approx(expected, rel=1e-4), (first, last)
 
 
 def test_cuts_count_the_graphs_of_a_stage() -> None:

@@ -93,7 +93,9 @@ def test_batch_size_is_what_fits_at_the_context() -> None:
 @pytest.mark.parametrize("name", ["Qwen3-8B", "gpt-oss-20b", "gemma-3-12b-it"])
 def test_batch_is_of_sequences_whose_groups_all_fit(name: str) -> None:
     """Counted by hand: pages of 16 tokens of every group, those of a window as many as it touches."""
-    request = plan_request(name, RTX4090, max_model_len=4096, quantization="mxfp4" if name.startswith("gemma") else None)
+    request = plan_request(
+        name, RTX4090, max_model_len=4096, quantization="mxfp4" if name.startswith("gemma") else None
+    )
     fit, found = find_fit(request), estimate_speed(request, find_fit(request))
     pages = fit.layout.pages(fit.resolved)
     assert found is not None
@@ -104,6 +106,16 @@ def test_batch_is_of_sequences_whose_groups_all_fit(name: str) -> None:
         own += -(-tokens // group.page_tokens)
     assert abs(found.batch_size - fit.memory.num_pages // own) <= fit.memory.num_pages // own // 20
     assert len(pages.groups) > 1 or found.batch_size == fit.kv_tokens // SPEED_CONTEXT
+
+
+def test_batch_has_one_sequence_at_least() -> None:
+    """A context of the speeds that has no room beside itself still has a speed."""
+    request = plan_request("Qwen3-8B", H200, kv_cache_memory=8 * 16 * 147456, max_num_seqs=4)
+    fit = find_fit(request)
+    assert fit.kv_tokens == fit.resolved.limits.max_model_len == 128
+    found = estimate_speed(request, fit._replace(resolved=fit.resolved.with_max_model_len(4096, "longer than it has")))
+    assert found is not None
+    assert found.batch_size == 1
 
 
 @pytest.mark.parametrize("target", [H200, RTX4090, HOST], ids=lambda target: target.name)
@@ -145,6 +157,16 @@ def test_kept_measurement_of_a_gpu_is_used() -> None:
     found = estimate(target=RTX4090)
     assert "500 GB/s and 100 TFLOP/s as holdfast doctor measured on 2026-11-18" in found.assumption
     assert found.one_stream.middle < 33
+
+
+def test_measurement_of_a_gpu_with_other_memory_is_not_taken() -> None:
+    """GPUs of one name come with more or less memory; drivers keep a little of it."""
+    gpu = GPUS["rtx4090"]
+    for share, is_taken in ((1.2, False), (0.5, False), (0.97, True)):
+        rates = Measured(gpu.name, int(share * gpu.total_bytes), 0.5e12, 100e12, "2026-11-18")
+        found = find_device_speed(RTX4090, (rates._replace(device="another"), rates))
+        assert found is not None
+        assert ("as holdfast doctor measured" in found.words) is is_taken, share
 
 
 def test_cpu_without_a_measurement_asks_for_one() -> None:

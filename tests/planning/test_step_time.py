@@ -1,5 +1,6 @@
 """Seconds of a step against the same sum by hand: every term of every kind of model, each input moved alone."""
 
+from collections import Counter
 from collections.abc import Callable
 from math import ceil, hypot
 
@@ -7,6 +8,7 @@ import pytest
 
 from holdfast.distributed.mesh import Mesh
 from holdfast.memory.device_rates import Rates
+from holdfast.models.catalogue import CATALOGUE
 from holdfast.planning.exchange_time import exchange_seconds, sum_seconds
 from holdfast.planning.fit import settle
 from holdfast.planning.speed import decode_rate, first_token_seconds
@@ -173,6 +175,23 @@ def test_index_reads_all_and_latents_what_it_chose(kv_cache_dtype: str, share: f
     assert within == pytest.approx(max(absorbed, read) + 64 * 1024 * 61 * index / (0.8 * READ), rel=1e-6)
 
 
+def test_entries_are_read_by_their_ratio() -> None:
+    """DeepSeek-V4-Flash: windows of 128, entries of 4 tokens of which 512 are chosen, entries of 128 that are all read."""
+    ratios = Counter(CATALOGUE["DeepSeek-V4-Flash"]["compress_ratios"][:43])  # type: ignore[index]
+    row = max(1024 / (0.95 * READ), 4 * 64 * 512 / (0.4 * FLOPS))
+    beyond = difference("DeepSeek-V4-Flash", StepLoad(64, 2**17), StepLoad(64, 2**18))
+    index = ratios[4] * 2**17 / 4 * 256 / (0.8 * READ)
+    assert beyond == pytest.approx(64 * (ratios[128] * 2**17 / 128 * row + index), rel=1e-6)
+    within = difference("DeepSeek-V4-Flash", StepLoad(64, 64), StepLoad(64, 128))
+    entries = ratios[4] * 16 + ratios[128] / 2
+    index = ratios[4] * 16 * 256 / (0.8 * READ)
+    assert within == pytest.approx(64 * ((43 * 64 + entries) * row + index), rel=1e-6)
+    longer = difference("DeepSeek-V4-Flash", StepLoad(0, 0, 64), StepLoad(0, 0, 64, prompt_context=64))
+    pairs = 64 * 64 * (43 + ratios[4] / 4 + ratios[128] / 128) * 4 * 64 * 512
+    indexed = 64 * 64 * ratios[4] / 4 * 2 * 64 * 128
+    assert longer == pytest.approx((pairs + indexed) / (0.43 * FLOPS), rel=1e-6)
+
+
 LAUNCHES = {
     "Qwen3-0.6B": (16e-6, 42e-6),
     "Qwen3-30B-A3B": (26e-6, 45e-6),
@@ -271,7 +290,9 @@ def test_step_of_ranks_adds_its_exchange() -> None:
 
 def test_stages_share_a_batch_and_pass_every_prompt() -> None:
     """Three sequences on two stages are two and one; the larger step counts, and each stage takes it."""
-    layout, resolved = settle(plan_request("Qwen3-8B", mesh=Mesh(num_stages=2, layers=(0, 18)), max_num_batched_tokens=64))
+    layout, resolved = settle(
+        plan_request("Qwen3-8B", mesh=Mesh(num_stages=2, layers=(0, 18)), max_num_batched_tokens=64)
+    )
     step = step_seconds(layout, resolved, GPU, StepLoad(2, 100))
     assert decode_rate(layout, resolved, GPU, 3, 100) == pytest.approx(3 / (2 * step))
     loads = [StepLoad(0, 0, 64), StepLoad(0, 0, 64, prompt_context=64), StepLoad(0, 0, 22, prompt_context=128)]

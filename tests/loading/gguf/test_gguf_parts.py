@@ -177,7 +177,7 @@ def test_wrong_parts_are_refused_in_one_line(tmp_path, case):
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_parts_of_two_models_with_as_many_tensors_are_told_apart_by_what_they_say(tmp_path, number):
+def test_part_of_another_model_is_refused(tmp_path, number):
     """Another part of the same place that says another number of tensors."""
     parts = write(tmp_path / "tiny.gguf", 3)
     data = parts[number].read_bytes()

@@ -181,7 +181,7 @@ def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch)
         monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path, usage=usage: usage)
         if free == 511:
             downloads._check_room(download, files, tmp_path)
-    with pytest.raises(ModelNotFoundError, match="511 B are to be downloaded; .* has room for 510 B"):
+    with pytest.raises(ModelNotFoundError, match=r"511 B are to be downloaded; .* has room for 510 B"):
         downloads._check_room(download, files, tmp_path)
 
 

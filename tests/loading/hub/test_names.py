@@ -16,6 +16,7 @@ REPO = "Qwen/Qwen3-8B"
         (f"{REPO}@refs/pr/4", HubName(REPO, "refs/pr/4")),
         (f"{REPO}:Q4_K_M", HubName(REPO, None, "Q4_K_M")),
         (f"{REPO}:latest", HubName(REPO)),
+        (f"{REPO}:LATEST", HubName(REPO)),
         (f"{REPO}:Q4_K_M@v1.0", HubName(REPO, "v1.0", "Q4_K_M")),
         (f"{REPO}@v1.0:Q4_K_M", HubName(REPO, "v1.0", "Q4_K_M")),
         (f"hf.co/{REPO}", HubName(REPO, is_explicit=True)),

@@ -75,6 +75,21 @@ def test_the_final_tensors_are_specs_in_the_order_of_the_parameters():
     assert [move.tensor for move in plan.moves] == [item.name for item in shuffled], "read in the order of the source"
 
 
+def test_rows_of_one_tensor_are_read_front_to_back():
+    """One tensor fills three parameters: its rows come in their order, whatever the parameters are called."""
+    taken = {"a.weight": (4, 9), "b.weight": (0, 4), "c.weight": (9, 10)}
+    parameters = [
+        Parameter(name, (last - first, 4), (Part("fused", 0, (10, 4), rows=(first, last)),))
+        for name, (first, last) in taken.items()
+    ]
+    plan = plan_of([NORM, *parameters], entries=[entry("fused", (10, 4)), entry("norm", (4,))])
+    assert [(move.target, move.part.row_range) for move in plan.moves[:3]] == [
+        *(("b.weight", (0, 4)), ("a.weight", (4, 9))),
+        ("c.weight", (9, 10)),
+    ]
+    assert [move.num_bytes for move in plan.moves] == [32, 40, 8, 8]
+
+
 def test_a_parameter_may_have_a_type_of_its_own():
     router = Parameter("router.weight", (4, 8), (Part("gate", 0, (4, 8)),), "router", dtype="float32")
     plan = plan_of([router])

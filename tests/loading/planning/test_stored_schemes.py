@@ -90,6 +90,21 @@ def test_names_are_always_followed():
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
+def test_every_pattern_of_every_key_is_left_alone():
+    """Two keys of two patterns each, and a weight that is made of two tensors of which either may be named."""
+    patterns = {"modules_to_not_convert": ["model.layers.0.mlp", "lm_head"], "ignored_layers": ["re:.*kv_a.*", "gate"]}
+    stored = read_stored_schemes(BLOCKS | patterns)
+    assert stored is not None
+    left = ["model.layers.0.mlp.up_proj", "lm_head", "model.layers.5.kv_a_proj", "model.layers.7.gate"]
+    for name in left:
+        assert stored.leaves_alone([f"{name}.weight"])
+        assert stored.leaves_alone(["model.layers.1.mlp.up_proj.weight", f"{name}.weight"])
+    assert not stored.leaves_alone(["model.layers.1.mlp.up_proj.weight", "model.layers.1.q_proj.weight"])
+    odd = read_stored_schemes(BLOCKS | {"modules_to_not_convert": ["lm_head", "re:(?!a)b"]})
+    assert odd is not None
+    assert odd.unread_pattern == "re:(?!a)b"
+
+
 def compressed(strategy="channel", group=None, **weights):
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy, **weights}
     activations = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
