@@ -30,7 +30,7 @@ NOT_COPIED = shutil.ignore_patterns(
 FIELDS = frozenset({"name", "file", "old", "new", "tests", "equivalent", "gpu"})
 WARM = multiprocessing.get_context("forkserver")
 """Forks the process of each run from one that has imported what takes seconds, and nothing of the engine."""
-IMPORTED = ["torch", "triton", "numpy", "pytest"]
+IMPORTED = ["torch", "triton", "numpy", "pytest", "hypothesis", "fastapi", "httpx", "transformers.modeling_utils"]
 VERDICTS = ("caught", "equivalent", "needs CUDA", "survived", "broken")
 LIMIT_S = 300
 """Of one run of tests: a bug that makes them hang is caught as well."""
@@ -137,7 +137,9 @@ class Tree:
         report, printed = self.folder.parent / "report.xml", self.folder.parent / "printed.txt"
         report.unlink(missing_ok=True)
         marked = "gpu" if gpu else "not gpu and not slow"
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", marked, f"--junitxml={report}"]
+        # Plugins that are imported already cannot be rewritten, which pytest warns of.
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        options += ["-m", marked, f"--junitxml={report}"]
         child = WARM.Process(target=_run_pytest, args=(str(self.folder), str(printed), [*options, *tests]))
         child.start()
         child.join(LIMIT_S)
