@@ -29,6 +29,7 @@ from holdfast.attention.declarations import (
     TorchPagedDeclaration,
     TritonPagedDeclaration,
     choose_declaration,
+    key_bias_terms,
     least_tile_rows,
     mask_rows,
     max_partials,
@@ -42,6 +43,7 @@ from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.cache.spec import LayerCache
 from holdfast.errors import UnsupportedModelError
 from holdfast.kernels.attention import tiled_attention
+from holdfast.kernels.attention.key_bias import make_key_turns
 from holdfast.memory.planner import PHASES
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES, KV_FORMATS, KVFormat
@@ -306,6 +308,20 @@ def test_masks_of_plain_torch_are_bounded(max_model_len, windows, dtype):
     assert term.num_bytes == DTYPE_BYTES[dtype] * num_windows * rows * (max_model_len + rows)
     if max_model_len <= MASK_ELEMENTS // 16:
         assert term.num_bytes <= DTYPE_BYTES[dtype] * num_windows * (MASK_ELEMENTS + rows * rows)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_key_biases_take_the_bytes_of_their_tables(dtype):
+    """A bias for each layer that has one, and one set of turns for each head dim among them."""
+    sizes = [(8, 128), (2, 64), (4, 128)]
+    specs = [layer(num_kv_heads=heads, head_dim=dim, has_key_bias=True, dtype=dtype) for heads, dim in sizes]
+    bias_bytes = sum(4 * heads * dim for heads, dim in sizes)
+    turn_bytes = sum(
+        make_key_turns(torch.ones(dim // 2), 1.0, 40960, getattr(torch, dtype), "cpu").num_bytes for dim in (128, 64)
+    )
+    (term,) = key_bias_terms([*specs, layer(head_dim=256)])
+    assert (term.owner, term.num_bytes) == ("attention/key_bias", bias_bytes + turn_bytes)
+    assert key_bias_terms([layer()]) == ()
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])

@@ -1,15 +1,27 @@
 """Formats as values: their bytes are torch's bytes."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.errors import ConfigError
+from holdfast.quant.entry_state import pooled_width, state_bytes, state_shape
 from holdfast.quant.formats import (
+    ALL_KV_FORMATS,
+    COMPRESSED_FORMATS,
+    COMPRESSED_NAMES,
     DEFAULT_PROTECTED_LAYERS,
     DTYPE_BYTES,
+    INDEX_FORMATS,
     KV_FORMATS,
+    MLA_FORMATS,
+    MLA_NAMES,
     KVFormat,
     Plane,
     bytes_for,
+    formats_of,
+    index_dtype_beside,
+    index_planes,
     kv_format,
 )
 
@@ -101,8 +113,8 @@ def test_a_format_is_found_by_its_name() -> None:
 
 
 def test_defaults_are_for_formats_that_there_are() -> None:
-    assert set(DEFAULT_PROTECTED_LAYERS) == set(QUANTIZED)
-    assert min(DEFAULT_PROTECTED_LAYERS.values()) >= 0
+    """Formats that rotate keys protect four layers; 8-bit keys need none."""
+    assert {name: 4 * (KV_FORMATS[name].key_bits != 8) for name in QUANTIZED} == DEFAULT_PROTECTED_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -112,3 +124,64 @@ def test_defaults_are_for_formats_that_there_are() -> None:
 def test_an_unknown_format_and_the_nearest(name: str, near: str) -> None:
     with pytest.raises(ConfigError, match=rf"kv_cache_dtype=.* was asked; the formats are .*; try {near}"):
         kv_format(name)
+
+
+@pytest.mark.parametrize(
+    ("is_latent", "is_compressed", "quantized"),
+    [
+        (False, False, set(QUANTIZED)),
+        (True, False, set(MLA_FORMATS)),
+        (True, True, set(COMPRESSED_FORMATS)),
+        (False, True, set(COMPRESSED_FORMATS)),
+    ],
+    ids=["heads", "latents", "compressed latents", "compressed"],
+)
+def test_formats_of_a_model_are_plain_and_its_own(is_latent: bool, is_compressed: bool, quantized: set[str]) -> None:
+    found = formats_of(is_latent, is_compressed)
+    assert set(found) == {*PLAIN, *quantized}
+    for value in found.values():
+        assert value.is_quantized == (value.name in quantized)
+        assert value.is_latent == (value.is_quantized and quantized != set(QUANTIZED))
+
+
+@pytest.mark.parametrize("name", ALL_KV_FORMATS)
+def test_index_beside_a_format_is_fp8_if_it_is_quantized(name: str) -> None:
+    """Otherwise it has the type of the latents; a format may name another."""
+    value = ALL_KV_FORMATS[name]
+    assert index_dtype_beside(value) == ("fp8" if value.is_quantized else name)
+    assert index_dtype_beside(replace(value, index_dtype="float16")) == "float16"
+
+
+@pytest.mark.parametrize("dtype", INDEX_FORMATS)
+def test_index_planes_have_a_scale_if_they_are_fp8(dtype: str) -> None:
+    num_bytes = sum(plane.bytes_per_token for plane in index_planes(dtype, 48))
+    assert num_bytes == (48 + 4 if dtype == "fp8" else 48 * DTYPE_BYTES[dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        ("fp8_ds_mla", 512 + 4 * 4 + 2 * 64),
+        ("turboquant_mla_4bit", 256 + 2 + 2 * 64),
+        ("turboquant_mla_4bit_r8", 256 + 4 + 64),
+        ("fp8_ds_v4", 512 + 2 * 64 + 8),
+        ("bfloat16", 2 * 576),
+    ],
+)
+def test_latent_formats_have_the_bytes_of_their_parts(name: str, num_bytes: int) -> None:
+    assert ALL_KV_FORMATS[name].bytes_per_token(1, 576, rope_dim=64) == num_bytes
+
+
+def test_names_of_other_models_keep_their_bits() -> None:
+    for names, found in ((MLA_NAMES, MLA_FORMATS), (COMPRESSED_NAMES, COMPRESSED_FORMATS)):
+        for name, own in names.items():
+            assert found[own].key_bits == ALL_KV_FORMATS[name].key_bits
+            assert name not in found
+
+
+@pytest.mark.parametrize(("is_overlapped", "sums"), [(False, 1), (True, 2)], ids=["apart", "overlapped"])
+def test_state_of_overlapped_entries_has_two_sums(is_overlapped: bool, sums: int) -> None:
+    """Of m, l and acc, in float32."""
+    assert pooled_width(40, is_overlapped) == 40 * sums
+    assert state_shape(40, is_overlapped) == (sums, 3, 40)
+    assert state_bytes(40, is_overlapped) == sums * 3 * 40 * 4

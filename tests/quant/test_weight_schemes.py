@@ -127,6 +127,8 @@ def test_nothing_is_quantized_unless_asked():
         (WeightRecipe(FP8, "all", (), FP8), {"linear": "fp8", "expert": "fp8", "embedding": "int8", "head": "fp8"}),
         (WeightRecipe(FP8, "none", (), FP8), {"linear": "fp8", "expert": "fp8"}),
         (WeightRecipe(FP8_BLOCK), {"linear": "fp8_block", "expert": "fp8_block", "head": "int8"}),
+        (WeightRecipe(FP8, "none", expert_scheme=MXFP4), {"linear": "fp8", "expert": "mxfp4"}),
+        (WeightRecipe(None, "all", expert_scheme=MXFP4), {}),
     ],
 )
 def test_kinds(recipe, expected):

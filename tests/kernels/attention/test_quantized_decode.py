@@ -55,7 +55,7 @@ def test_decode_in_float32_matches_reference(device, head_dim, key_bits, value_b
     judge(step, SMALL, device)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 71], ids=lambda group: f"{group} queries a key")
+@pytest.mark.parametrize("group", [1, 3, 8, 9, 71], ids=lambda group: f"{group} queries a key")
 def test_every_grouping(device, group):
     """Also those that leave columns of a tile empty, and those that are wider than one instruction."""
     rows = quantized_geometry(group, 1, 4, 4).small_rows
@@ -80,9 +80,7 @@ def test_more_splits_than_blocks_weigh_nothing(device):
     judge(quantized_step((8, 4), [(250, 1), (62, 3)], 16, group=2), Cut(splits=5), device)
 
 
-@pytest.mark.parametrize(
-    "bounds", [(0,), (0, 0, 64), (64, 64), (256,), (192, 256, 320)], ids=["first", "firsts", "between", "last", "lasts"]
-)
+@pytest.mark.parametrize("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)], ids=["first", "between", "last"])
 def test_ranges_that_are_empty(device, bounds):
     judge(quantized_step((3, 3), [(190, 1), (62, 4)], 16, group=2), Cut(bounds=bounds), device)
 

@@ -45,7 +45,7 @@ def test_every_head_dim(device, head_dim, bits):
     judge(quantized_step((bits, bits), [(62, 5)], head_dim, group=2), LARGE, device)
 
 
-@pytest.mark.parametrize("group", [1, 4, 7, 8, 16, 71, 128], ids=lambda group: f"{group} queries a key")
+@pytest.mark.parametrize("group", [1, 7, 16, 71, 128], ids=lambda group: f"{group} queries a key")
 def test_every_grouping(device, group):
     """A tile that is full, and one more row; groups that leave rows of a tile empty, and that are higher than one."""
     for bits in ((8, 4), (4, 4)) if group in (7, 128) else ((4, 4),):
@@ -62,9 +62,7 @@ def test_more_splits_than_blocks_weigh_nothing(device):
     judge(quantized_step((8, 4), [(250, 9), (0, 5)], 16, group=1), Cut(large=True, splits=5), device)
 
 
-@pytest.mark.parametrize(
-    "bounds", [(0,), (0, 0, 64), (64, 64), (256,), (192, 256, 320)], ids=["first", "firsts", "between", "last", "lasts"]
-)
+@pytest.mark.parametrize("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)], ids=["first", "between", "last"])
 def test_ranges_that_are_empty(device, bounds):
     judge(quantized_step((3, 3), [(186, 5), (62, 4)], 16, group=2), Cut(large=True, bounds=bounds), device)
 

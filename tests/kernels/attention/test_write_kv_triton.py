@@ -18,13 +18,19 @@ HEAD_DIMS = (2, 24, 64, 80, 96, 112, 128, 256)
 
 
 def run(case, device, rows=None, moat=64):
-    """(queries, key plane, value plane) of the kernel: rows apart amid poison, slots apart, red zones around."""
+    """(queries, key plane, value plane) of the kernel: rows apart amid poison, slots apart, red zones around.
+
+    Strides differ between all of them.
+    """
     zones = RedZones(device)
     rows = list(range(len(case.slots))) if rows is None else rows
     dtype = case.qkv.dtype
     num_slots, num_kv_heads, head_dim = case.k_plane.shape
-    pages = zones.allocate(num_slots, 2, num_kv_heads, head_dim, dtype=case.k_plane.dtype).fill_(POISON)
-    out = zones.allocate(len(rows), case.num_heads, head_dim, dtype=dtype).fill_(POISON)
+    k_plane, v_plane = (
+        zones.allocate(num_slots, apart, num_kv_heads, head_dim, dtype=case.k_plane.dtype).fill_(POISON)[:, apart - 1]
+        for apart in (2, 3)
+    )
+    out = zones.allocate(len(rows), case.num_heads + 1, head_dim, dtype=dtype).fill_(POISON)[:, 1:]
 
     def alone(values):
         return amid_poison(values.reshape(1, -1), device).view(values.shape)
@@ -33,15 +39,15 @@ def run(case, device, rows=None, moat=64):
     q = write_kv_triton(
         amid_poison(case.qkv[rows], device, moat),
         case.slots[rows].to(device),
-        pages[:, 0],
-        pages[:, 1],
+        k_plane,
+        v_plane,
         norm and HeadNorm(alone(norm.q_weight_D), alone(norm.k_weight_D), norm.eps, norm.offset),
-        rotary and Rotary(alone(rotary.cos_TP), alone(rotary.sin_TP)),
+        rotary and Rotary(amid_poison(rotary.cos_TP, device), amid_poison(rotary.sin_TP, device)),
         out,
     )
     assert q is out
     zones.check()
-    return out.cpu(), pages[:, 0].cpu(), pages[:, 1].cpu()
+    return out.cpu(), k_plane.cpu(), v_plane.cpu()
 
 
 def judge(case: Case, device) -> None:
