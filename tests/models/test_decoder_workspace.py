@@ -37,6 +37,7 @@ from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
 from kernels.exactness import require_native, same_bits
 from loading.tiny_models import FAMILIES, VOCAB, save_tiny
 from models import tiny_latents
+from models.test_family_fields import CASES
 from models.tiny_compressed import make_compressed_drive, tiny_compressed
 from runner.drive import CPU, Drive, LoadedModel, Request, Rig, lanes, load_model, workspace_plan
 
@@ -246,7 +247,7 @@ def test_a_decoder_is_freed_as_soon_as_nobody_has_it():
 
 def test_counters_of_middle_batches_begin_at_zero():
     """Products count splits that have arrived from there, whatever lay in the workspace."""
-    spec = replace(tiny("llama").spec, intermediate_size=4096)
+    spec = replace(CASES["llama"][1], intermediate_size=4096)
     recipe, plan = WeightRecipe(FP8), WorkspacePlan()
     request = row_scaled_request(spec, recipe)
     plan.reserve(request.owner, request.specs, request.lane)

@@ -291,7 +291,7 @@ def test_embeddings_are_scaled_by_a_rounded_number() -> None:
         ours = load_model(Path(folder), "bfloat16")
     rig = Rig(ours, "torch_paged", Limits(4, 24, 160, 4), 160, "bfloat16", "bfloat16")
     step = make_step(9, groups=rig.groups)
-    batch = rig.runner.buffers.fill(step, (8,), 9, 1)
+    batch = rig.runner.buffers.fill(step, [8], 9, 1)
     embedded = ours.weights["embed.weight"][batch.token_ids_T]
     assert torch.equal(rig.decoder.embed(batch).x_TH, embedded * torch.tensor(8.5, dtype=torch.bfloat16))
 
