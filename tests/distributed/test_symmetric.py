@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from distributed.exchange_steps import NEEDS, some_steps
 from distributed.interpreted_ranks import InterpretedRanks
@@ -13,6 +12,7 @@ from distributed.lock_step import LockStep
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import exchange_terms
 from holdfast.distributed.mesh import Mesh, meshes
+from holdfast.distributed.rendezvous import c10d
 from holdfast.distributed.symmetric import agree_blocks
 from holdfast.kernels.exchange import sum_rows
 from holdfast.kernels.exchange.signals import MAX_BLOCKS
@@ -75,9 +75,11 @@ def test_symmetric_waits_end_when_a_peer_abandons(monkeypatch, ranks: tuple[Mesh
     [("ab", 132, MAX_BLOCKS), ("aa", 132, 16), ("aabbb", 132, 11), ("aaaa", 8, 1)],
     ids=["one each", "two on one", "three on one", "few processors"],
 )
-def test_ranks_on_one_device_agree_on_few_blocks(monkeypatch, devices: str, num_processors: int, num_blocks: int) -> None:
+def test_ranks_on_one_device_agree_on_few_blocks(
+    monkeypatch, devices: str, num_processors: int, num_blocks: int
+) -> None:
     """All that can wait at once take one processor in four."""
-    store, found = HashStore(), []
+    store, found = c10d.HashStore(), []
     for rank, device in enumerate(devices):
         own = {"device": device, "num_processors": num_processors}
         store.set(f"device/{rank}", json.dumps(own))
