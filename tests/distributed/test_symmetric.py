@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
 
 from distributed.exchange_steps import NEEDS, some_steps
 from distributed.interpreted_ranks import InterpretedRanks
@@ -14,8 +15,9 @@ from holdfast.distributed.exchange_plan import exchange_terms
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.distributed.rendezvous import c10d
 from holdfast.distributed.symmetric import agree_blocks
-from holdfast.kernels.exchange import sum_rows
+from holdfast.kernels.exchange import links, signals, sum_rows
 from holdfast.kernels.exchange.signals import MAX_BLOCKS
+from holdfast.kernels.triton_compat import kernel_constant
 from holdfast.memory.ledger import Ledger
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
@@ -88,3 +90,36 @@ def test_ranks_on_one_device_agree_on_few_blocks(
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
         found.append(agree_blocks(store, mesh, torch.device("cpu"), 4))
     assert found == [num_blocks] * len(devices)
+
+
+@pytest.mark.parametrize("call", ["sum", "fetch", "offer"])
+def test_symmetric_ranks_wait_for_a_peer_one_call_behind(monkeypatch, call: str) -> None:
+    """Rank 1 makes the first call and not the second: rank 0 may not take what lies there."""
+    ranks = meshes(2) if call == "sum" else meshes(1, [(0, 1), (1, 2)])
+    waiting = InterpretedRanks(ranks, monkeypatch)
+    for module in (signals, links):
+        monkeypatch.setattr(module, "MAX_POLLS", kernel_constant(20))
+    ended = []
+
+    def work(mesh: Mesh, exchange: Exchange) -> None:
+        rows = torch.ones(2, 8)
+        for _ in range(2):
+            if call == "sum":
+                exchange.sum_rows(exchange.room(2, 8, torch.float32).fill_(1.0), rows)
+                if mesh.rank:
+                    return
+            elif call == "fetch" and mesh.rank == 0:
+                exchange.send_rows(rows)
+                return
+            elif call == "fetch":
+                exchange.receive_rows(rows)
+            elif mesh.rank == 0:
+                exchange.send_rows(rows)
+                exchange.send_rows(rows)  # as many as there are slots
+            else:
+                return
+            ended.append(call)
+
+    with pytest.raises(InterpreterError, match="a signal that does not come"):
+        waiting.run(NEEDS, work)
+    assert ended == [call]
