@@ -103,7 +103,7 @@ def test_symmetric_ranks_wait_for_a_peer_one_call_behind(monkeypatch, call: str)
 
     def work(mesh: Mesh, exchange: Exchange) -> None:
         rows = torch.ones(2, 8)
-        for _ in range(2):
+        for number in range(2):
             if call == "sum":
                 exchange.sum_rows(exchange.room(2, 8, torch.float32).fill_(1.0), rows)
                 if mesh.rank:
@@ -114,8 +114,8 @@ def test_symmetric_ranks_wait_for_a_peer_one_call_behind(monkeypatch, call: str)
             elif call == "fetch":
                 exchange.receive_rows(rows)
             elif mesh.rank == 0:
-                exchange.send_rows(rows)
-                exchange.send_rows(rows)  # as many as there are slots
+                for _ in range(2 - number):  # as many as there are slots, and one more
+                    exchange.send_rows(rows)
             else:
                 return
             ended.append(call)
