@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from triton.runtime.errors import InterpreterError
 
 from distributed.exchange_steps import NEEDS, some_steps
 from distributed.interpreted_ranks import InterpretedRanks
@@ -13,9 +13,11 @@ from distributed.lock_step import LockStep
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.exchange_plan import exchange_terms
 from holdfast.distributed.mesh import Mesh, meshes
+from holdfast.distributed.rendezvous import c10d
 from holdfast.distributed.symmetric import agree_blocks
-from holdfast.kernels.exchange import sum_rows
+from holdfast.kernels.exchange import links, signals, sum_rows
 from holdfast.kernels.exchange.signals import MAX_BLOCKS
+from holdfast.kernels.triton_compat import kernel_constant
 from holdfast.memory.ledger import Ledger
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
@@ -75,9 +77,11 @@ def test_symmetric_waits_end_when_a_peer_abandons(monkeypatch, ranks: tuple[Mesh
     [("ab", 132, MAX_BLOCKS), ("aa", 132, 16), ("aabbb", 132, 11), ("aaaa", 8, 1)],
     ids=["one each", "two on one", "three on one", "few processors"],
 )
-def test_ranks_on_one_device_agree_on_few_blocks(monkeypatch, devices: str, num_processors: int, num_blocks: int) -> None:
+def test_ranks_on_one_device_agree_on_few_blocks(
+    monkeypatch, devices: str, num_processors: int, num_blocks: int
+) -> None:
     """All that can wait at once take one processor in four."""
-    store, found = HashStore(), []
+    store, found = c10d.HashStore(), []
     for rank, device in enumerate(devices):
         own = {"device": device, "num_processors": num_processors}
         store.set(f"device/{rank}", json.dumps(own))
@@ -86,3 +90,36 @@ def test_ranks_on_one_device_agree_on_few_blocks(monkeypatch, devices: str, num_
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
         found.append(agree_blocks(store, mesh, torch.device("cpu"), 4))
     assert found == [num_blocks] * len(devices)
+
+
+@pytest.mark.parametrize("call", ["sum", "fetch", "offer"])
+def test_symmetric_ranks_wait_for_a_peer_one_call_behind(monkeypatch, call: str) -> None:
+    """Rank 1 makes the first call and not the second: rank 0 may not take what lies there."""
+    ranks = meshes(2) if call == "sum" else meshes(1, [(0, 1), (1, 2)])
+    waiting = InterpretedRanks(ranks, monkeypatch)
+    for module in (signals, links):
+        monkeypatch.setattr(module, "MAX_POLLS", kernel_constant(20))
+    ended = []
+
+    def work(mesh: Mesh, exchange: Exchange) -> None:
+        rows = torch.ones(2, 8)
+        for number in range(2):
+            if call == "sum":
+                exchange.sum_rows(exchange.room(2, 8, torch.float32).fill_(1.0), rows)
+                if mesh.rank:
+                    return
+            elif call == "fetch" and mesh.rank == 0:
+                exchange.send_rows(rows)
+                return
+            elif call == "fetch":
+                exchange.receive_rows(rows)
+            elif mesh.rank == 0:
+                for _ in range(2 - number):  # as many as there are slots, and one more
+                    exchange.send_rows(rows)
+            else:
+                return
+            ended.append(call)
+
+    with pytest.raises(InterpreterError, match="a signal that does not come"):
+        waiting.run(NEEDS, work)
+    assert ended == [call]

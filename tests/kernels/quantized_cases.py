@@ -46,7 +46,7 @@ def codable_rows(num_rows: int, size_k: int, seed: int = 0, block_columns: int =
     whole row is one.
     """
     width = block_columns or size_k
-    x = (random(num_rows, size_k, seed=seed) * 150).clamp(-E4M3_MAX, E4M3_MAX)
+    x = (random(num_rows, size_k, seed=seed) * 150).clamp(-E4M3_MAX / 2, E4M3_MAX / 2)
     for start in range(0, size_k, width):
         places = (torch.arange(num_rows) + 1) * -(-width * 5 // 8) - 1
         x[torch.arange(num_rows), start + places % min(width, size_k - start)] = E4M3_MAX

@@ -46,10 +46,12 @@ def dispatchers() -> Iterator[tuple[ModuleType, str]]:
                 yield module, name
 
 
-DISPATCHERS = [pytest.param(*one, id=f"{one[0].__name__.removeprefix('holdfast.kernels.')}.{one[1]}") for one in dispatchers()]
+DISPATCHERS = [
+    pytest.param(*one, id=f"{one[0].__name__.removeprefix('holdfast.kernels.')}.{one[1]}") for one in dispatchers()
+]
 
 
-class Called(Exception):  # noqa: N818 it is no error
+class Called(Exception):
     """What was called, and with what."""
 
     def __init__(self, kind: str, arguments: dict[str, Any]) -> None:
@@ -114,9 +116,11 @@ def test_sums_of_parts_on_triton_are_the_reference(device):
     x, norm = random(3, 40, seed=7), random(40, seed=8)
     results = []
     for run, where in ((add_rows.add_rows, device), (add_rows.add_rows_reference, torch.device("cpu"))):
-        stream = [one.to(where, copy=True) for one in (x, norm, torch.empty(3, 40), torch.empty(64), torch.empty(64))]
-        num_blocks = run([part.to(where) for part in parts], DeferredStream(*stream))
-        results.append([one.cpu() for one in (*stream[:3], stream[4][: 3 * num_blocks].view(3, -1).amax(-1))])
+        amax = torch.empty(64, device=where)
+        own, weight, scaled = (one.to(where, copy=True) for one in (x, norm, torch.empty(3, 40)))
+        stream = DeferredStream(own, weight, scaled, torch.empty(64, device=where), amax)
+        num_blocks = run([part.to(where) for part in parts], stream)
+        results.append([one.cpu() for one in (own, weight, scaled, amax[: 3 * num_blocks].view(3, -1).amax(-1))])
     assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -130,7 +134,9 @@ def test_placing_some_columns_on_triton_is_the_reference(monkeypatch, device, sc
         findings = Findings(*torch.full((2, 1), UNSEEN, dtype=torch.int32, device=where))
         amax = torch.zeros(1, device=where)
         place_rows.find_amax(rows.to(where), amax)
-        planes = [torch.zeros(one.shape, dtype=getattr(torch, one.dtype), device=where) for one in scheme.planes((5, 256))]
+        planes = [
+            torch.zeros(one.shape, dtype=getattr(torch, one.dtype), device=where) for one in scheme.planes((5, 256))
+        ]
         whole = amax if scheme.is_whole_tensor else None
         place_rows.place_quantized(rows.to(where), columns, scheme, *planes, whole, 2, findings, False)
         plain = torch.zeros(5, 256, dtype=torch.float16, device=where)
@@ -138,7 +144,9 @@ def test_placing_some_columns_on_triton_is_the_reference(monkeypatch, device, sc
         other = rows.clone()
         other[3, 200] += 1.0
         place_rows.place_plain(other.to(where), columns, plain, 2, findings, True)
-        results.append([amax.cpu(), *(plane.view(torch.uint8).cpu() for plane in planes), plain.cpu(), findings.differing.cpu()])
+        results.append(
+            [amax.cpu(), *(plane.view(torch.uint8).cpu() for plane in planes), plain.cpu(), findings.differing.cpu()]
+        )
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert results[0][-1].tolist() == [5]
 
@@ -172,7 +180,9 @@ def test_quantized_linear_on_triton_is_the_reference(monkeypatch, device, scheme
     room = room_amid(RedZones(device), num_rows, weight)
     out, given = torch.full((num_rows, 40), torch.nan, device=device), x
     if is_coded:
-        quantize_activations.quantize_rows(x.to(device), linear.quantized_view(room, weight, num_rows))
+        view = linear.quantized_view(room, weight, num_rows)
+        assert view is not None, f"{scheme.name} takes rows as they are"
+        quantize_activations.quantize_rows(x.to(device), view)
         given = torch.full_like(x, torch.nan)
     linear.quantized_linear(given.to(device), weight, bias.to(device), out, room, is_coded)
     monkeypatch.setattr(quantize_activations, "can_run", lambda tensor: False)

@@ -124,8 +124,10 @@ def test_columns_lie_side_by_side_and_the_last_share_may_be_narrow(
     share = -(-columns // size)
     widths = [max(0, min(share, columns - rank * share)) for rank in range(size)]
     rooms = rooms_of(guarded, size, rows * share, FP32)
-    out = guarded(rows, columns, dtype=FP32)
+    wide = guarded(rows, columns + 3, dtype=FP32).fill_(7.0)
+    out = wide[:, :columns]
     gather_columns_triton(rooms, out, rows, columns, ranks_of(0, size))
+    assert (wide[:, columns:] == 7.0).all()
     parts = [room[: rows * width].view(rows, width) for room, width in zip(rooms, widths, strict=True)]
     assert torch.equal(out, gather_columns_reference(parts, torch.empty_like(out)))
 

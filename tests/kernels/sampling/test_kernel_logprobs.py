@@ -43,7 +43,9 @@ def test_as_the_reference_amid_poison(device, guarded, vocab_size, num_values, n
     logits = agreed_logits(4, vocab_size, 1.0, device, num_values)
     tokens = [vocab_size - 1, vocab_size // 2, 0, vocab_size // 3]
     rows = rows_with(0, 1, min(5, vocab_size), min(MAX_TOP, vocab_size))
-    rows = [row._replace(target=3 - row.target) for row in rows]  # logits and tokens of a row lie at places of their own
+    rows = [
+        row._replace(target=3 - row.target) for row in rows
+    ]  # logits and tokens of a row lie at places of their own
     expected = columns_of(logprob_rows_reference, logits, tokens, rows, guarded, device)
     poisoned = amid_poison(logits, device)
     assert columns_of(logprob_rows_triton, poisoned, tokens, rows, guarded, device, 2048, num_candidates) == expected

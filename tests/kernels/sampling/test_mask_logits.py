@@ -13,9 +13,10 @@ pytestmark = QUIET
 
 
 def make_masks(num_rows: int, vocab_size: int, share: float = 0.5, seed: int = 0) -> tuple[torch.Tensor, np.ndarray]:
-    """int32 words, and the same as booleans; bits behind the vocabulary are ones."""
+    """int32 words, and the same as booleans; bits behind the vocabulary are zeros in every other row, else ones."""
     allowed = np.random.default_rng(seed).random((num_rows, vocab_size)) < share
     bits = np.ones((num_rows, -(-vocab_size // 32) * 32), dtype=bool)
+    bits[::2] = False
     bits[:, :vocab_size] = allowed
     words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     return torch.from_numpy(np.ascontiguousarray(words)), allowed

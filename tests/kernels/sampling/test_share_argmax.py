@@ -5,6 +5,7 @@ import torch
 
 from holdfast.kernels.sampling.argmax import argmax_reference
 from holdfast.kernels.sampling.share_argmax import (
+    BLOCK,
     argmax_share_reference,
     argmax_share_triton,
     first_largest_reference,
@@ -55,3 +56,14 @@ def test_the_logit_of_a_share_is_its_largest(guarded):
     assert torch.equal(found[:, 1].nan_to_num(7.0), expected[:, 1].nan_to_num(7.0))
     ordinary_S = expected[:, 1].isfinite()
     assert torch.equal(found[ordinary_S, 0], expected[ordinary_S, 0])
+
+
+@pytest.mark.parametrize("num_rows", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
+def test_joining_takes_rows_of_every_block(guarded, num_rows):
+    all_NSX = guarded(3, num_rows, 2, dtype=torch.float32)
+    all_NSX.copy_(torch.randint(0, 4, all_NSX.shape, generator=torch.Generator().manual_seed(num_rows)).float())
+    results = []
+    for join in (first_largest_triton, first_largest_reference):
+        results.append(guarded(num_rows, dtype=torch.int64).fill_(-9))
+        join(all_NSX, results[-1])
+    assert torch.equal(*results)
