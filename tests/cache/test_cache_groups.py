@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cache.groups import CacheGroup, HOLE, block_tokens, by_position, longest_sequence, tokens_again
+from holdfast.cache.groups import HOLE, CacheGroup, block_tokens, by_position, longest_sequence, tokens_again
 
 
 @given(st.integers(1, 20), st.integers(1, 50), st.integers(0, 200), st.integers(1, 30))
