@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cache.groups import HOLE, CacheGroup, block_tokens, by_position
+from holdfast.cache.groups import HOLE, CacheGroup, block_tokens, by_position, longest_sequence, tokens_again
 
 
 @given(st.integers(1, 20), st.integers(1, 50), st.integers(0, 200), st.integers(1, 30))
@@ -54,3 +54,16 @@ def test_pages_go_in_the_order_of_their_last_tokens_and_whole_contexts_after_win
 def test_a_group_that_keeps_nothing_sensible_is_refused(options: dict) -> None:
     with pytest.raises(AssertionError):
         CacheGroup("odd", **options)
+
+
+def test_every_group_counts_in_tokens_again_and_longest_sequence() -> None:
+    window, entries = CacheGroup("window", 2, window=4), CacheGroup("entries", 8, tokens_per_row=4, tokens_again=4)
+    whole = CacheGroup("whole", 4)
+    for groups in ([window, entries], [entries, window], [whole, window, entries]):
+        assert tokens_again(groups) == 4
+    assert tokens_again([window, whole]) == 0
+    for groups in ([whole, entries, window], [window, whole, entries], [entries, window, whole]):
+        longest = longest_sequence(groups, 12, 100, 2)
+        needed = [sum(group.most_pages(num_tokens, 2) for group in groups) for num_tokens in (longest, longest + 1)]
+        assert needed[0] <= 12 < needed[1]
+        assert longest_sequence(groups, 1000, 100, 2) == 100

@@ -1,5 +1,7 @@
 """PrefixCache with several groups: what every group can serve, holes and how they are filled, eviction, links and their bound."""
 
+import pytest
+
 from holdfast.cache.groups import HOLE, CacheGroup, by_position
 from holdfast.cache.pages import PagePool
 from holdfast.cache.prefix import ENTRIES_PER_PAGE, PrefixCache, PrefixChain, PrefixHit, can_hit
@@ -184,3 +186,20 @@ def test_owners_of_a_hit_change_with_sharing_and_eviction() -> None:
     assert bench.cache.owners_seen(hit) == (-1, 0)
     bench.cache._evict(hit.tables[0][2])
     assert bench.cache.owners_seen(hit) == (-1,)
+
+
+@pytest.mark.parametrize("window", range(1, 11))
+@pytest.mark.parametrize("page_tokens", [1, 2, 4])
+def test_hit_needs_every_page_that_its_window_sees(page_tokens: int, window: int) -> None:
+    tokens, num_places = list(range(16)), 16 // page_tokens
+    for gone in range(num_places):
+        bench = Bench(WHOLE, CacheGroup("window", page_tokens, window=window))
+        _, tables = bench.compute(tokens, step=4)
+        bench.release(tables)
+        pages = [page for entry in bench.match(tokens).known for page in entry.slots[1:]]
+        assert len(pages) == num_places
+        bench.cache._evict(pages[gone])
+        # Of the first h tokens the next one sees those from h - window + 1 on.
+        lost = range(gone * page_tokens, (gone + 1) * page_tokens)
+        served = [h for h in (0, 4, 8, 12, 16) if not set(lost) & set(range(max(h - window + 1, 0), h))]
+        assert bench.match(tokens).num_tokens == max(served)

@@ -27,9 +27,9 @@ def sequence(number: int, prompt: int | list[int], max_tokens: int = 8, **option
     return Sequence(number, tokens, len(tokens), PARAMS, 0, max_tokens, **options)
 
 
-def run(scheduler: Scheduler, token: int = 7) -> LiveStep:
+def run(scheduler: Scheduler, token: int = 7, max_prompt_rows: int | None = None) -> LiveStep:
     """One step; whoever has all its tokens is finished."""
-    step = scheduler.schedule()
+    step = scheduler.schedule(None, max_prompt_rows)
     scheduler.check()
     assert step is not None, "nothing is in flight, and the scheduler waits"
     if step.scheduled:

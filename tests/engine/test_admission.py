@@ -213,6 +213,9 @@ def test_bad_words_become_tokens_with_and_without_a_space():
 
     rules = admission(tokenizer=Words())
     assert rules.prepare("x", SamplingParams(bad_words=["no", "yes"])).bad_word_ids == ((7,), (8,), tuple(b"yes"))
+    for words in (["no", chr(VOCAB_SIZE)], [chr(VOCAB_SIZE), "no"], ["no", "yes", chr(VOCAB_SIZE)]):
+        with pytest.raises(RequestError, match=f"bad_words holds token id {VOCAB_SIZE}"):
+            rules.prepare("x", SamplingParams(bad_words=words))
     with pytest.raises(RequestError, match="bad_words were asked; the engine has no tokenizer"):
         admission(tokenizer=None).prepare({"prompt_token_ids": [1]}, SamplingParams(bad_words="no"))
     with pytest.raises(RequestError, match="allowed_token_ids holds token id"):

@@ -125,18 +125,20 @@ class CountingRunner(GuessRunner):
 
 
 ENDS = {
-    "eos at the first draft": ([*b"abcdeabcd", EOS, *b"abcd", EOS], {"min_tokens": 11}, "stop"),
-    "eos in the middle": ([*b"ab", EOS] * 6, {"min_tokens": 8}, "stop"),
-    "stop token in the middle": (list(b"abX" * 6), {"min_tokens": 8, "stop_token_ids": [ord("X")]}, "stop"),
-    "length in the middle": (list(b"abc" * 6), {"max_tokens": 10}, "length"),
-    "length after one draft": (list(b"abc" * 6), {"max_tokens": 7}, "length"),
-    "no end among the drafts": ([*b"abcabcabcx", EOS], {}, "stop"),
+    "eos at the first draft": ([*b"ab", EOS] * 4, {"min_tokens": 6}, "stop", 4),
+    "eos at the second": ([*b"abc", EOS] * 4, {"min_tokens": 8}, "stop", 3),
+    "eos at the last": ([*b"ab", EOS] * 4, {"min_tokens": 8}, "stop", 1),
+    "stop token at the third": (list(b"abcdX" * 4), {"min_tokens": 10, "stop_token_ids": [ord("X")]}, "stop", 2),
+    "length in the middle": (list(b"abc" * 6), {"max_tokens": 10}, "length", 0),
+    "length after one draft": (list(b"abc" * 6), {"max_tokens": 7}, "length", 0),
+    "no end among the drafts": ([*b"abcabcabcx", EOS], {}, "stop", 0),
 }
+"""Tokens of the model, params, how the answer ends, and how many tokens of the last step come after the end."""
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_accepted_drafts_after_an_end_are_not_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, options, reason = ENDS[name]
+    said, options, reason, num_cut = ENDS[name]
     monkeypatch.setattr("engine.test_core_proposals.GuessRunner", CountingRunner)
     engine = guessing_engine()
     deltas = answers(engine, said, SamplingParams(temperature=0.0, **({"max_tokens": 40} | options)))
@@ -148,8 +150,7 @@ def test_accepted_drafts_after_an_end_are_not_counted(name: str, monkeypatch: py
     assert stats.num_proposed_tokens == sum(proposed for proposed, _ in drafts)
     # Every step brings one token that the model chose itself, unless the answer ended at a draft before it.
     num_chosen = sum(accepted for _, accepted in drafts)
-    num_cut = stats.num_steps + num_chosen - num_tokens
-    assert num_cut >= 0
+    assert stats.num_steps + num_chosen - num_tokens == num_cut
     assert stats.num_accepted_tokens == num_chosen - max(num_cut - 1, 0)
     assert stats.num_output_tokens == num_tokens
 

@@ -93,7 +93,8 @@ def steps_of(first_salt: bytes, first: list[int], tokens: list[int]) -> list[lis
     scheduler.add(sequence(1, tokens, max_tokens=8, cache_salt=b"b"))
     found = []
     while has_work(scheduler):
-        step = run(scheduler)
+        # Prompts share four rows, so that the second is admitted while the first is still read.
+        step = run(scheduler, max_prompt_rows=4)
         found.append([(item.start, item.num_new_tokens) for item in step.scheduled if item.sequence.sequence_id == 1])
     return found
 

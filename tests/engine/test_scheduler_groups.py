@@ -158,3 +158,19 @@ def test_slots_are_given_lowest_first_whatever_order_they_come_back() -> None:
     assert [slots.take() for _ in range(5)] == [0, 1, 3, 4, 5]
     slots.put(2)
     slots.check([0, 1, 3, 4, 5])
+
+
+@pytest.mark.parametrize("num_filled", [0, 1])
+def test_blocked_sequence_is_tried_again_once_a_hole_is_filled(num_filled: int) -> None:
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=4, max_model_len=64, page_tokens=2)
+    scheduler = Scheduler(limits, 7, True, 100, groups=[CacheGroup("window of 4", 2, window=4)], prefix_root=b"root")
+    for number, num_prompt, max_tokens in ((0, 8, 10), (1, 11, 5)):
+        scheduler.add(sequence(number, list(range(num_prompt)), max_tokens=max_tokens))
+        for _ in range(2):
+            run(scheduler)
+    tries: list[int] = []
+    match = scheduler.prefix.match
+    scheduler.prefix.match = lambda *values: (tries.append(1), match(*values))[1]  # type: ignore[method-assign]
+    scheduler.prefix.num_filled += num_filled
+    scheduler.schedule()
+    assert len(tries) == num_filled, "without a change it is not tried"
