@@ -199,7 +199,7 @@ def test_abort_by_name_gives_the_reader_an_end(run_ahead):
     run(work)
 
 
-def test_engine_thread_with_nothing_to_do_leaves_no_step_in_flight():
+def test_engine_thread_that_is_idle_leaves_no_step_in_flight():
     async def work():
         engine = make_engine(run_ahead=1)
         thread = EngineThread(engine)

@@ -288,7 +288,7 @@ async def read(mailbox: Mailbox) -> list[int]:
     return tokens
 
 
-def test_engine_thread_changes_what_it_shares_under_its_condition():
+def test_engine_thread_changes_shared_state_under_its_condition():
     async def work() -> None:
         thread, guard = make_thread()
         mailboxes = [Mailbox(1) for _ in range(3)]

@@ -343,7 +343,7 @@ def steps(count: int) -> list[Step]:
 
 @pytest.mark.parametrize("is_eager", [True, False])
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
-def test_ranked_runner_tells_every_result_once_with_the_next_frame(is_eager, run_ahead):
+def test_ranked_runner_tells_each_result_once_with_a_frame(is_eager, run_ahead):
     group, runner, thread = Frames(), Numbered(), StepThread()
     ranked = RankedRunner(runner, group, thread, is_eager=is_eager)  # type: ignore[arg-type]
     collected: list[int] = []
