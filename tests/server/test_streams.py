@@ -119,12 +119,15 @@ def test_merged_streams_begin_and_end_together():
 
     found = []
 
+    async def take_all(streams: list) -> None:
+        async for piece in merged(streams):
+            found.append(piece)
+
     async def read() -> list[str]:
         streams = [stream("a", False), stream("b", True), stream("c", False)]
         with pytest.raises(ValueError, match="b"):
-            async for piece in merged(streams):
-                found.append(piece)
-        return [*closed]  # before the loop, or whoever drops them, closes the others
+            await take_all(streams)
+        return [*closed]  # the end of the loop would close the others
 
     assert sorted(asyncio.run(read())) == ["a", "b", "c"]
     assert {(0, "a"), (1, "b"), (2, "c")} <= set(found)
