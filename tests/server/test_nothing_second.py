@@ -505,8 +505,10 @@ def test_response_logprobs_are_those_of_its_messages(client, stream):
     assert [part["text"] for part in told] == ["cd", "ef"]
     tokens = ["".join(entry["token"] for entry in part["logprobs"]) for part in told]
     assert tokens[0] == "cd" or (tokens[0].startswith("cd") and "ab" not in tokens[0])
-    assert tokens[1].replace("<eos>", "").endswith("ef")
-    assert "cd" not in tokens[1]
+    # Whose the tokens beside a call are depends on how many come at once.
+    tail = tokens[1].replace("<eos>", "")
+    assert tail.endswith("ef") or "ef".endswith(tail)
+    assert "cd" not in tail
 
 
 @pytest.mark.parametrize("num_tokens", [3, 100])

@@ -207,6 +207,7 @@ def test_the_map_moves_while_a_request_runs(opened: tuple[Page, World]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_map_marks_the_pages_of_this_chat_alone(opened: tuple[Page, World]) -> None:
     page, world = opened
     expect(page.locator(".note")).to_contain_text("a prompt that begins alike starts there")
@@ -292,6 +293,7 @@ def test_a_break_in_a_stream_is_told_where_it_happens(opened: tuple[Page, World]
     expect(page.locator("article.assistant .text")).to_contain_text("Paged attention keeps")
 
 
+@pytest.mark.slow
 def test_reasoning_is_folded(opened: tuple[Page, World]) -> None:
     page, world = opened
     world.reasoning, world.answer = "First I think.", "Then I say."
@@ -332,6 +334,7 @@ MARKDOWN = [
 ]
 
 
+@pytest.mark.slow
 def test_markdown_as_it_streams_and_at_once(opened: tuple[Page, World]) -> None:
     page, _ = opened
     for text, markup in MARKDOWN:

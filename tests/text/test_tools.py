@@ -46,6 +46,7 @@ BAD = {
     "properties": (function(parameters={"type": "object", "properties": []}), "properties is"),
     "unknown field": (function(arguments={}), "has the field 'arguments'"),
     "twice": (function() * 2, r"tools\[1\] is called 'f'"),
+    "twice, with another between": (function() + function(name="g") + function(), r"tools\[2\] is called 'f'"),
     "too many": ([{"type": "function", "function": {"name": f"f{i}"}} for i in range(MAX_TOOLS + 1)], "129 tools"),
     "too deep": (function(parameters={"type": "object", "x": json.loads("[" * 40 + "]" * 40)}), "deep"),
     "too large": (function(description="x" * 2**20), "characters were given"),
