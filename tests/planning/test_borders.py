@@ -8,7 +8,7 @@ import pytest
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
-from holdfast.planning.fit import PlanRequest, RunnerPlan, find_fit, fit_runner, settle, try_fit, unfitting_runner
+from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle, try_fit, unfitting_runner
 from holdfast.planning.plan import plan_runner
 from holdfast.planning.ranks import rank_meshes
 from holdfast.planning.resolve import resolve
@@ -41,7 +41,9 @@ def bounded(kind: str, target: Any, limit: int | None = None, **more: object) ->
 def test_plan_needs_its_peak_and_not_one_byte_less(kind: str, target: Any) -> None:
     smallest = unfitting_runner(bounded(kind, target)).memory
     needed, page = smallest.peak_bytes, smallest.page_bytes
-    assert find_fit(bounded(kind, target, needed)).memory.num_pages == smallest.num_pages
+    exact = try_fit(bounded(kind, target, needed))
+    assert exact is not None
+    assert exact.memory.num_pages == smallest.num_pages
     short = bounded(kind, target, needed - 1)
     assert try_fit(short) is None
     with pytest.raises(MemoryPlanError) as caught:
@@ -78,28 +80,31 @@ def test_bytes_that_are_short_are_told_in_a_plan() -> None:
     assert plan_runner(bounded("tied embedding", H200, needed)).memory.peak_bytes == needed
 
 
-def staged(num_stages: int, size: int = 1, **options: object) -> list[RunnerPlan]:
-    """The plan of every rank, where layers are cut in equal parts."""
+def staged(num_stages: int, size: int = 1, **options: object) -> list[PlanRequest]:
+    """The request of every rank, where layers are cut in equal parts."""
     config = EngineConfig.from_options(
         pipeline_parallel_size=num_stages, tensor_parallel_size=size, max_model_len=1000, **options
     )
     layers = declared("Qwen3-0.6B").num_layers // num_stages
     cuts = tuple((stage * layers, (stage + 1) * layers) for stage in range(num_stages))
     meshes = rank_meshes(config, cuts)
-    return [fit_runner(PlanRequest(config, declared("Qwen3-0.6B"), H200, mesh)) for mesh in meshes]
+    return [PlanRequest(config, declared("Qwen3-0.6B"), H200, mesh) for mesh in meshes]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("asked", "layers"), [(3, (0, 1, 27)), ("6,7,13,14", (6, 7, 13, 14)), (None, (0, 1, 26, 27))])
 def test_protected_layers_are_those_of_each_stage(asked: object, layers: tuple[int, ...], size: int) -> None:
     """Qwen3-0.6B: 28 layers of 8 key heads of 128 on 4 stages; 132 bytes of a head and token in 4 bits, 260 in fp8."""
-    plans = staged(4, size, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=asked)
-    for rank, plan in enumerate(plans):
+    requests = staged(4, size, kv_cache_dtype="turboquant_4bit_nc", kv_protected_layers=asked)
+    for rank, request in enumerate(requests):
+        plan, (layout, resolved) = fit_runner(request), settle(request)
         first = 7 * (rank // size)
         own = [layer for layer in layers if first <= layer < first + 7]
         assert plan.cache is not None
         wide = [layer.layer for layer in plan.cache.layers if layer.format.name == "fp8"]
         assert wide in (own, [layer - first for layer in own])
+        names = ["fp8" if first + place in own else "turboquant_4bit_nc" for place in range(7)]
+        assert [kv_format.name for kv_format in layout.formats(resolved)] == names
         token = (7 - len(own)) * 8 * 132 + len(own) * 8 * 260
         assert plan.kv_bytes_per_token == token // size
         assert plan.memory.page_bytes == 64 * token // size
@@ -111,10 +116,12 @@ def test_weights_of_ranks_add_up_to_those_of_one() -> None:
     model = declared("Qwen3-0.6B")
     whole = model.weight_bytes("bfloat16", settle(plan_request("Qwen3-0.6B"))[1].recipe, Mesh())
     embedding, norms = 2 * 151936 * 1024, 2 * 28 * (2 * 1024 + 2 * 128)
-    stages = [sum(term.num_bytes for term in plan.memory.terms if term.group == "weights") for plan in staged(4)]
-    assert sum(stages) == whole + embedding
-    ranks = [sum(term.num_bytes for term in plan.memory.terms if term.group == "weights") for plan in staged(1, 4)]
-    assert sum(ranks) == whole + 3 * (norms + 2 * 1024)
+
+    def weights(request: PlanRequest) -> int:
+        return sum(term.num_bytes for term in fit_runner(request).memory.terms if term.group == "weights")
+
+    assert sum(map(weights, staged(4))) == whole + embedding
+    assert sum(map(weights, staged(1, 4))) == whole + 3 * (norms + 2 * 1024)
 
 
 def test_context_that_is_open_gives_way_by_one_token() -> None:

@@ -209,7 +209,7 @@ def test_rank_with_the_fewest_pages_decides_for_all(rank: int) -> None:
     assert plans.worst == rank
     assert {plan.memory.num_pages for plan in plans.plans} == {plans.least[rank]} == {min(plans.least)}
     assert plans.least[rank] < plans.least[0]
-    assert plan_ranks(config_of(4), declared(MODEL), reports_of(*[H200] * 4)).worst == 0
+    assert plans._replace(least=(5, 3, 3, 4)).worst == 1, "the first of equals"
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
