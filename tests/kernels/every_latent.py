@@ -82,14 +82,20 @@ def queries(step: Step, num_heads: int, width: int) -> torch.Tensor:
     return q_TNX * (0.01 if step.uneven else 1.0)
 
 
-def some_tokens(step: Step, sizes: Sizes, place_S: torch.Tensor, peak: int | None, seed: int) -> torch.Tensor:
-    """Latents and rotated elements of tokens at these places, [S, X]."""
+def some_tokens(
+    step: Step, sizes: Sizes, place_S: torch.Tensor, peak: int | None, seed: int, index: int
+) -> torch.Tensor:
+    """Latents and rotated elements of tokens at these places, [S, X].
+
+    Uneven tokens of every second sequence have the same large group: no other token bounds what its scale multiplies.
+    """
     width = sizes.width
     rows_SX = 0.7 * random(len(place_S), width, seed=seed)
     if step.uneven:
         group_X = torch.arange(width) // sizes.group
         group_X[sizes.latent_dim :] = 1 + group_X[sizes.latent_dim - 1]
-        rows_SX *= torch.where((place_S.unsqueeze(1) + group_X) % 2 == 0, 1e2, 1e-2)
+        turn_S = place_S if index % 2 == 0 else torch.zeros_like(place_S)
+        rows_SX *= torch.where((turn_S.unsqueeze(1) + group_X) % 2 == 0, 1e2, 1e-2)
     if peak is not None:
         direction_X = torch.full((width,), 2 * PEAK_NATS * width**-0.5)
         if sizes.rotates:
@@ -104,7 +110,7 @@ def tokens(step: Step, sizes: Sizes) -> list[torch.Tensor]:
     for index, (start, count) in enumerate(step.rows):
         peak = None if step.peak is None else min(step.peak, start + count - 1)
         seed = 100 * step.seed + 10 * index + 3
-        made.append(some_tokens(step, sizes, torch.arange(start + count), peak, seed))
+        made.append(some_tokens(step, sizes, torch.arange(start + count), peak, seed, index))
     return made
 
 
@@ -332,7 +338,7 @@ class CompressedWorld:
             peak = None if step.peak is None else min(step.peak, positions[row])
             if is_entry and peak is not None:
                 peak //= sizes.ratio
-            return some_tokens(step, latents, place_S, peak, 1000 * step.seed + 20 * row + is_entry)
+            return some_tokens(step, latents, place_S, peak, 1000 * step.seed + 20 * row + is_entry, row)
 
         case = compressed_case(positions, sizes, dtype, step.seed, make=make, free=BYTES[step.poison])
         q_TND = case.q_TND.clone()
