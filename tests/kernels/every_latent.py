@@ -139,8 +139,9 @@ def paged(step: Step, sizes: Sizes) -> tuple[LatentCase, LatentPlanes]:
     """Pages in random order among free ones, and the case whose tokens are what they hold."""
     made = tokens(step, sizes)
     counts = [-(-len(rows_SX) // sizes.page) for rows_SX in made]
-    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(step.seed)).tolist()
-    planes, pages = planes_of(sizes, len(order), step.poison), []
+    # Page 0 is free: kernels read it for tokens that they do not have.
+    order = (1 + torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(step.seed))).tolist()
+    planes, pages = planes_of(sizes, 1 + len(order), step.poison), []
     for rows_SX, num_pages in zip(made, counts, strict=True):
         pages.append([order.pop() for _ in range(num_pages)])
         token_S = torch.arange(len(rows_SX))
