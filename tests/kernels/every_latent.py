@@ -485,9 +485,9 @@ def make_compressed(
     return CompressedWorld(step, sizes, device, function)
 
 
-def sizes_of(name: str, **values: int) -> Sizes:
+def sizes_of(name: str, page: int = 16) -> Sizes:
     """Two groups of a latent have scales of their own in fp8."""
-    return Sizes(name, **({"latent_dim": 192} if name == "fp8_ds_mla" else {}), **values)
+    return Sizes(name, latent_dim=192 if name == "fp8_ds_mla" else 32, page=page)
 
 
 FORMATS = ("plain", *QUANTIZED_LATENTS)
@@ -606,12 +606,12 @@ REFERENCES = [
     ),
 ]
 LATENT: tuple[Attention, ...] = (*TILES, *SPARSE, *UP_PROJECTED, *COMPRESSED, *REFERENCES)
-REAL = {"latent_dim": 512, "rope_dim": 64, "page": 64}
+REAL = Sizes(latent_dim=512, rope_dim=64, page=64)
 HOPPER: tuple[Attention, ...] = (
     *(
         Attention(
             f"warpgroups {name}, {num_heads} heads, {tile}",
-            partial(make_latent, sizes=Sizes(name, num_heads, **REAL), large=tile == "prefill"),
+            partial(make_latent, sizes=REAL._replace(name=name, num_heads=num_heads), large=tile == "prefill"),
             512,
             6e-3,
             page=64,
@@ -623,7 +623,7 @@ HOPPER: tuple[Attention, ...] = (
     *(
         Attention(
             f"warpgroups selected {name}, {num_heads} heads",
-            partial(make_sparse, sizes=Sizes(name, num_heads, **REAL)),
+            partial(make_sparse, sizes=REAL._replace(name=name, num_heads=num_heads)),
             512,
             6e-3,
             page=64,

@@ -86,9 +86,10 @@ def test_many_splits_and_none_that_is_empty_is_read(device, widest, name) -> Non
 @FORMATS
 @pytest.mark.parametrize("num_padding", [9, 65], ids=lambda n: f"{n} padded")
 def test_every_form_of_the_merge(device, widest, name, num_padding) -> None:
-    """Of 11 rows also with more splits than are merged at once."""
+    """Of 11 rows also with more splits than are merged at once; the largest score is in the last one."""
     sizes = sizes_of(name, num_heads=2, ratio=2)
     case = compressed_case([800, *num_padding * [PADDING], 129], sizes, widest)
+    case.q_TND[0] = case.seen[0][-1].to(widest)
     assert compressed_splits(11, 2, 600) > MERGED_SPLITS
     judge(case, device, num_sms=600)
 
