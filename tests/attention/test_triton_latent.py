@@ -45,6 +45,9 @@ def test_long_prompts_are_up_projected_beside_absorbed_rows(monkeypatch, padding
     backend = TritonLatentAttention(step.specs, step.storage, step.shape.bounds, 2)
     plan = backend.plan(step.batch)
     assert [rows.num_rows for rows in plan.up_projected] == [33, 30]
+    ((_, _, work, _),) = plan.parts
+    tiles_X8 = work.tiles_X8[1 : 1 + int(work.tiles_X8[0, :2].sum())]
+    assert sorted(set(tiles_X8[:, 1].tolist())) == [0, 1, 2, 3, 4], "up-projected rows are in no tile"
     assert backend.plan(step.batch, captured=True).up_projected == ()
     found = step.run(backend)
     check(found[: step.num_rows], step.torch()[: step.num_rows])

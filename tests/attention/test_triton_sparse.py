@@ -1,5 +1,7 @@
 """Latent attention to chosen tokens, in the interpreter or on a GPU, against plain torch: which rows choose, chunks of rows, parts, padding, captured plans."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -53,14 +55,15 @@ def test_wanted_rows_alone():
 
 
 @QUIET
-def test_scores_of_a_few_rows_at_a_time_and_parts_of_a_step(monkeypatch):
+@pytest.mark.parametrize("name", ["float32", "fp8_ds_mla"])
+def test_scores_of_a_few_rows_at_a_time_and_parts_of_a_step(monkeypatch, name):
     for module in (declarations, triton_latent):
         monkeypatch.setattr(module, "LATENT_ROWS", 8)
     monkeypatch.setattr(declarations, "INDEX_SCORE_BYTES", 3 * 512 * 4)
-    step = Step(SPARSE, MIXED, padding=3)
+    step = Step(replace(SPARSE, name=name), MIXED, padding=3)
     assert index_score_rows(step.specs[0], step.shape.bounds) == 3
     found = step.triton()
-    check(found[: step.num_rows], step.torch()[: step.num_rows])
+    check(found[: step.num_rows], step.torch()[: step.num_rows], 1e-4 if name == "float32" else 2e-3)
     assert (found[step.num_rows :] == 0).all()
 
 

@@ -7,6 +7,7 @@ import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
+from holdfast.kernels.latent.compressed_scopes import MERGED_SPLITS
 from holdfast.kernels.latent.latent_geometry import ENTRY_SPLITS, compressed_partials, compressed_splits
 from kernels.compressed_cases import PADDING, CompressedCase, Sizes, compressed_case, run_compressed, scopes_on
 from kernels.exactness import same_bits
@@ -85,8 +86,12 @@ def test_many_splits_and_none_that_is_empty_is_read(device, widest, name) -> Non
 @FORMATS
 @pytest.mark.parametrize("num_padding", [9, 65], ids=lambda n: f"{n} padded")
 def test_every_form_of_the_merge(device, widest, name, num_padding) -> None:
-    case = compressed_case([300, *num_padding * [PADDING], 129], sizes_of(name, num_heads=2), widest)
-    judge(case, device, num_sms=300)
+    """Of 11 rows also with more splits than are merged at once; the largest score is in the last one."""
+    sizes = sizes_of(name, num_heads=2, ratio=2)
+    case = compressed_case([800, *num_padding * [PADDING], 129], sizes, widest)
+    case.q_TND[0] = case.seen[0][-1].to(widest)
+    assert compressed_splits(11, 2, 600) > MERGED_SPLITS
+    judge(case, device, num_sms=600)
 
 
 @FORMATS

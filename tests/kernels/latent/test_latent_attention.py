@@ -14,6 +14,7 @@ from holdfast.kernels.latent.latent_attention import latent_attention, latent_at
 from holdfast.kernels.latent.latent_geometry import (
     LARGE_HEIGHT,
     PLAIN_PROGRAMS_PER_SM,
+    SMALL_HEIGHT,
     head_blocks,
     latent_geometry,
     programs_per_sm,
@@ -208,6 +209,8 @@ def test_blocks_and_tiles_hold_all_heads(num_heads):
         num_blocks, heads = head_blocks(num_heads, large)
         assert (num_blocks - 1) * heads < num_heads <= num_blocks * heads
         assert rows == tile_rows(num_heads, large) >= 1
+        assert (rows + 1) * heads > (LARGE_HEIGHT if large else SMALL_HEIGHT), "one more row would fit"
+        assert large or num_blocks * heads - num_heads < num_blocks, "blocks are as equal as can be"
         for some in range(1, num_heads + 1):
             assert rows * head_blocks(some, large)[1] <= tile_height(some, large) <= LARGE_HEIGHT
     assert head_blocks(128) == (2, 64)

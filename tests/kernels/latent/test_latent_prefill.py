@@ -134,8 +134,10 @@ def test_several_chunks(device, shape, num_rows, start):
     check(make_case(shape, num_rows, start, torch.float32), device, tokens=CHUNK_STEP)
 
 
-def test_rows_one_after_another_where_their_state_has_no_room(device):
-    check(make_case(WHOLE, 150, 131, torch.float32), device, tokens=CHUNK_STEP, state_rows=2 * 64)
+@pytest.mark.parametrize("start", [0, 131], ids=["within a chunk", "beyond it"])
+def test_rows_one_after_another_where_their_state_has_no_room(device, start):
+    """The first of a prompt see less of a chunk than those that come after them."""
+    check(make_case(WHOLE, 150, start, torch.float32), device, tokens=CHUNK_STEP, state_rows=2 * 64)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,20 @@ def test_latents_of_very_different_size(device, widest, name) -> None:
     assert float((out.double() - exact).norm() / exact.norm()) < 3e-3
 
 
+@FEW_FORMATS
+def test_queries_beyond_half_precision_are_cut(device, name) -> None:
+    """To its largest number: an infinite query would make NaN of every score."""
+    case, planes = quantized(latent_case([(20, 1)]), name)
+    work, _ = cut_work(case, 1, False, 1, device)
+    columns = slice(None) if name.endswith("_r8") else slice(case.latent_dim)
+    outs = []
+    for size in (65504.0, 1e6):
+        case.q_TNX[..., columns] = case.q_TNX[..., columns].sign() * size
+        outs.append(attended(case, planes, work, 1, 1, device, latent_quantized_attention))
+    assert bool(outs[0].isfinite().all())
+    assert same_bits(*outs)
+
+
 @pytest.mark.gpu
 @FORMATS
 @pytest.mark.parametrize("num_heads", [16, 20, 40, 128])

@@ -35,7 +35,7 @@ from red_zones import RedZones
 
 BF16, SCALE, NUM_SMS = torch.bfloat16, 0.07, 10
 FORMATS = ("plain", *QUANTIZED_LATENTS)
-KINDS = dict(zip(FORMATS, range(4), strict=True))
+KINDS: dict[str, int] = dict(zip(FORMATS, range(4), strict=True))
 
 
 class Launch(NamedTuple):
@@ -143,12 +143,11 @@ def record(monkeypatch):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.each_pair
 def test_tiles_of_a_step_are_launched_whole(record, monkeypatch, name, num_heads, large):
-    step = Step(name, num_heads)
+    step, descriptors = Step(name, num_heads), MagicMock()
     module = latent_warpgroups if name == "plain" else latent_quantized_warpgroups
     launches = record(module)
     attend = latent_quantized_warpgroups.attend_quantized_warpgroups
     if name == "plain":
-        descriptors = MagicMock()
         monkeypatch.setattr(module, "gl", MagicMock())
         monkeypatch.setattr(module, "TensorDescriptor", descriptors)
         attend = latent_warpgroups.attend_warpgroups
