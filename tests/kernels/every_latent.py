@@ -616,9 +616,15 @@ HOPPER: tuple[Attention, ...] = (
             6e-3,
             page=64,
             takes=TAKES | {"padding"} | _uneven(name),
+            family="warpgroups",
         )
-        for name in FORMATS
-        for num_heads, tile in ((20, "decode"), (20, "prefill"), (100, "decode"), (128, "prefill"))
+        for num_heads, tile, names in (
+            (20, "decode", FORMATS),
+            (128, "prefill", FORMATS),
+            (100, "decode", FORMATS[:1]),
+            (20, "prefill", FORMATS[1:2]),
+        )
+        for name in names
     ),
     *(
         Attention(
@@ -628,9 +634,10 @@ HOPPER: tuple[Attention, ...] = (
             6e-3,
             page=64,
             takes=TAKES | _uneven(name),
+            family="warpgroups selected",
         )
-        for name in FORMATS
-        for num_heads in (16, 20, 100)
+        for num_heads, names in ((16, FORMATS[:1]), (20, FORMATS[1:]), (100, FORMATS[:2]))
+        for name in names
     ),
     *(
         Attention(
@@ -639,9 +646,9 @@ HOPPER: tuple[Attention, ...] = (
             512,
             6e-3,
             takes=TAKES | {"padding", "sinks", "window"} | _uneven(name),
+            family="warpgroups compressed",
         )
-        for scope in SCOPES
-        for name in ("plain", "fp8_ds_v4")
+        for scope, name in zip(SCOPES, ("plain", "fp8_ds_v4", "plain"), strict=True)
     ),
 )
 """The same in the sizes that kernels for a Hopper alone take: without such a GPU they run nothing new."""

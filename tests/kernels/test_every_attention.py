@@ -50,16 +50,15 @@ def that_take(*features: str, turn: int | None = None) -> pytest.MarkDecorator:
     for attention in (*GROUPED, *LATENT, *HOPPER):
         if attention.takes.issuperset(features):
             families[attention.family or attention.name].append(attention)
-    cases = [
-        pytest.param(one, marks=_marks(one, turn is None or place == turn % len(family)))
-        for family in families.values()
-        for place, one in enumerate(family)
-    ]
+    cases = []
+    for family in families.values():
+        for place, one in enumerate(family):
+            is_turn = place == (turn or 0) % len(family)
+            if one not in HOPPER:
+                cases.append(pytest.param(one, marks=() if turn is None or is_turn else pytest.mark.slow))
+            elif is_turn or (not features and turn is None):  # each compiles kernels of its own for ten seconds
+                cases.append(pytest.param(one, marks=pytest.mark.gpu))
     return pytest.mark.parametrize("attention", cases, ids=str)
-
-
-def _marks(attention: Attention, is_quick: bool) -> list[pytest.MarkDecorator]:
-    return [*([] if is_quick else [pytest.mark.slow]), *([pytest.mark.gpu] if attention in HOPPER else [])]
 
 
 def judge(attention: Attention, step: Step, device: torch.device) -> torch.Tensor:
