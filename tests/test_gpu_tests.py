@@ -88,7 +88,14 @@ def lane(tmp_path: Path):
     def make(num_jobs: int, seconds: float = 120.0, **files: str):
         tests = tmp_path / "tests"
         tests.mkdir()
-        for name in ("conftest.py", "each_value.py", "quick_interpreter.py", "red_zones.py"):
+        for name in (
+            "conftest.py",
+            "each_value.py",
+            "pointer_bounds.py",
+            "quick_interpreter.py",
+            "red_zones.py",
+            "scratch_memory.py",
+        ):
             shutil.copy(ROOT / "tests" / name, tests)
         with (tests / "conftest.py").open("a") as conftest:
             conftest.write("\n\ndef has_cuda():\n    return True\n")

@@ -62,6 +62,16 @@ def test_lists_are_many_and_in_every_package(root: Path) -> None:
     assert not without, f"no bug is planted in {sorted(without)}"
 
 
+def parts_of(kernel: ast.FunctionDef, functions: list[ast.FunctionDef]) -> list[ast.FunctionDef]:
+    """Return a kernel and the compiled functions of its file that it calls, at any depth."""
+    parts, names = [kernel], [kernel.name]
+    for part in parts:
+        called = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)}.difference(names)
+        parts += [one for one in functions if one.name in called and is_compiled(one)]
+        names += called
+    return parts
+
+
 def test_lists_have_a_bug_in_every_kernel(root: Path) -> None:
     bugs, without = read_bugs(), []
     for path in sorted((root / "src" / "holdfast" / "kernels").rglob("*.py")):
@@ -69,8 +79,7 @@ def test_lists_have_a_bug_in_every_kernel(root: Path) -> None:
         lines = [text[: text.index(bug.old)].count("\n") + 1 for bug in bugs if bug.file == file]
         functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
         for kernel in (one for one in functions if one.name.endswith("kernel") and is_compiled(one)):
-            names = {node.id for node in ast.walk(kernel) if isinstance(node, ast.Name)} | {kernel.name}
-            parts = [one for one in functions if one.name in names and is_compiled(one)]
+            parts = parts_of(kernel, functions)
             if not any(one.lineno <= line <= (one.end_lineno or 0) for one in parts for line in lines):
                 without.append(f"{file}: {kernel.name}")
     assert not without, "no bug is planted in " + ", ".join(without)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.exchange_steps import HIDDEN, NEEDS, ROWS, VOCAB
 from distributed.late_group import LateGroup
-from distributed.test_collectives import HIDDEN, NEEDS, ROWS, VOCAB
 from holdfast.distributed import collectives
 from holdfast.distributed.collectives import CollectiveExchange, GlooPeers, NcclPeers
 from holdfast.distributed.linked import LinkedExchange

@@ -42,7 +42,7 @@ def run(case, device, rows=None, moat=64):
         k_plane,
         v_plane,
         norm and HeadNorm(alone(norm.q_weight_D), alone(norm.k_weight_D), norm.eps, norm.offset),
-        rotary and Rotary(amid_poison(rotary.cos_TP, device), amid_poison(rotary.sin_TP, device)),
+        rotary and Rotary(amid_poison(rotary.cos_TP, device, 72), amid_poison(rotary.sin_TP, device, 72)),
         out,
     )
     assert q is out

@@ -16,6 +16,7 @@ from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP
 from kernels.triton_cases import QUIET
 from loading.mixed_model import bits
 from loading.tensor_source import TensorSource
+from pointer_bounds import BOUNDS
 
 pytestmark = [QUIET, pytest.mark.skipif(torch.cuda.is_available(), reason="test_execute_gpu.py has the real thing")]
 
@@ -55,6 +56,9 @@ class AtAddresses:
 def launches(monkeypatch):
     """Of every launch whether it was of a program that was at hand, and whether all addresses were aligned that matter."""
     log = []
+    monkeypatch.setattr(
+        BOUNDS, "check", lambda verb, pointers, mask: None
+    )  # an address does not tell how far it reaches
     for name in KERNELS:
         monkeypatch.setattr(place_kernels, name, AtAddresses(getattr(place_kernels, name), log))
     return log
