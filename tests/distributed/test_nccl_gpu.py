@@ -41,4 +41,4 @@ def test_a_wait_for_a_dead_peer_ends_when_it_is_abandoned() -> None:
     assert "ended with -9" in dead["error"]
     assert not [entry["error"] for entry in others if "error" in entry]
     assert all(0.4 < entry["waited_seconds"] < 1.5 for entry in others), others
-    assert all(entry["closed_seconds"] < 2.0 for entry in others), others
+    assert all(entry["closed_seconds"] < 20.0 for entry in others), others  # NCCL alone waits for minutes
