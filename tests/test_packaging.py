@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from for_each import for_each
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
@@ -80,7 +82,7 @@ def test_the_wheel_declares_the_core_dependencies(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in metadata
 
 
-@pytest.mark.parametrize("pin", PINS)
+@for_each("pin", PINS)
 def test_pins_are_plain_versions(pin: str) -> None:
     """No local suffix, marker, address or path: pip is free to take the wheel that fits the machine."""
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[0-9]+(\.[0-9a-z]+)*", pin)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attention.steps import Geometry, make_batch, texts
+from for_each import for_each
 from holdfast.attention.backend import Batch
 from holdfast.attention.declarations import code_table_bytes
 from holdfast.attention.layer_pages import Dequantizer, LayerPages, PagedRows, PlainPages, QuantizedPages
@@ -56,9 +57,9 @@ def test_every_range_of_every_page_list(page_tokens, seed):
     assert (read == read[:1, :, :1]).all()
 
 
-@pytest.mark.parametrize("page_tokens", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("with_bytes", [True, False], ids=["codes", "scales"])
+@for_each("page_tokens", [1, 4, 16])
+@for_each("seed", range(20))
+@for_each("with_bytes", [True, False])
 def test_every_range_of_pages_that_lie_head_by_head(page_tokens, seed, with_bytes):
     """Slot s of head h holds 1000 h + s."""
     dice = chance.Random(seed)

@@ -10,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from attention.work_lists import MILLION, ListCase, Ranges, check_work, dummy_batch
+from for_each import for_each
 from holdfast.attention import tile_scheduler
 from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import MAX_PARTIALS, StepBounds, max_partials
@@ -167,9 +168,9 @@ def test_splits_of_quantized_steps_fill_an_h200(num_seqs, num_tokens, splits):
 
 
 @BOTH
-@pytest.mark.parametrize("num_seqs", [1, 2, 7, 32, 64])
-@pytest.mark.parametrize("num_tokens", [1, 64, 65, 1000, 40960, MILLION])
-@pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "balanced"])
+@for_each("num_seqs", [1, 2, 7, 32, 64])
+@for_each("num_tokens", [1, 64, 65, 1000, 40960, MILLION])
+@for_each("batch_invariant", [True, False])
 def test_partial_results_keep_to_their_cap(case, num_seqs, num_tokens, batch_invariant):
     splits = replace(case, batch_invariant=batch_invariant).splits(num_seqs * [(num_tokens - 1, 1)])
     assert sum(count for count in splits if count > 1) <= MAX_PARTIALS

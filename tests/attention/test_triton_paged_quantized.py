@@ -18,6 +18,7 @@ from attention.steps import (
     texts,
 )
 from attention.work_lists import dummy_batch
+from for_each import for_each
 from holdfast.attention.declarations import TileKind, least_tile_rows
 from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.kernels.attention.quantized_attention import quantized_geometry
@@ -78,8 +79,8 @@ def test_an_invariant_row_has_the_same_bits_in_any_company(device):
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("group", range(1, 129, 9))
-@pytest.mark.parametrize("num_kv_heads", [1, 8])
+@for_each("group", range(1, 129, 9))
+@for_each("num_kv_heads", [1, 8])
 def test_lists_have_room_for_what_the_kernel_wants(kv_dtype, group, num_kv_heads):
     kv_format = KV_FORMATS[kv_dtype]
     assert kv_format.key_bits is not None

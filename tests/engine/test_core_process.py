@@ -326,6 +326,7 @@ def test_a_core_that_ends_by_itself(make_remote, name, words):
     assert seconds < 60
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_long_is_no_silence(make_remote):
     engine = make_remote("hangs", core_timeout=1.2)
     engine.add_request("a", "a", LONG)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from for_each import for_each
 from holdfast.memory import device_rates
 from holdfast.memory.cache_folder import CACHE_VARIABLE
 from holdfast.memory.device_rates import (
@@ -29,13 +30,13 @@ def test_sheets_of_all_known_gpus_are_there() -> None:
     assert set(SHEETS) == set(PLANNED_GPUS)
 
 
-@pytest.mark.parametrize("key", SHEETS)
+@for_each("key", SHEETS)
 def test_bandwidth_of_a_sheet_is_bus_width_times_pin_rate(key: str) -> None:
     sheet = SHEETS[key]
     assert sheet.gigabytes == pytest.approx(sheet.bus_bits / 8 * sheet.pin_gigabits, rel=0.015)
 
 
-@pytest.mark.parametrize("key", SHEETS)
+@for_each("key", SHEETS)
 def test_products_of_a_sheet_fit_its_generation(key: str) -> None:
     sheet, capability = SHEETS[key], PLANNED_GPUS[key].capability
     if capability >= (8, 9):

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from for_each import for_each
 from holdfast.errors import ConfigError
 from holdfast.memory.devices import (
     ASSUMED,
@@ -122,7 +123,7 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize(("key", "asked"), [(key, asked) for key, many in SPELLINGS.items() for asked in many])
+@for_each("key, asked", [(key, asked) for key, many in SPELLINGS.items() for asked in many])
 def test_spellings(key: str, asked: str) -> None:
     assert find_gpu(asked).key == key
 
@@ -131,7 +132,7 @@ def test_forty_spellings_and_more() -> None:
     assert sum(map(len, SPELLINGS.values())) >= 40
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@for_each("gpu", GPUS.values())
 def test_a_key_and_what_the_driver_says_mean_the_gpu_itself(gpu: Gpu) -> None:
     assert find_gpu(gpu.key) is gpu
     assert find_gpu(gpu.name).name == gpu.name, "of two sizes with one name the usual one is taken"

@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from for_each import for_each
 from holdfast.errors import ConfigError
 from holdfast.models.blueprints.hybrids import READERS
 from holdfast.models.blueprints.read import declare_config
@@ -201,7 +202,7 @@ def test_models_of_this_year_have_as_many_parameters_as_stated() -> None:
         assert abs(sum(prod(weight.shape) for weight in weights) / billions / 1e9 - 1) < 0.015, name
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@for_each("name", CATALOGUE)
 def test_what_runs_has_a_spec_and_what_does_not_has_a_reason(name: str) -> None:
     declared = declare_config(CATALOGUE[name], name)
     assert (declared.spec is None) == (declared.not_runnable is not None)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from for_each import for_each
 from holdfast.errors import ModelNotFoundError
 from holdfast.models.catalogue import CATALOGUE, SAME, SOURCES, StoredAs, find_model, is_known, stored_as
 
@@ -83,12 +84,12 @@ def test_sixty_names_and_more() -> None:
     assert len(CATALOGUE) >= 40
 
 
-@pytest.mark.parametrize(("typed", "name"), CASES)
+@for_each("typed, name", CASES)
 def test_names_as_people_type_them(typed: str, name: str) -> None:
     assert find_model(typed) == (name, CATALOGUE[SAME.get(name, name)])
 
 
-@pytest.mark.parametrize("name", [*CATALOGUE, *SAME, *SOURCES.values()])
+@for_each("name", [*CATALOGUE, *SAME, *SOURCES.values()])
 def test_every_name_finds_itself(name: str) -> None:
     """No two names are spelt so much alike that one hides the other."""
     assert find_model(name)[0] == name.rpartition("/")[2]

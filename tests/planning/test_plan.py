@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.cache.spec import kv_padding_term
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
@@ -70,8 +71,8 @@ def test_a_plan_of_a_model_that_does_not_run() -> None:
     assert plan.resolved.limits.page_tokens == 16
 
 
-@pytest.mark.parametrize("name", SOME_MODELS)
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@for_each("kv_format", KV_FORMATS)
+@for_each("name", SOME_MODELS)
 def test_every_model_in_every_format(name: str, kv_format: str) -> None:
     wanted = plan_request(name, memory_target("2TiB"), kv_cache_dtype=kv_format, max_model_len=2048)
     model, found = declared(name), KV_FORMATS[kv_format]

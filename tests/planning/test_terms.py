@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, StepBounds, TritonPagedDeclaration
 from holdfast.config import EngineConfig, Limits
 from holdfast.distributed.mesh import meshes
@@ -343,7 +344,7 @@ def test_staging_that_is_known_replaces_the_most() -> None:
         assert by_owner(needs(target=target, staging=staging))["staging"] is staging
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@for_each("name", CATALOGUE)
 def test_rope_rows_at_a_million_tokens_take_8_mib_at_most(name: str) -> None:
     model = declared(name)
     if model.has_learned_positions:

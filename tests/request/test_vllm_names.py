@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from for_each import for_each
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError
 from holdfast.request.sampling_params import SamplingParams
@@ -96,7 +97,7 @@ def test_proposals_by_ngram_are_asked_for_in_vllms_words(asked: object) -> None:
     assert EngineConfig.from_options(speculative_config=None) == EngineConfig()
 
 
-@pytest.mark.parametrize("name", sorted(ENGINE_NAMES))
+@for_each("name", sorted(ENGINE_NAMES))
 def test_every_engine_name_is_taken_or_refused_in_words(name: str) -> None:
     foreign = ENGINE_NAMES[name]
     for value in foreign.taken or ("anything",):

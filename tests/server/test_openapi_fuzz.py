@@ -19,7 +19,7 @@ from engine.fakes import assert_at_rest
 from holdfast.server.errors import INTERNAL_WORDS
 from server.served import Served, served, until, user
 
-NUM_QUICK, NUM_SLOW = 8, 1500
+NUM_QUICK, NUM_SLOW = 4, 1500
 OPERATIONS = (
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),

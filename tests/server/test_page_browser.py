@@ -178,6 +178,7 @@ def test_a_chat_there_and_back(opened: tuple[Page, World]) -> None:
     assert [message["role"] for message in world.bodies[1]["messages"]] == ["system", "user", "assistant", "user"]
 
 
+@pytest.mark.slow
 def test_the_map_moves_while_a_request_runs(opened: tuple[Page, World]) -> None:
     page, world = opened
     squares = page.locator("#pages i")

@@ -186,6 +186,7 @@ def test_death_of_the_server() -> None:
         assert is_gone(process.core, 5)
 
 
+@pytest.mark.slow
 def test_a_stopped_core_is_red_and_may_come_back() -> None:
     """Red within 2 s of silence, green again when it goes on; nothing of an answer is lost."""
     with started() as process:
