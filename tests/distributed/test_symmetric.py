@@ -92,10 +92,10 @@ def test_ranks_on_one_device_agree_on_few_blocks(
     assert found == [num_blocks] * len(devices)
 
 
-@pytest.mark.parametrize("call", ["sum", "fetch", "offer"])
+@pytest.mark.parametrize("call", ["sum", "end", "fetch", "offer"])
 def test_symmetric_ranks_wait_for_a_peer_one_call_behind(monkeypatch, call: str) -> None:
     """Rank 1 makes the first call and not the second: rank 0 may not take what lies there."""
-    ranks = meshes(2) if call == "sum" else meshes(1, [(0, 1), (1, 2)])
+    ranks = meshes(2) if call in ("sum", "end") else meshes(1, [(0, 1), (1, 2)])
     waiting = InterpretedRanks(ranks, monkeypatch)
     for module in (signals, links):
         monkeypatch.setattr(module, "MAX_POLLS", kernel_constant(20))
@@ -104,8 +104,10 @@ def test_symmetric_ranks_wait_for_a_peer_one_call_behind(monkeypatch, call: str)
     def work(mesh: Mesh, exchange: Exchange) -> None:
         rows = torch.ones(2, 8)
         for number in range(2):
-            if call == "sum":
+            if call in ("sum", "end"):
                 exchange.sum_rows(exchange.room(2, 8, torch.float32).fill_(1.0), rows)
+                if call == "end" and number == 0:
+                    exchange.end_step()
                 if mesh.rank:
                     return
             elif call == "fetch" and mesh.rank == 0:
