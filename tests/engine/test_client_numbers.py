@@ -110,6 +110,18 @@ def test_preempted_sequence_waits_and_its_abort_is_counted() -> None:
     assert counted(engine) == (0, 0, 0, 0)
 
 
+def test_queue_time_ends_with_the_first_step_for_good() -> None:
+    """A sequence that is preempted waits again; the time to its first step stays what it was."""
+    engine = make_engine(num_pages=12, max_num_seqs=2, max_model_len=40, run_ahead=0, enable_prefix_caching=False)
+    for name in ("first", "second"):
+        engine.add_request(name, "prompt", replace(GREEDY, max_tokens=30))
+    for deltas in run_all(engine).values():
+        metrics = deltas[-1].metrics
+        assert metrics is not None
+        assert metrics.queue_seconds < metrics.first_token_seconds
+    assert engine.stats().num_preemptions >= 1
+
+
 class CountingRunner(GuessRunner):
     """Notes for each step with drafts how many there were and how many the model chose, too."""
 

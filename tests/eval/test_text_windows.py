@@ -41,10 +41,11 @@ def test_windows_are_the_text_in_order_and_only_the_end_is_left_out(text: str, w
 def test_every_window_begins_with_what_the_tokenizer_puts_first() -> None:
     tokenizer = processed("<bos> $A")
     assert beginning(tokenizer) == [BOS]
-    windows = cut_windows(tokenizer, "abcdefgh", 4, None, VOCAB_SIZE)
-    assert [len(own) for own in windows] == [4, 4]
-    assert [own[0] for own in windows] == [BOS, BOS]
-    assert [tokenizer.decode(own) for own in windows] == ["abc", "def"]
+    windows = cut_windows(tokenizer, "abcdefghi", 4, None, VOCAB_SIZE)
+    assert [len(own) for own in windows] == [4, 4, 4]
+    assert [own[0] for own in windows] == [BOS, BOS, BOS]
+    assert [tokenizer.decode(own) for own in windows] == ["abc", "def", "ghi"]
+    assert len(cut_windows(tokenizer, "abcdefghi", 4, 11, VOCAB_SIZE)) == 2
 
 
 @pytest.mark.parametrize(

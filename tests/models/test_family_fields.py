@@ -394,6 +394,29 @@ def test_family_without_a_setting_reads_another_spec(name: str) -> None:
     assert unread == []
 
 
+DERIVED = {"num_key_value_heads", "head_dim", "layer_types", "sliding_window", "word_embed_proj_dim"}
+"""Settings whose default follows from others: transformers writes down what it derived from the sizes of its own default."""
+
+
+@EACH_CASE
+def test_setting_left_out_takes_the_default_of_transformers(name: str) -> None:
+    """What transformers fills in for a missing key, given in so many words, reads as the same spec."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = FAMILIES[CASES[name][1].architecture]
+    if family.name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers does not know {family.name}")
+    defaults, config, other = CONFIG_MAPPING[family.name]().to_dict(), config_of(name), []
+    for key in CASES[name][0].keys() & defaults.keys() - DERIVED:
+        try:
+            spec = read_spec({kept: value for kept, value in config.items() if kept != key})
+            expected = read_spec(config | {key: defaults[key]})
+        except ModelError:
+            continue  # the key is needed, or its default is too much for so small a model
+        other += [(key, defaults[key])] if spec != expected else []
+    assert other == []
+
+
 class Watched(dict[str, Any]):
     """A config.json that notes which of its keys are looked up."""
 

@@ -106,6 +106,9 @@ def test_a_character_that_the_prompt_begins_belongs_to_the_completion(tokenizers
     start, end = "😀".encode()[:2], "😀".encode()[2:]
     detokenizer = IncrementalDetokenizer(tokenizers["byte_level"], [0x61, *start])
     assert detokenizer.append(list(end)) == "😀"
+    left_out = 3 * tokenizers["byte_level"].encode("<|im_end|>")
+    detokenizer = IncrementalDetokenizer(tokenizers["byte_level"], [0x61, *start, *left_out])
+    assert detokenizer.append(list(end)) == "😀", "tokens that are left out are no context"
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3])

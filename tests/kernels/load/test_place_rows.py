@@ -181,6 +181,13 @@ def test_a_row_that_differs_is_found(scheme):
     other[270, 5] += 1.0
     scheme_rows = {"fp8_block": range(256, 271)}.get(scheme.name, range(270, 271))
     assert placed(other, scheme, chunks=(128, 256), verify=there)[3] in scheme_rows
+    if amax_for(rows, scheme) is None:
+        codes, scales = there
+        scales.view(torch.uint8).view(len(scales), -1)[131 // scheme.block_rows] ^= (
+            1  # its own first row stands for a block
+        )
+        row = 131 - 131 % scheme.block_rows
+        assert placed(rows, scheme, verify=(codes, scales))[3] == row
 
 
 def test_rows_are_converted_into_their_columns():

@@ -124,6 +124,8 @@ def test_safetensors_go_before_gguf_unless_that_is_asked_for():
     assert takes_gguf(HubName("a/b", tag="Q8_0"), both)
     assert takes_gguf(HubName("a/b"), both, "gguf")
     assert takes_gguf(HubName("a/b"), gguf)
+    assert takes_gguf(HubName("a/b"), gguf, "dummy")
+    assert not takes_gguf(HubName("a/b"), both, "dummy")
     assert not takes_gguf(HubName("a/b"), gguf, "safetensors")
 
 
