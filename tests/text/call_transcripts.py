@@ -236,6 +236,10 @@ GOLDEN_HARMONY: dict[str, Case] = {
         f"{HEAD}<|channel|>final<|message|>Done",
         [ROME, ("look", "{}"), "Done"],
     ),
+    "white space after a call": (
+        f"{CALL_HEADERS['in the role']}{CITY}<|call|>{HEAD}<|channel|>final<|message|>  Done",
+        [ROME, "  Done"],
+    ),
     "no arguments": ("<|channel|>commentary to=functions.now<|message|><|call|>", [("now", "{}")]),
     "unknown function": ("<|channel|>commentary to=functions.lock<|message|>{}<|call|>", [("lock", "{}")]),
     "no function": ("<|channel|>commentary to=browser.open<|message|>{}<|call|>", ["{}"]),

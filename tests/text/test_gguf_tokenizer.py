@@ -208,6 +208,15 @@ def test_bos_and_eos_follow_the_file():
     assert encoded(add_bos_token=True, bos_token_id=None) == [ord("x")]
 
 
+@pytest.mark.parametrize("kinds", [None, "normal"])
+def test_bos_and_eos_of_any_type_are_special(kinds):
+    metadata = byte_level_metadata()
+    bos, eos = (metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos"))
+    types = None if kinds is None else [1] * len(metadata["tokenizer.ggml.tokens"])
+    tokenizer = tokenizer_from_gguf(byte_level_metadata(token_type=types), "a.gguf")
+    assert tokenizer.decode([bos, ord("x"), eos]) == "x"
+
+
 def test_tokens_with_colons_and_spaces_can_be_bos():
     tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], "<a b:1>"]
     fields = {"tokens": tokens, "token_type": None, "bos_token_id": len(tokens) - 1, "add_bos_token": True}

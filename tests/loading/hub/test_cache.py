@@ -10,7 +10,15 @@ import pytest
 
 from holdfast.errors import ModelError, ModelNotFoundError
 from holdfast.loading.declared import open_declared
-from holdfast.loading.hub.cache import cache_folder, cached_repos, find_snapshot, is_offline, known_revisions, write_ref
+from holdfast.loading.hub.cache import (
+    cache_folder,
+    cached_repos,
+    find_files,
+    find_snapshot,
+    is_offline,
+    known_revisions,
+    write_ref,
+)
 from holdfast.loading.hub.names import HubName
 from holdfast.loading.model_files import open_model
 
@@ -199,6 +207,18 @@ def test_missing_shards_and_broken_links_are_told(cache, sharded):
     cut = put(cache, sharded, "org/cut", ref=None)
     (cut / "model-00001-of-00003.safetensors").unlink()
     assert "half-downloaded, without model-00001-of-00003.safetensors" in refusal("org/cut")
+
+
+def test_every_gguf_part_with_a_broken_link_is_missing(cache):
+    files = [f"m-Q8_0-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    for broken in ([0], [1], [1, 2]):
+        folder = put(cache, dict.fromkeys(files, b"GGUF"), f"org/cut{len(broken)}{broken[0]}")
+        for part in broken:
+            (folder / files[part]).resolve().unlink()
+        name = HubName(f"org/cut{len(broken)}{broken[0]}")
+        snapshot = find_snapshot(name)
+        assert snapshot is not None
+        assert find_files(snapshot, name, "auto").missing == tuple(files[part] for part in broken)
 
 
 def test_a_snapshot_without_a_tokenizer_opens(cache, sharded):
