@@ -15,7 +15,7 @@ import pytest
 from engine.fakes import answer_of, assert_at_rest, make_engine, solo, text_of, tokens_of
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.api.llm import LLM
-from holdfast.api.options import EngineOptions, sampling_params_from
+from holdfast.api.options import EngineOptions, chat_values, sampling_params_from
 from holdfast.api.preparing_bar import PreparingBar
 from holdfast.api.progress import GenerationBar, LoadingBar, is_watched
 from holdfast.config import ALIASES, EngineConfig
@@ -466,3 +466,10 @@ def test_a_program_sees_nothing(monkeypatch, stream):
         preparing(Preparing("Compiling CPU kernels", 1, 4))
         bar.update(3, 1, 1)
     assert stream is None or stream.getvalue() == ""
+
+
+def test_chat_keywords_win_over_template_kwargs() -> None:
+    told = {"add_generation_prompt": True, "thinking": True}
+    values, options = chat_values({"add_generation_prompt": False, "chat_template_kwargs": told, "tools": None})
+    assert values == {"add_generation_prompt": False, "thinking": True}
+    assert (options.chat_template, options.allow_special_tokens) == (None, False)
