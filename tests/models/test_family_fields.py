@@ -1,6 +1,7 @@
 """Every setting that a family reads: where it goes in the ModelSpec, and that no setting is read in vain."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -406,8 +407,10 @@ def test_setting_left_out_takes_the_default_of_transformers(name: str) -> None:
     family = FAMILIES[CASES[name][1].architecture]
     if family.name not in CONFIG_MAPPING:
         pytest.skip(f"transformers does not know {family.name}")
-    defaults, config, other = CONFIG_MAPPING[family.name]().to_dict(), config_of(name), []
-    for key in CASES[name][0].keys() & defaults.keys() - DERIVED:
+    defaults, small, other = CONFIG_MAPPING[family.name]().to_dict(), config_of(name), []
+    deep = {key: value for key, value in small.items() if key != "layer_types"} | {"num_hidden_layers": 40}
+    keys = {*CASES[name][0], "max_window_layers"} & defaults.keys() - DERIVED
+    for key, config in product(keys, (small, deep)):  # some defaults are numbers of layers
         try:
             spec = read_spec({kept: value for kept, value in config.items() if kept != key})
             expected = read_spec(config | {key: defaults[key]})
