@@ -1,41 +1,127 @@
-"""The exception tree; every message says what was asked, what is there, and what to do.
+"""The exceptions: a class says who is at fault, a code says what happened, and a table holds the messages; no torch.
 
 HoldfastError
 ├── ConfigError (ValueError)         an option of the engine is wrong or unknown
 ├── ModelError                       something about the model on disk
-│   ├── ModelNotFoundError           no such path, or a folder that holds no model
+│   ├── ModelNotFoundError           no such path, or a folder without a model
 │   ├── ModelFormatError             a file is broken, hostile, incomplete or does not match the others
-│   └── UnsupportedModelError        sound files that describe something we do not run
+│   └── UnsupportedModelError        sound files that describe an unsupported model
 ├── MemoryPlanError                  the plan does not fit; the message is the table
-├── WorkspaceError                   scratch was asked that nobody reserved, or more than is held
-├── RequestError (ValueError)        one request is wrong; the engine and its neighbours go on
+├── WorkspaceError                   a scratch buffer was not reserved, or is too small
+├── RequestError (ValueError)        one request is wrong; the engine and the other requests go on
 │   ├── PromptError                  prompt text, token ids, messages
 │   ├── KeywordError (TypeError)     a call has no argument of that name, or not in this version
-│   ├── TemplateError                the chat template failed, escaped or ran too long
-│   └── QueueFullError               more requests wait than the queue holds; try again later
-├── TransferError (TypeError)        a model was to be pickled or copied
+│   ├── TemplateError                the chat template failed, escaped its sandbox or ran too long
+│   └── QueueFullError               the queue is full; retry later
+├── TransferError (TypeError)        an attempt to pickle or copy a model
 ├── NameAbsentError (AttributeError) a model has no method of that name, or not in this version
-├── ImportAbsentError (ImportError)  a program imports a name of vLLM that is not in this version
-├── ForkError (RuntimeError)         a forked child asked a model of its parent
-├── MessageError                     a message between front, core and runner is broken, late or names what is not there
+├── ImportAbsentError (ImportError)  a vLLM name that this version does not have
+├── ForkError (RuntimeError)         a forked child used a model of its parent
+├── MessageError                     a message between processes is corrupt, late or names an unknown object
 └── EngineDeadError                  the engine stopped and cannot answer any more
+
+A code is lower-case words with dots: `config.unknown_option`. Its first word names the file in `messages/` that holds the
+text. A code never changes its meaning; the text may.
 """
 
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple, NoReturn, Self
+
+LEGACY_CODE = "legacy"
 
 
 class HoldfastError(Exception):
-    """Base of every error a caller may want to catch: three short clauses on one line."""
+    """Base class of every error: a stable code, the values it is about, and a message of one to three sentences."""
 
-    def __init__(self, asked: str, has: str, do: str) -> None:
-        super().__init__(asked, has, do)
-        self.asked = asked
-        self.has = has
-        self.do = do
+    def __init__(self, code: str, /, *clauses: str, **values: object) -> None:
+        super().__init__(code, *clauses)
+        self.code = LEGACY_CODE if clauses else code
+        self.values = values
+        self.contexts: tuple[str, ...] = ()
+        """Where it happened, outermost first: `prompt 3`, `rank 1 of 4`."""
+        self.hints: tuple[str, ...] = ()
+        """Whole sentences after the message."""
+        self._text: str | None = None
+        self.asked, self.has, self.do = (code, *clauses) if clauses else ("", "", "")
+
+    @property
+    def message(self) -> str:
+        """The sentences of the table, without contexts and hints."""
+        if self.code == LEGACY_CODE and self._text is None:
+            return "; ".join(clause for clause in (self.asked, self.has, self.do) if clause)
+        return message_of(self.code, self.values) if self._text is None else self._text
 
     def __str__(self) -> str:
-        return "; ".join(clause for clause in (self.asked, self.has, self.do) if clause)
+        return " ".join((": ".join((*self.contexts, self.message)), *self.hints))
+
+    def within(self, context: str) -> Self:
+        """Put one more context before the message: `prompt 3: ...`. Idempotent."""
+        if self.contexts[:1] != (context,):
+            self.contexts = (context, *self.contexts)
+        return self
+
+    def hinting(self, *sentences: str) -> Self:
+        """Append sentences to the message."""
+        self.hints += tuple(sentence for sentence in sentences if sentence)
+        return self
+
+    def to_plain(self) -> dict[str, object]:
+        """Return class, code, text and plain values, as another process can receive them."""
+        plain = {name: value for name, value in self.values.items() if isinstance(value, str | int | float | None)}
+        contexts, hints = list(self.contexts), list(self.hints)
+        return {
+            "kind": type(self).__name__,
+            "code": self.code,
+            "text": self.message,
+            "values": plain,
+            "contexts": contexts,
+            "hints": hints,
+        }
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> "HoldfastError":
+        """Restore an error that `to_plain` described; an unknown class becomes HoldfastError."""
+        kind = globals().get(str(plain["kind"]))
+        if not (isinstance(kind, type) and issubclass(kind, HoldfastError)):
+            kind = HoldfastError
+        error = kind(str(plain["code"]), **{str(name): value for name, value in plain["values"].items()})
+        error._text = str(plain["text"])
+        error.contexts = tuple(str(context) for context in plain["contexts"])
+        error.hints = tuple(str(hint) for hint in plain["hints"])
+        return error
+
+
+class _Template(string.Formatter):
+    """`str.format` with two conversions: `{x!r}` is `shown(x)`, `{xs!l}` joins a sequence with commas."""
+
+    def convert_field(self, value: object, conversion: str | None) -> object:
+        if conversion == "r":
+            return shown(value)
+        if conversion == "l":
+            return ", ".join(str(item) for item in value) if isinstance(value, Sequence) else str(value)
+        return super().convert_field(value, conversion)  # type: ignore[arg-type]
+
+
+@cache
+def messages_of(area: str) -> Mapping[str, str]:
+    """Read the messages whose codes begin with `area`, by the rest of the code."""
+    import tomllib  # when an error is printed, not in every start
+
+    text = resources.files("holdfast").joinpath("messages", f"{area}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def message_of(code: str, values: Mapping[str, object]) -> str:
+    """Render the message of a code. A missing value or code is a defect, so the text says which."""
+    area, _, name = code.partition(".")
+    try:
+        return _Template().vformat(messages_of(area)[name], (), values).strip()
+    except (KeyError, OSError) as error:
+        return f"{code} ({', '.join(f'{key}={shown(value)}' for key, value in values.items())}; no message: {error!r})"
 
 
 class ConfigError(HoldfastError, ValueError):
@@ -55,7 +141,7 @@ class ModelFormatError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """Sound files that describe something that is not run here."""
+    """Sound files that describe an unsupported model."""
 
 
 class PlanRow(NamedTuple):
@@ -68,7 +154,7 @@ class PlanRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanTable:
-    """One phase of a plan, for whoever draws it: its rows, the largest first, and how much the budget is short."""
+    """One phase of a plan: its rows, the largest first, and how much the budget is short."""
 
     phase: str
     rows: tuple[PlanRow, ...]
@@ -85,25 +171,25 @@ class PlanChange(NamedTuple):
     """One change with which a plan would fit."""
 
     change: str
-    """In words."""
+    """A sentence."""
     typed: str
-    """As options of a command; empty where it is another device."""
+    """Options of a command; empty for another device."""
     kv_tokens: int
     max_model_len: int
 
 
 class MemoryPlanError(HoldfastError):
-    """The plan does not fit its budget; table and changes are there where a whole plan was refused."""
+    """The plan does not fit its budget. A refusal of a whole plan has a table and changes."""
 
-    def __init__(self, asked: str, has: str, do: str, table: PlanTable | None = None) -> None:
-        super().__init__(asked, has, do)
+    def __init__(self, code: str, /, *clauses: str, table: PlanTable | None = None, **values: object) -> None:
+        super().__init__(code, *clauses, **values)
         self.table = table
         self.changes: tuple[PlanChange, ...] = ()
         """The smallest that fit, the one that costs least first."""
 
 
 class WorkspaceError(HoldfastError):
-    """Scratch was asked that nobody reserved, or more than is held."""
+    """A scratch buffer was not reserved, or is too small."""
 
 
 class RequestError(HoldfastError, ValueError):
@@ -123,30 +209,30 @@ class TemplateError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """More requests wait than the queue holds."""
+    """The queue is full."""
 
     retry_after_seconds: float | None = None
-    """When it may be worth another try, where anybody can tell."""
+    """Seconds until a retry may succeed; None if unknown."""
 
 
 class TransferError(HoldfastError, TypeError):
-    """A model was to be pickled or copied: its memory, threads and kernels belong to one process."""
+    """An attempt to pickle or copy a model. Its memory, threads and kernels belong to one process."""
 
 
 class NameAbsentError(HoldfastError, AttributeError):
-    """A model has no method or attribute of that name, or not in this version; hasattr is False, as for any other."""
+    """A model has no such method or attribute, or not in this version. `hasattr` is False."""
 
 
 class ImportAbsentError(HoldfastError, ImportError):
-    """A program imports a name or a module of vLLM that is not in this version."""
+    """This version does not have an imported vLLM name or module."""
 
 
 class ForkError(HoldfastError, RuntimeError):
-    """A forked child asked a model of its parent: the threads that would answer did not come along."""
+    """A forked child used a model of its parent. A fork does not copy the engine's threads."""
 
 
 class MessageError(HoldfastError):
-    """A message between front, core and runner is broken, late, or names what is not there; nothing has changed."""
+    """A message between front, core and runner is corrupt, late, or names an unknown object; no state has changed."""
 
 
 class EngineDeadError(HoldfastError):
@@ -154,16 +240,12 @@ class EngineDeadError(HoldfastError):
 
 
 def refuse_transfer(what: str) -> NoReturn:
-    """For whatever pickles, copies or sends a model to another process."""
-    raise TransferError(
-        f"{what} was to be pickled or copied",
-        "its memory, threads and kernels belong to this process",
-        "send prompts and outputs instead, and open the model in the process that needs it",
-    )
+    """Raise TransferError from `__reduce__`, `__copy__` and their like."""
+    raise TransferError("transfer.not_allowed", what=what)
 
 
 def shown(value: object, max_chars: int = 80) -> str:
-    """A value as a message may repeat it: short, on one line, and never an error of its own."""
+    """Return a printable form of a value: ASCII, one line, at most `max_chars`. Never raises."""
     if isinstance(value, str | bytes | list | tuple) and len(value) > max_chars:
         value = value[:max_chars]
     try:
@@ -174,5 +256,5 @@ def shown(value: object, max_chars: int = 80) -> str:
 
 
 def install_words(extra: str) -> str:
-    """Say how to install an optional part. No package index has Holdfast, so it comes from its tree."""
+    """Return the command that installs an optional part. Holdfast is not on PyPI, so pip needs the source tree."""
     return f"run pip install '.[{extra}]' in the tree of Holdfast"

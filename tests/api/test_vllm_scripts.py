@@ -219,9 +219,7 @@ def test_a_model_is_not_pickled_in_one_sentence(move, kind: str) -> None:
         subject = {"llm": LLM.from_engine(engine), "engine": engine, "inside a list": [LLM.from_engine(engine)]}[kind]
     if kind == "inside a list" and move is copy.copy:
         return
-    with pytest.raises(
-        TypeError, match=r"was to be pickled or copied; .* belong to this process; send prompts"
-    ) as caught:
+    with pytest.raises(TypeError, match="cannot be pickled or copied") as caught:
         move(subject)
     assert isinstance(caught.value, TransferError)
     assert isinstance(caught.value, HoldfastError)

@@ -23,7 +23,7 @@ def open_core(config, on_progress, on_prepare) -> EngineCore:
     if name == "refused":
         raise UnsupportedModelError("a fake was asked", "it has no weights", "take another")
     if name == "does not fit":
-        error = MemoryPlanError("a fake was asked", "it is too large", "take less", TABLE)
+        error = MemoryPlanError("a fake was asked", "it is too large", "take less", table=TABLE)
         error.changes = (CHANGE,)
         raise error
     if name == "fails":

@@ -153,7 +153,7 @@ def test_an_error_comes_back_in_its_own_class_and_words():
     number, refused = decode_message(encode_message(Refused((3, 4), QueueFullError("a", "b", "c")), 9))
     assert (number, refused.sequence_ids, type(refused.error)) == (9, (3, 4), QueueFullError)
     assert str(refused.error) == "a; b; c"
-    error = MemoryPlanError("a", "b", "c", TABLE)
+    error = MemoryPlanError("a", "b", "c", table=TABLE)
     error.changes = (CHANGE,)
     _, refused = decode_message(encode_message(Refused((), error), 1))
     assert (type(refused.error), refused.error.table, refused.error.changes) == (MemoryPlanError, TABLE, (CHANGE,))

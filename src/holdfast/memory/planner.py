@@ -135,5 +135,5 @@ def _refusal(smallest: MemoryPlan, fitting_pages: int) -> MemoryPlanError:
         f"the plan needs {format_bytes(table.needed_bytes)} in its {phase} phase ({', '.join(parts)})",
         f"the budget is {format_bytes(table.budget_bytes)} ({table.budget_reason}), {format_bytes(table.short_bytes)} short",
         do,
-        table,
+        table=table,
     )

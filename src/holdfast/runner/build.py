@@ -588,5 +588,5 @@ def refuse_out_of_memory(error: BaseException, plan: RunnerPlan) -> None:
         f"({terms}, kv pages {format_bytes(plan.memory.kv_bytes)})",
         f"{format_bytes(plan.target.available_bytes)} were free when it was made, and the device ran out on the way",
         "see who else uses the device, and start again or lower memory_utilization",
-        plan.memory.table("serve"),
+        table=plan.memory.table("serve"),
     ) from error

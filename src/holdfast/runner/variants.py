@@ -88,5 +88,5 @@ def _refuse_crowd(plans: Sequence[RunnerPlan]) -> None:
         f"each but the first up to {format_bytes(max(own))}",
         f"the budget is {format_bytes(memory.budget_bytes)} ({memory.budget_reason})",
         "ask for fewer at once or for shorter windows",
-        memory.table("serve"),
+        table=memory.table("serve"),
     )
