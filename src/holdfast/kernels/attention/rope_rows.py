@@ -72,18 +72,10 @@ def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
         return
     block = next_power_of_two(num_pairs)
     _rope_rows_kernel[(num_rows,)](
-        positions_T,
-        rows.frequency_SP,
-        rows.cos_STP,
-        rows.sin_STP,
-        rows.cos_STP.stride(0),
-        MAGNITUDES=rows.magnitudes,
-        RATIOS=rows.ratios,
-        NUM_SETS=len(rows.ratios),
-        NUM_PAIRS=num_pairs,
-        BLOCK=block,
+        positions_T, rows.frequency_SP, rows.cos_STP, rows.sin_STP, rows.cos_STP.stride(0),
+        MAGNITUDES=rows.magnitudes, RATIOS=rows.ratios, NUM_SETS=len(rows.ratios), NUM_PAIRS=num_pairs, BLOCK=block,
         num_warps=min(MOST_WARPS, max(1, block // THREADS_PER_WARP)),
-    )
+    )  # fmt: skip
 
 
 @jit
@@ -118,17 +110,9 @@ def _cos_sin(b_angle):
 
 @jit
 def _rope_rows_kernel(
-    p_positions,
-    p_frequency,
-    p_cosine,
-    p_sine,
-    set_stride,
-    MAGNITUDES: constexpr,
-    RATIOS: constexpr,
-    NUM_SETS: constexpr,
-    NUM_PAIRS: constexpr,
-    BLOCK: constexpr,
-):
+    p_positions, p_frequency, p_cosine, p_sine, set_stride,
+    MAGNITUDES: constexpr, RATIOS: constexpr, NUM_SETS: constexpr, NUM_PAIRS: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_position = tl.load(p_positions + i_row)
     o_p = tl.arange(0, BLOCK)

@@ -103,16 +103,10 @@ def write_kv(
     rows_TX = qkv_TX.contiguous()  # a single row always is: others must not be computed by other means than it
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tables, *norms)]
     library.holdfast_write_heads(
-        rows_TX.data_ptr(),
-        slots_T.data_ptr(),
-        *pointers,
-        head_norm.eps if head_norm else 0.0,
-        head_norm.offset if head_norm else 0.0,
-        q_THD.data_ptr(),
-        k_plane_SKD.data_ptr(),
-        v_plane_SKD.data_ptr(),
+        rows_TX.data_ptr(), slots_T.data_ptr(), *pointers, head_norm.eps if head_norm else 0.0,
+        head_norm.offset if head_norm else 0.0, q_THD.data_ptr(), k_plane_SKD.data_ptr(), v_plane_SKD.data_ptr(),
         *(num_rows, num_heads, num_kv_heads, head_dim),
-    )
+    )  # fmt: skip
     return q_THD if out_THD is None or q_THD is out_THD else out_THD.copy_(q_THD)
 
 
@@ -181,59 +175,23 @@ def write_kv_triton(
         total_heads = num_heads + 2 * num_kv_heads
         heads = min(max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)), next_power_of_two(total_heads))
         _write_kv_kernel[(num_rows * -(-total_heads // heads),)](
-            qkv_TX,
-            slots_T,
-            k_plane_SKD,
-            v_plane_SKD,
-            q_THD,
-            head_norm.q_weight_D if head_norm else None,
-            head_norm.k_weight_D if head_norm else None,
-            rotary.cos_TP if rotary else None,
-            rotary.sin_TP if rotary else None,
-            head_norm.eps if head_norm else 0.0,
-            qkv_TX.stride(0),
-            k_plane_SKD.stride(0),
-            v_plane_SKD.stride(0),
-            q_THD.stride(0),
-            rotary.cos_TP.stride(0) if rotary else 0,
-            OFFSET=head_norm.offset if head_norm else 0.0,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEADS=heads,
-            HALF_BLOCK=half_block,
-            PDL=pdl,
-            num_warps=NUM_WARPS,
-            **pdl_launch(pdl),
-        )
+            qkv_TX, slots_T, k_plane_SKD, v_plane_SKD, q_THD, head_norm.q_weight_D if head_norm else None,
+            head_norm.k_weight_D if head_norm else None, rotary.cos_TP if rotary else None,
+            rotary.sin_TP if rotary else None, head_norm.eps if head_norm else 0.0, qkv_TX.stride(0),
+            k_plane_SKD.stride(0), v_plane_SKD.stride(0), q_THD.stride(0), rotary.cos_TP.stride(0) if rotary else 0,
+            OFFSET=head_norm.offset if head_norm else 0.0, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim, HEADS=heads, HALF_BLOCK=half_block, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+        )  # fmt: skip
     return q_THD
 
 
 @jit
 def _write_kv_kernel(
-    p_qkv,
-    p_slots,
-    p_k_plane,
-    p_v_plane,
-    p_q,
-    p_q_norm,
-    p_k_norm,
-    p_cosine,
-    p_sine,
-    eps,
-    qkv_stride,
-    k_stride,
-    v_stride,
-    q_stride,
-    rotary_stride,
-    OFFSET: constexpr,
-    NUM_HEADS: constexpr,
-    NUM_KV_HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    HEADS: constexpr,
-    HALF_BLOCK: constexpr,
-    PDL: constexpr,
-):
+    p_qkv, p_slots, p_k_plane, p_v_plane, p_q, p_q_norm, p_k_norm, p_cosine, p_sine, eps, qkv_stride, k_stride,
+    v_stride, q_stride, rotary_stride,
+    OFFSET: constexpr, NUM_HEADS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, HEADS: constexpr,
+    HALF_BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     # A head is two blocks, left and right: what the rotation pairs lies at the same place in both.
     HALF: constexpr = (HEAD_DIM + 1) // 2
     NUM_BLOCKS: constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS + HEADS - 1) // HEADS

@@ -370,39 +370,14 @@ def _launch(
     block_d, block_r = next_power_of_two(dim), next_power_of_two(max(rope_dim, 2))
     heads = min(next_power_of_two(max(num_heads, 1)), max(1, ELEMENTS_PER_PROGRAM // block_r))
     _compress_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
-        pooled_TX,
-        positions_T,
-        slots_T,
-        states_T,
-        state_PK3D,
-        compressor.positions_RX,
-        compressor.weight_D,
-        cosine,
-        sine,
-        q_cosine,
-        q_sine,
-        *target,
-        q_TID,
-        compressor.eps,
-        num_rows,
-        pooled_TX.stride(0),
-        rotary_stride,
-        target.rows.stride(0),
-        *((0, 0) if q_TID is None else q_TID.stride()[:2]),
-        KIND=kind,
-        RATIO=compressor.ratio,
-        OVERLAPPED=compressor.is_overlapped,
-        DIM=dim,
-        ROPE_DIM=rope_dim,
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        BLOCK_D=block_d,
-        BLOCK_R=block_r,
-        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)),
-        PDL=pdl,
-        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)),
-        **pdl_launch(pdl),
-    )
+        pooled_TX, positions_T, slots_T, states_T, state_PK3D, compressor.positions_RX, compressor.weight_D, cosine,
+        sine, q_cosine, q_sine, *target, q_TID, compressor.eps, num_rows, pooled_TX.stride(0), rotary_stride,
+        target.rows.stride(0), *((0, 0) if q_TID is None else q_TID.stride()[:2]),
+        KIND=kind, RATIO=compressor.ratio, OVERLAPPED=compressor.is_overlapped, DIM=dim, ROPE_DIM=rope_dim,
+        NUM_HEADS=num_heads, HEADS=heads, BLOCK_D=block_d, BLOCK_R=block_r,
+        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)), PDL=pdl,
+        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)), **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def _tables(rotary: Rotary | None, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
@@ -416,40 +391,11 @@ def _tables(rotary: Rotary | None, dim: int) -> tuple[torch.Tensor | None, torch
 
 @jit_counting("num_rows")
 def _compress_kernel(
-    p_pooled,
-    p_positions,
-    p_slots,
-    p_states,
-    p_state,
-    p_bias,
-    p_norm,
-    p_cosine,
-    p_sine,
-    p_q_cosine,
-    p_q_sine,
-    p_rows,
-    p_scales,
-    p_rope,
-    p_q,
-    eps,
-    num_rows,
-    pooled_stride,
-    rotary_stride,
-    row_stride,
-    q_stride,
-    head_stride,
-    KIND: constexpr,
-    RATIO: constexpr,
-    OVERLAPPED: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    NUM_HEADS: constexpr,
-    HEADS: constexpr,
-    BLOCK_D: constexpr,
-    BLOCK_R: constexpr,
-    BLOCK_T: constexpr,
-    PDL: constexpr,
-):
+    p_pooled, p_positions, p_slots, p_states, p_state, p_bias, p_norm, p_cosine, p_sine, p_q_cosine, p_q_sine, p_rows,
+    p_scales, p_rope, p_q, eps, num_rows, pooled_stride, rotary_stride, row_stride, q_stride, head_stride,
+    KIND: constexpr, RATIO: constexpr, OVERLAPPED: constexpr, DIM: constexpr, ROPE_DIM: constexpr, NUM_HEADS: constexpr,
+    HEADS: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr, BLOCK_T: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = i_program // NUM_BLOCKS
@@ -461,21 +407,9 @@ def _compress_kernel(
         if NUM_HEADS > 0:
             if is_row:
                 turn_heads(
-                    p_q + i_row.to(tl.int64) * q_stride,
-                    head_stride,
-                    (i_block - 1) * HEADS,
-                    p_q_cosine,
-                    p_q_sine,
-                    i_row.to(tl.int64),
-                    rotary_stride,
-                    1,
-                    NUM_HEADS,
-                    HEADS,
-                    DIM,
-                    ROPE_DIM,
-                    BLOCK_R,
-                    PDL,
-                )
+                    p_q + i_row.to(tl.int64) * q_stride, head_stride, (i_block - 1) * HEADS, p_q_cosine, p_q_sine,
+                    i_row.to(tl.int64), rotary_stride, 1, NUM_HEADS, HEADS, DIM, ROPE_DIM, BLOCK_R, PDL,
+                )  # fmt: skip
             else:
                 wait(PDL)
     else:
@@ -492,33 +426,10 @@ def _compress_kernel(
             if is_last:
                 i_first = _first_row(p_states, i_row, i_place)
             _pool(
-                p_pooled,
-                p_slots,
-                p_state + i_place * ((6 if OVERLAPPED else 3) * DIM),
-                p_bias,
-                p_norm,
-                p_cosine,
-                p_sine,
-                p_rows,
-                p_scales,
-                p_rope,
-                eps,
-                pooled_stride,
-                rotary_stride,
-                row_stride,
-                i_row,
-                i_first,
-                i_position,
-                is_last,
-                KIND,
-                RATIO,
-                OVERLAPPED,
-                DIM,
-                ROPE_DIM,
-                BLOCK_D,
-                BLOCK_T,
-                PDL,
-            )
+                p_pooled, p_slots, p_state + i_place * ((6 if OVERLAPPED else 3) * DIM), p_bias, p_norm, p_cosine,
+                p_sine, p_rows, p_scales, p_rope, eps, pooled_stride, rotary_stride, row_stride, i_row, i_first,
+                i_position, is_last, KIND, RATIO, OVERLAPPED, DIM, ROPE_DIM, BLOCK_D, BLOCK_T, PDL,
+            )  # fmt: skip
         else:
             wait(PDL)
 
@@ -542,33 +453,11 @@ def _first_row(p_states, i_row, i_place):
 
 @jit
 def _pool(
-    p_pooled,
-    p_slots,
-    p_state,
-    p_bias,
-    p_norm,
-    p_cosine,
-    p_sine,
-    p_rows,
-    p_scales,
-    p_rope,
-    eps,
-    pooled_stride,
-    rotary_stride,
-    row_stride,
-    i_row,
-    i_first,
-    i_position,
-    is_last,
-    KIND: constexpr,
-    RATIO: constexpr,
-    OVERLAPPED: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    BLOCK_D: constexpr,
-    BLOCK_T: constexpr,
-    PDL: constexpr,
-):
+    p_pooled, p_slots, p_state, p_bias, p_norm, p_cosine, p_sine, p_rows, p_scales, p_rope, eps, pooled_stride,
+    rotary_stride, row_stride, i_row, i_first, i_position, is_last,
+    KIND: constexpr, RATIO: constexpr, OVERLAPPED: constexpr, DIM: constexpr, ROPE_DIM: constexpr, BLOCK_D: constexpr,
+    BLOCK_T: constexpr, PDL: constexpr,
+):  # fmt: skip
     """Some windows of the rows from `i_first` to `i_row` of a sequence: those at both ends that need a state or leave one."""
     # Windows of a sequence: those that a state reaches into; the last; and the one before it, where it has a share in it.
     HEAD: constexpr = 2 if OVERLAPPED else 1

@@ -92,24 +92,11 @@ def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: 
     blocks, pdl = projection_form(num_rows, num_heads).absorb, supports_pdl(q_TND)
     grid = (-(-latent_dim // blocks.columns), num_heads, -(-num_rows // blocks.rows))
     _absorb_kernel[grid](
-        q_TND,
-        kv_b_NXL,
-        out_TNX,
-        num_rows,
-        *q_TND.stride()[:2],
-        kv_b_NXL.stride(0),
-        *out_TNX.stride()[:2],
-        NOPE=nope_dim,
-        ROPE=rope_dim,
-        LATENT=latent_dim,
-        BLOCK_T=blocks.rows,
-        BLOCK_P=max(16, next_power_of_two(nope_dim)),
-        BLOCK_R=next_power_of_two(max(rope_dim, 1)),
-        BLOCK_L=blocks.columns,
-        PDL=pdl,
-        num_warps=blocks.num_warps,
-        **pdl_launch(pdl),
-    )
+        q_TND, kv_b_NXL, out_TNX, num_rows, *q_TND.stride()[:2], kv_b_NXL.stride(0), *out_TNX.stride()[:2],
+        NOPE=nope_dim, ROPE=rope_dim, LATENT=latent_dim, BLOCK_T=blocks.rows,
+        BLOCK_P=max(16, next_power_of_two(nope_dim)), BLOCK_R=next_power_of_two(max(rope_dim, 1)),
+        BLOCK_L=blocks.columns, PDL=pdl, num_warps=blocks.num_warps, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TNX
 
 
@@ -137,25 +124,11 @@ def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_
     blocks, pdl = projection_form(num_rows, num_heads).value, supports_pdl(latent_TNL)
     block_v = min(blocks.columns, max(16, next_power_of_two(value_dim)))
     _value_kernel[(-(-value_dim // block_v), num_heads, -(-num_rows // blocks.rows))](
-        latent_TNL,
-        kv_b_NXL,
-        out_TNV,
-        num_rows,
-        *latent_TNL.stride()[:2],
-        kv_b_NXL.stride(0),
-        *out_TNV.stride()[:2],
-        FIRST=kv_b_NXL.shape[1] - value_dim,
-        LATENT=latent_dim,
-        VALUE=value_dim,
-        BLOCK_T=blocks.rows,
-        BLOCK_V=block_v,
-        BLOCK_L=blocks.depth or max(16, next_power_of_two(latent_dim)),
-        IS_WHOLE=not blocks.depth,
-        PDL=pdl,
-        num_warps=blocks.num_warps,
-        num_stages=3,
-        **pdl_launch(pdl),
-    )
+        latent_TNL, kv_b_NXL, out_TNV, num_rows, *latent_TNL.stride()[:2], kv_b_NXL.stride(0), *out_TNV.stride()[:2],
+        FIRST=kv_b_NXL.shape[1] - value_dim, LATENT=latent_dim, VALUE=value_dim, BLOCK_T=blocks.rows, BLOCK_V=block_v,
+        BLOCK_L=blocks.depth or max(16, next_power_of_two(latent_dim)), IS_WHOLE=not blocks.depth, PDL=pdl,
+        num_warps=blocks.num_warps, num_stages=3, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TNV
 
 
@@ -171,24 +144,10 @@ def _check(x_TNX: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -
 
 @jit_counting("num_rows")
 def _absorb_kernel(
-    p_q,
-    p_w,
-    p_out,
-    num_rows,
-    q_row,
-    q_head,
-    w_head,
-    out_row,
-    out_head,
-    NOPE: constexpr,
-    ROPE: constexpr,
-    LATENT: constexpr,
-    BLOCK_T: constexpr,
-    BLOCK_P: constexpr,
-    BLOCK_R: constexpr,
-    BLOCK_L: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_w, p_out, num_rows, q_row, q_head, w_head, out_row, out_head,
+    NOPE: constexpr, ROPE: constexpr, LATENT: constexpr, BLOCK_T: constexpr, BLOCK_P: constexpr, BLOCK_R: constexpr,
+    BLOCK_L: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_l = tl.program_id(0)
     i_head = tl.program_id(1).to(tl.int64)
     o_t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -215,24 +174,10 @@ def _absorb_kernel(
 
 @jit_counting("num_rows")
 def _value_kernel(
-    p_x,
-    p_w,
-    p_out,
-    num_rows,
-    x_row,
-    x_head,
-    w_head,
-    out_row,
-    out_head,
-    FIRST: constexpr,
-    LATENT: constexpr,
-    VALUE: constexpr,
-    BLOCK_T: constexpr,
-    BLOCK_V: constexpr,
-    BLOCK_L: constexpr,
-    IS_WHOLE: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_w, p_out, num_rows, x_row, x_head, w_head, out_row, out_head,
+    FIRST: constexpr, LATENT: constexpr, VALUE: constexpr, BLOCK_T: constexpr, BLOCK_V: constexpr, BLOCK_L: constexpr,
+    IS_WHOLE: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_head = tl.program_id(1).to(tl.int64)
     o_t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_t = (o_t < num_rows)[:, None]

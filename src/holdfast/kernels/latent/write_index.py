@@ -139,32 +139,12 @@ def write_index_triton(
     half_block, pdl = next_power_of_two(rope_dim // 2), supports_pdl(k_TD)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)))
     _write_index_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
-        k_TD,
-        q_TID,
-        slots_T,
-        norm.weight_D,
-        norm.bias_D,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD,
-        planes.scales_S1,
-        norm.eps,
-        k_TD.stride(0),
-        q_TID.stride(0),
-        q_TID.stride(1),
-        rotary.cos_TP.stride(0),
-        LEAST=LEAST_KEY,
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        ROPE_DIM=rope_dim,
-        HEADS=heads,
-        BLOCK_D=next_power_of_two(dim),
-        HALF_BLOCK=half_block,
-        NEIGHBOURS=by_neighbours,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        k_TD, q_TID, slots_T, norm.weight_D, norm.bias_D, rotary.cos_TP, rotary.sin_TP,
+        planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD, planes.scales_S1, norm.eps,
+        k_TD.stride(0), q_TID.stride(0), q_TID.stride(1), rotary.cos_TP.stride(0),
+        LEAST=LEAST_KEY, NUM_HEADS=num_heads, DIM=dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_D=next_power_of_two(dim),
+        HALF_BLOCK=half_block, NEIGHBOURS=by_neighbours, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def quantize_index_queries_triton(
@@ -180,25 +160,11 @@ def quantize_index_queries_triton(
     block_d, pdl = next_power_of_two(dim), supports_pdl(q_TID)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_d))
     _quantize_queries_kernel[(num_rows * -(-num_heads // heads),)](
-        q_TID,
-        weights_TI,
-        codes_TID.view(torch.uint8),
-        out_weights_TI,
-        q_TID.stride(0),
-        q_TID.stride(1),
-        weights_TI.stride(0),
-        codes_TID.stride(0),
-        codes_TID.stride(1),
-        out_weights_TI.stride(0),
-        LEAST=LEAST_QUERY,
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        HEADS=heads,
-        BLOCK_D=block_d,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
+        q_TID, weights_TI, codes_TID.view(torch.uint8), out_weights_TI, q_TID.stride(0), q_TID.stride(1),
+        weights_TI.stride(0), codes_TID.stride(0), codes_TID.stride(1), out_weights_TI.stride(0),
+        LEAST=LEAST_QUERY, NUM_HEADS=num_heads, DIM=dim, HEADS=heads, BLOCK_D=block_d, PDL=pdl, num_warps=NUM_WARPS,
         **pdl_launch(pdl),
-    )
+    )  # fmt: skip
 
 
 def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, planes: IndexPlanes) -> None:
@@ -214,30 +180,11 @@ def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, plane
 
 @jit
 def _write_index_kernel(
-    p_k,
-    p_q,
-    p_slots,
-    p_norm,
-    p_bias,
-    p_cosine,
-    p_sine,
-    p_rows,
-    p_scales,
-    eps,
-    k_stride,
-    q_stride,
-    head_stride,
+    p_k, p_q, p_slots, p_norm, p_bias, p_cosine, p_sine, p_rows, p_scales, eps, k_stride, q_stride, head_stride,
     rotary_stride,
-    LEAST: constexpr,
-    NUM_HEADS: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_D: constexpr,
-    HALF_BLOCK: constexpr,
-    NEIGHBOURS: constexpr,
-    PDL: constexpr,
-):
+    LEAST: constexpr, NUM_HEADS: constexpr, DIM: constexpr, ROPE_DIM: constexpr, HEADS: constexpr, BLOCK_D: constexpr,
+    HALF_BLOCK: constexpr, NEIGHBOURS: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     HALF: constexpr = ROPE_DIM // 2
     # From an element to the next of its kind, and to its partner.
@@ -302,23 +249,9 @@ def _write_index_kernel(
 
 @jit
 def _quantize_queries_kernel(
-    p_q,
-    p_weights,
-    p_codes,
-    p_out,
-    q_stride,
-    head_stride,
-    weights_stride,
-    codes_stride,
-    codes_head_stride,
-    out_stride,
-    LEAST: constexpr,
-    NUM_HEADS: constexpr,
-    DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_D: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_weights, p_codes, p_out, q_stride, head_stride, weights_stride, codes_stride, codes_head_stride, out_stride,
+    LEAST: constexpr, NUM_HEADS: constexpr, DIM: constexpr, HEADS: constexpr, BLOCK_D: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)

@@ -109,35 +109,14 @@ def write_latent_triton(
     if rope_SR is not None:
         rope_SR = rope_SR.view(torch.uint8 if planes.has_small_rope else torch.int16)
     _write_latent_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
-        latent_TX,
-        q_TND,
-        slots_T,
-        norm.weight_L,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        planes.rows_SX,
-        scales_SC,
-        rope_SR,
-        norm.eps,
-        latent_TX.stride(0),
-        q_TND.stride(0),
-        q_TND.stride(1),
-        planes.rows_SX.stride(0),
+        latent_TX, q_TND, slots_T, norm.weight_L, rotary.cos_TP, rotary.sin_TP, planes.rows_SX, scales_SC, rope_SR,
+        norm.eps, latent_TX.stride(0), q_TND.stride(0), q_TND.stride(1), planes.rows_SX.stride(0),
         rotary.cos_TP.stride(0),
-        KIND=planes.kind,
-        SMALL_ROPE=planes.has_small_rope,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        LATENT_DIM=planes.latent_dim,
-        ROPE_DIM=rope_dim,
-        HEADS=heads,
-        BLOCK_L=next_power_of_two(planes.latent_dim),
-        BLOCK_R=rope_block,
-        KRONECKER=planes.latent_dim == next_power_of_two(planes.latent_dim) >= KRONECKER_DIM,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        KIND=planes.kind, SMALL_ROPE=planes.has_small_rope, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
+        LATENT_DIM=planes.latent_dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_L=next_power_of_two(planes.latent_dim),
+        BLOCK_R=rope_block, KRONECKER=planes.latent_dim == next_power_of_two(planes.latent_dim) >= KRONECKER_DIM,
+        PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def _check_layout(latent_TX: torch.Tensor, q_TND: torch.Tensor, rotary: Rotary, planes: LatentPlanes) -> None:
@@ -152,33 +131,11 @@ def _check_layout(latent_TX: torch.Tensor, q_TND: torch.Tensor, rotary: Rotary, 
 
 @jit
 def _write_latent_kernel(
-    p_latent,
-    p_q,
-    p_slots,
-    p_norm,
-    p_cosine,
-    p_sine,
-    p_rows,
-    p_scales,
-    p_rope,
-    eps,
-    latent_stride,
-    q_stride,
-    head_stride,
-    row_stride,
-    rotary_stride,
-    KIND: constexpr,
-    SMALL_ROPE: constexpr,
-    NUM_HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    LATENT_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_L: constexpr,
-    BLOCK_R: constexpr,
-    KRONECKER: constexpr,
-    PDL: constexpr,
-):
+    p_latent, p_q, p_slots, p_norm, p_cosine, p_sine, p_rows, p_scales, p_rope, eps, latent_stride, q_stride,
+    head_stride, row_stride, rotary_stride,
+    KIND: constexpr, SMALL_ROPE: constexpr, NUM_HEADS: constexpr, HEAD_DIM: constexpr, LATENT_DIM: constexpr,
+    ROPE_DIM: constexpr, HEADS: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr, KRONECKER: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)

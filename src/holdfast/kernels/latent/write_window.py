@@ -123,34 +123,13 @@ def write_window_triton(
     block_d, pdl = next_power_of_two(dim), supports_pdl(kv_TD)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_d))
     _write_window_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
-        kv_TD,
-        q_TND,
-        slots_T,
-        states_T,
-        norm.weight_L,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        planes.rows_SX,
-        planes.scales_SC,
-        bits_of_rope(planes),
-        norm.eps,
-        q_eps,
-        kv_TD.stride(0),
-        q_TND.stride(0),
-        q_TND.stride(1),
-        planes.rows_SX.stride(0),
-        rotary.cos_TP.stride(0),
-        KIND=planes.kind,
-        ROTATED=is_rotated or planes.kind == "turboquant",
-        NUM_HEADS=num_heads,
-        LATENT_DIM=planes.latent_dim,
-        ROPE_DIM=planes.rope_dim,
-        HEADS=heads,
-        BLOCK_D=block_d,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        kv_TD, q_TND, slots_T, states_T, norm.weight_L, rotary.cos_TP, rotary.sin_TP, planes.rows_SX, planes.scales_SC,
+        bits_of_rope(planes), norm.eps, q_eps, kv_TD.stride(0), q_TND.stride(0), q_TND.stride(1),
+        planes.rows_SX.stride(0), rotary.cos_TP.stride(0),
+        KIND=planes.kind, ROTATED=is_rotated or planes.kind == "turboquant", NUM_HEADS=num_heads,
+        LATENT_DIM=planes.latent_dim, ROPE_DIM=planes.rope_dim, HEADS=heads, BLOCK_D=block_d, PDL=pdl,
+        num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
@@ -163,21 +142,10 @@ def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
     block_r = next_power_of_two(rope_dim)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_r))
     _rotate_back_kernel[(num_rows * -(-num_heads // heads),)](
-        out_TND,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        out_TND.stride(0),
-        out_TND.stride(1),
-        rotary.cos_TP.stride(0),
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        ROPE_DIM=rope_dim,
-        HEADS=heads,
-        BLOCK_R=block_r,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
+        out_TND, rotary.cos_TP, rotary.sin_TP, out_TND.stride(0), out_TND.stride(1), rotary.cos_TP.stride(0),
+        NUM_HEADS=num_heads, DIM=dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_R=block_r, PDL=pdl, num_warps=NUM_WARPS,
         **pdl_launch(pdl),
-    )
+    )  # fmt: skip
 
 
 def _check_layout(x_TND: torch.Tensor, rotary: Rotary) -> None:
@@ -189,32 +157,11 @@ def _check_layout(x_TND: torch.Tensor, rotary: Rotary) -> None:
 
 @jit
 def _write_window_kernel(
-    p_kv,
-    p_q,
-    p_slots,
-    p_states,
-    p_norm,
-    p_cosine,
-    p_sine,
-    p_rows,
-    p_scales,
-    p_rope,
-    eps,
-    q_eps,
-    kv_stride,
-    q_stride,
-    head_stride,
-    row_stride,
-    rotary_stride,
-    KIND: constexpr,
-    ROTATED: constexpr,
-    NUM_HEADS: constexpr,
-    LATENT_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_D: constexpr,
-    PDL: constexpr,
-):
+    p_kv, p_q, p_slots, p_states, p_norm, p_cosine, p_sine, p_rows, p_scales, p_rope, eps, q_eps, kv_stride, q_stride,
+    head_stride, row_stride, rotary_stride,
+    KIND: constexpr, ROTATED: constexpr, NUM_HEADS: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr,
+    HEADS: constexpr, BLOCK_D: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     DIM: constexpr = LATENT_DIM + ROPE_DIM
     i_program = tl.program_id(0)
@@ -249,37 +196,15 @@ def _write_window_kernel(
 
 @jit
 def _rotate_back_kernel(
-    p_out,
-    p_cosine,
-    p_sine,
-    out_stride,
-    head_stride,
-    rotary_stride,
-    NUM_HEADS: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_R: constexpr,
-    PDL: constexpr,
-):
+    p_out, p_cosine, p_sine, out_stride, head_stride, rotary_stride,
+    NUM_HEADS: constexpr, DIM: constexpr, ROPE_DIM: constexpr, HEADS: constexpr, BLOCK_R: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_first = i_program % NUM_BLOCKS * HEADS
     p_heads = p_out + i_row * out_stride
     turn_heads(
-        p_heads,
-        head_stride,
-        i_first,
-        p_cosine,
-        p_sine,
-        i_row,
-        rotary_stride,
-        -1,
-        NUM_HEADS,
-        HEADS,
-        DIM,
-        ROPE_DIM,
-        BLOCK_R,
-        PDL,
-    )
+        p_heads, head_stride, i_first, p_cosine, p_sine, i_row, rotary_stride, -1, NUM_HEADS, HEADS, DIM, ROPE_DIM,
+        BLOCK_R, PDL,
+    )  # fmt: skip
