@@ -8,8 +8,8 @@ import torch
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit,
     next_power_of_two,
@@ -42,7 +42,7 @@ NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
 """Of 8 bits."""
 
 
-def write_quantized_kv(
+def write_quantized_kv_reference(
     qkv_TX: torch.Tensor,
     slots_T: torch.Tensor,
     planes: QuantizedPlanes,
@@ -56,19 +56,6 @@ def write_quantized_kv(
     negative slot is padding: it stores nothing, and its queries are zeros.
     `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in both.
     """
-    write = write_quantized_kv_triton if can_run(qkv_TX) else write_quantized_kv_reference
-    return write(qkv_TX, slots_T, planes, head_norm, rotary, out_THD)
-
-
-def write_quantized_kv_reference(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    planes: QuantizedPlanes,
-    head_norm: HeadNorm | None,
-    rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same in plain torch."""
     shape = planes.num_kv_heads, planes.head_dim
     q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, *shape, head_norm, rotary)
     used_T = slots_T >= 0
@@ -95,7 +82,7 @@ def write_quantized_kv_triton(
     rotary: Rotary | None,
     out_THD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same as one Triton kernel, a program for some heads of one kind of a row; it rounds where the reference rounds."""
+    """`write_quantized_kv` as one Triton kernel, a program for some heads of one kind of a row; it rounds where the reference rounds."""
     num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
@@ -123,6 +110,9 @@ def write_quantized_kv_triton(
             QUERY_HEADS=query_heads, KV_HEADS=kv_heads, BLOCK=block, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
         )  # fmt: skip
     return q_THD
+
+
+write_quantized_kv = operation(reference=write_quantized_kv_reference, triton=write_quantized_kv_triton)
 
 
 def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: QuantizedPlanes, rotary: Rotary | None) -> None:

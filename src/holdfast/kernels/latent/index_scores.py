@@ -11,8 +11,8 @@ import torch
 
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
 from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     is_interpreted,
     jit,
@@ -90,7 +90,7 @@ def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
     return "half" if is_half and q_TID.dtype == dtype else "float32"
 
 
-def index_scores(
+def index_scores_reference(
     q_TID: torch.Tensor,
     weights_TI: torch.Tensor,
     planes: IndexPlanes,
@@ -103,19 +103,6 @@ def index_scores(
     `weights_TI`: float32, with all factors in them (head_dim ** -0.5 * heads ** -0.5, and the queries' scale where they are codes).
     The launch does not depend on lengths: programs read them on the device, so that a graph serves any step.
     """
-    scores = index_scores_triton if can_run(q_TID) else index_scores_reference
-    return scores(q_TID, weights_TI, planes, page_table_NP, rows, out_TC)
-
-
-def index_scores_reference(
-    q_TID: torch.Tensor,
-    weights_TI: torch.Tensor,
-    planes: IndexPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    out_TC: torch.Tensor,
-) -> torch.Tensor:
-    """The same in plain torch: a block of tokens is gathered once for neighbouring rows of a sequence, and each row computed alone."""
     num_rows = len(q_TID)
     table_rows, num_tokens = (tensor[:num_rows].tolist() for tensor in rows)
     first = 0
@@ -153,7 +140,7 @@ def index_scores_triton(
     rows: SparseRows,
     out_TC: torch.Tensor,
 ) -> torch.Tensor:
-    """The same as one Triton kernel: tokens are rows of a product and heads its columns, so that a sum over heads stays in a thread.
+    """`index_scores` as one Triton kernel: tokens are rows of a product and heads its columns, so that a sum over heads stays in a thread.
 
     A program takes every so manieth block of a row's tokens, and with it those of the next row where that is of the same sequence.
     """
@@ -175,6 +162,9 @@ def index_scores_triton(
         num_warps=NUM_WARPS, **pdl_launch(pdl),
     )  # fmt: skip
     return out_TC
+
+
+index_scores = operation(reference=index_scores_reference, triton=index_scores_triton)
 
 
 def _num_sms(tensor: torch.Tensor) -> int:

@@ -17,7 +17,8 @@ import torch
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
-from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, next_power_of_two, shared_bytes, tl
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, shared_bytes, tl
 from holdfast.kernels.up_projection import TILE_ROWS, UpProjection, num_splits
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_CODEBOOK
@@ -32,7 +33,7 @@ MERGED_ROWS = 16
 """Of a program that merges splits."""
 
 
-def attend_up_projected(
+def attend_up_projected_reference(
     q_TND: torch.Tensor,
     kv_b_NXL: torch.Tensor,
     planes: LatentPlanes,
@@ -46,21 +47,6 @@ def attend_up_projected(
 
     Queries are rotated, and the rows' own latents are on their pages. `scratch` is as `expanded_specs` says.
     """
-    launch = attend_up_projected_triton if can_run(q_TND) else attend_up_projected_reference
-    return launch(q_TND, kv_b_NXL, planes, page_row_P, start, scale, scratch, out_TNV)
-
-
-def attend_up_projected_reference(
-    q_TND: torch.Tensor,
-    kv_b_NXL: torch.Tensor,
-    planes: LatentPlanes,
-    page_row_P: torch.Tensor,
-    start: int,
-    scale: float,
-    scratch: Mapping[str, torch.Tensor],
-    out_TNV: torch.Tensor,
-) -> torch.Tensor:
-    """The same in plain torch, with the whole score matrix."""
     del scratch
     (num_rows, _, query_dim), latent_dim = q_TND.shape, planes.latent_dim
     nope_dim = query_dim - planes.rope_dim
@@ -95,7 +81,7 @@ def attend_up_projected_triton(
     scratch: Mapping[str, torch.Tensor],
     out_TNV: torch.Tensor,
 ) -> torch.Tensor:
-    """The same as Triton kernels around one product a chunk and group of heads."""
+    """`attend_up_projected` as Triton kernels around one product a chunk and group of heads."""
     shape = _shape_of(q_TND, kv_b_NXL, planes, out_TNV)
     room, state = scratch["up_projected"], scratch["up_projected_state"]
     assert room.dtype == q_TND.dtype == kv_b_NXL.dtype, f"{room.dtype=} {q_TND.dtype=} {kv_b_NXL.dtype=}"
@@ -125,6 +111,9 @@ def attend_up_projected_triton(
             if splits > 1:
                 _merge(state, splits, shape, out_TGV)
     return out_TNV
+
+
+attend_up_projected = operation(reference=attend_up_projected_reference, triton=attend_up_projected_triton)
 
 
 def _shape_of(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, planes: LatentPlanes, out_TNV: torch.Tensor) -> UpProjection:

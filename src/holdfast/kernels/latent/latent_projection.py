@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit_counting,
     next_power_of_two,
@@ -64,14 +64,8 @@ def row_form(num_rows: int) -> tuple[ProjectionForm, ProjectionForm]:
     return projection_form(num_rows, 1), projection_form(num_rows, MANY_HEADS)
 
 
-def absorb_queries(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """[T, N, L + R]: of every head q[:P] @ W_UK, then its rotated elements as they are; rows and heads of both may lie apart."""
-    launch = absorb_queries_triton if can_run(q_TND) else absorb_queries_reference
-    return launch(q_TND, kv_b_NXL, out_TNX)
-
-
 def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
+    """[T, N, L + R]: of every head q[:P] @ W_UK, then its rotated elements as they are; rows and heads of both may lie apart."""
     latent_dim = kv_b_NXL.shape[-1]
     nope_dim = q_TND.shape[-1] - (out_TNX.shape[-1] - latent_dim)
     absorbed_TNL = torch.einsum("tnp,npl->tnl", q_TND[..., :nope_dim].float(), kv_b_NXL[:, :nope_dim].float())
@@ -81,7 +75,7 @@ def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TN
 
 
 def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some rows and columns of a head."""
+    """`absorb_queries` as a Triton kernel, a program for some rows and columns of a head."""
     (num_rows, num_heads, _), latent_dim = q_TND.shape, kv_b_NXL.shape[-1]
     rope_dim = out_TNX.shape[-1] - latent_dim
     nope_dim = q_TND.shape[-1] - rope_dim
@@ -100,21 +94,18 @@ def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: 
     return out_TNX
 
 
-def project_values(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """[T, N, V]: of every head what was attended to, by W_UV; rows and heads of both may lie apart."""
-    launch = project_values_triton if can_run(latent_TNL) else project_values_reference
-    return launch(latent_TNL, kv_b_NXL, out_TNV)
+absorb_queries = operation(reference=absorb_queries_reference, triton=absorb_queries_triton)
 
 
 def project_values_reference(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
+    """[T, N, V]: of every head what was attended to, by W_UV; rows and heads of both may lie apart."""
     value_dim = out_TNV.shape[-1]
     w_NVL = kv_b_NXL[:, kv_b_NXL.shape[1] - value_dim :].float()
     return out_TNV.copy_(torch.einsum("tnl,nvl->tnv", latent_TNL.float(), w_NVL).to(out_TNV.dtype))
 
 
 def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some rows and columns of a head."""
+    """`project_values` as a Triton kernel, a program for some rows and columns of a head."""
     (num_rows, num_heads, latent_dim), value_dim = latent_TNL.shape, out_TNV.shape[-1]
     assert kv_b_NXL.shape[-1] == latent_dim, f"{latent_TNL.shape=} {kv_b_NXL.shape=}"
     assert value_dim <= kv_b_NXL.shape[1], f"{kv_b_NXL.shape=} {out_TNV.shape=}"
@@ -130,6 +121,9 @@ def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_
         num_warps=blocks.num_warps, num_stages=3, **pdl_launch(pdl),
     )  # fmt: skip
     return out_TNV
+
+
+project_values = operation(reference=project_values_reference, triton=project_values_triton)
 
 
 def _check(x_TNX: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> None:

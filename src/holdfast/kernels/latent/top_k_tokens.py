@@ -18,6 +18,7 @@ import torch
 
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.latent.top_k_geometry import MAX_CHUNKS, TOP_K_FORM, TopKForm, num_warps, top_k_specs
+from holdfast.kernels.operation import operation
 from holdfast.kernels.shared_words import (
     clear_words,
     count_words,
@@ -29,7 +30,6 @@ from holdfast.kernels.shared_words import (
     words_instead,
 )
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     is_interpreted,
     jit,
@@ -52,7 +52,7 @@ SHIFTS = kernel_constant(2048)
 """Words of chunks, when bins are no longer needed."""
 
 
-def top_k_tokens(
+def top_k_tokens_reference(
     scores_TC: torch.Tensor,
     rows: SparseRows,
     out_TK: torch.Tensor,
@@ -63,19 +63,6 @@ def top_k_tokens(
     Of equal scores the lower position is taken. A score that is NaN counts as the lowest, -0 as 0. Rows with up to K tokens take all.
     `scratch`: what `top_k_specs` lists, for as many rows and tokens or more; plain torch works without.
     """
-    if can_run(scores_TC):
-        assert scratch is not None, "top_k_tokens works in scratch on a GPU: pass the tensors that top_k_specs lists"
-        return top_k_tokens_triton(scores_TC, rows, out_TK, scratch)
-    return top_k_tokens_reference(scores_TC, rows, out_TK, scratch)
-
-
-def top_k_tokens_reference(
-    scores_TC: torch.Tensor,
-    rows: SparseRows,
-    out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The same in plain torch, by stable sorts."""
     num_tokens_T1 = rows.num_tokens_T.unsqueeze(1)
     width, k = scores_TC.shape[1], out_TK.shape[1]
     position_C = torch.arange(width, device=scores_TC.device)
@@ -96,10 +83,11 @@ def top_k_tokens_triton(
     scores_TC: torch.Tensor,
     rows: SparseRows,
     out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor],
+    scratch: Mapping[str, torch.Tensor] | None = None,
     form: TopKForm = TOP_K_FORM,
 ) -> torch.Tensor:
-    """The same as one Triton kernel where no row is long, else as three."""
+    """`top_k_tokens` as one Triton kernel where no row is long, else as three."""
+    assert scratch is not None, "top_k_tokens needs scratch on a GPU: pass the tensors of top_k_specs"
     _check(scores_TC, rows, out_TK, scratch, form)
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
     if not num_rows:
@@ -128,6 +116,9 @@ def top_k_tokens_triton(
         PLAIN=is_interpreted(), PDL=pdl, num_warps=num_warps(held), **pdl_launch(pdl),
     )  # fmt: skip
     return out_TK
+
+
+top_k_tokens = operation(reference=top_k_tokens_reference, triton=top_k_tokens_triton)
 
 
 def _check(
