@@ -56,7 +56,7 @@ class _Cases(list[str]):
 
     current = ""
 
-    def __getitem__(self, key):  # noqa: ANN001, ANN204
+    def __getitem__(self, key):  # type: ignore[override]  # noqa: ANN001, ANN204
         return _Reached(self) if isinstance(key, slice) else super().__getitem__(key)
 
 
