@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import time_budget
 from each_value import mark_others_slow
 from pointer_bounds import bound_pointers
 from quick_interpreter import quicken_interpreter
@@ -106,9 +107,20 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return TestModule.from_parent(parent, path=module_path)
 
 
-def pytest_configure() -> None:
-    """Nothing that is imported and collected is garbage: looking for some among it takes a fifth of that time."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    time_budget.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect no garbage while tests are collected: imports leave none, and looking takes a fifth of the time."""
     gc.disable()
+    config.pluginmanager.register(time_budget)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip importing files of GPU tests if `-m` excludes them."""
+    is_excluded = "not gpu" in config.getoption("markexpr") and collection_path.name.endswith("_gpu.py")
+    return True if is_excluded else None
 
 
 @pytest.hookimpl(tryfirst=True)
