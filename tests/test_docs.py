@@ -286,7 +286,7 @@ def test_figures_about_loads_are_those_of_their_plan(kind: str, num_chunks: int,
 
 
 def test_the_readme_names_no_machine_of_ours() -> None:
-    """Paths and addresses of the place where something was written help nobody."""
+    """Documents name no paths or addresses of the machine they were written on."""
     for name, text in DOCUMENTS.items():
         folders = "|".join(("home", "root", "work", "tmp"))
         # A server's own address is every machine's.
