@@ -23,7 +23,7 @@ from holdfast.memory.devices import PLANNED_GPUS
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.families import parameters
+from holdfast.models.grouped_readers import parameters
 from holdfast.planning.terms import STAGING_BYTES
 from holdfast.quant.formats import ALL_KV_FORMATS, KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
