@@ -231,8 +231,8 @@ def _attend_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -
 
 @jit
 def _attend_tile(
-    p_q_m, m_m, p_latents, p_row_pages, p_row_tokens, b_page, b_token, b_ahead, o_row, position, low, high, num_tokens,
-    scale_log2,
+    p_q_m, m_m, o_n, o_l, o_r, m_l, m_r, p_latents, p_row_pages, p_row_tokens, b_token, b_ahead, b_page, o_row, position,
+    low, high, num_tokens, scale_log2,
     LISTED: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr, PAGE_TOKENS: constexpr, BLOCK_M: constexpr,
     BLOCK_N: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr, NUM_STAGES: constexpr,
 ):  # fmt: skip
@@ -243,11 +243,6 @@ def _attend_tile(
     WIDTH: constexpr = LATENT_DIM + ROPE_DIM
     # If a block lies in one page, its page id is a scalar and its rows are contiguous.
     IN_ONE_PAGE: constexpr = PAGE_TOKENS % BLOCK_N == 0
-    o_n = tl.arange(0, BLOCK_N)
-    o_l = tl.arange(0, BLOCK_L)
-    o_r = tl.arange(0, BLOCK_R)
-    m_l = o_l < LATENT_DIM
-    m_r = o_r < ROPE_DIM
     b_q = tl.load(p_q_m + o_l[None, :], mask=m_m[:, None] & m_l[None, :], other=0.0)
     b_q_rope = tl.load(p_q_m + LATENT_DIM + o_r[None, :], mask=m_m[:, None] & m_r[None, :], other=0.0)
     b_acc = tl.zeros((BLOCK_M, BLOCK_L), dtype=tl.float32)
@@ -324,6 +319,9 @@ def _tiles_kernel(
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_l = tl.arange(0, BLOCK_L)
+    o_r = tl.arange(0, BLOCK_R)
+    m_l = o_l < LATENT_DIM
+    m_r = o_r < ROPE_DIM
     o_row = o_m // GROUP
     for i_item in range(tl.program_id(0), num_tiles * NUM_BLOCKS, tl.num_programs(0)):
         table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
@@ -340,13 +338,13 @@ def _tiles_kernel(
         m_m = (o_row < num_rows) & (o_head < NUM_HEADS)
         o_q = (row + o_row).to(tl.int64) * NUM_HEADS + o_head
         b_acc, b_m, b_l = _attend_tile(
-            p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, p_latents, p_row_pages, None, b_page, None, None,
-            o_row, position, low, high, None, scale_log2,
+            p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, o_n, o_l, o_r, m_l, m_r, p_latents, p_row_pages, None,
+            None, None, b_page, o_row, position, low, high, None, scale_log2,
             False, LATENT_DIM, ROPE_DIM, PAGE_TOKENS, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, NUM_STAGES,
         )  # fmt: skip
         # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
-        m_out = m_m[:, None] & (o_l < LATENT_DIM)[None, :]
+        m_out = m_m[:, None] & m_l[None, :]
         if first_partial < 0:
             p_y = p_out + (o_q * LATENT_DIM)[:, None] + o_l[None, :]
             tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
@@ -379,6 +377,9 @@ def _lists_kernel(
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_l = tl.arange(0, BLOCK_L)
+    o_r = tl.arange(0, BLOCK_R)
+    m_l = o_l < LATENT_DIM
+    m_r = o_r < ROPE_DIM
     low = i_split * places
     high = tl.minimum(low + places, tl.minimum(num_tokens, num_places))
     p_row_tokens = p_tokens + i_row * tokens_stride
@@ -390,13 +391,13 @@ def _lists_kernel(
     m_m = (o_m < GROUP) & (o_head < NUM_HEADS)
     o_q = i_row * NUM_HEADS + o_head
     b_acc, b_m, b_l = _attend_tile(
-        p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, p_latents, p_row_pages, p_row_tokens, b_page, b_token,
-        b_ahead, None, None, low, high, num_tokens, scale_log2,
+        p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, o_n, o_l, o_r, m_l, m_r, p_latents, p_row_pages,
+        p_row_tokens, b_token, b_ahead, b_page, None, None, low, high, num_tokens, scale_log2,
         True, LATENT_DIM, ROPE_DIM, PAGE_TOKENS, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, NUM_STAGES,
     )  # fmt: skip
     # A split without tokens is neutral: zeros, with -inf as lse.
     b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
-    m_out = m_m[:, None] & (o_l < LATENT_DIM)[None, :]
+    m_out = m_m[:, None] & m_l[None, :]
     num_splits = tl.num_programs(1)
     if num_splits == 1:
         p_y = p_out + (o_q * LATENT_DIM)[:, None] + o_l[None, :]
