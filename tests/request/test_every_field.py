@@ -22,9 +22,8 @@ from holdfast.engine.messages import (
 )
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import TokenLogprobs
-from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step, read_params, write_params
+from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
 from holdfast.request.structured import StructuredOutputs
-from holdfast.request.wire import Writer, open_frame
 
 PARAMS = SamplingParams()
 FLIPPED_PARAMS: dict[str, object] = {
@@ -213,12 +212,8 @@ def test_every_sampling_param_travels_and_makes_a_difference(name: str) -> None:
     assert set(FLIPPED_PARAMS) == {one.name for one in fields(SamplingParams)}
     changed = SamplingParams(**{name: FLIPPED_PARAMS[name]})  # type: ignore[arg-type]
     assert changed != PARAMS
-    writer = Writer()
-    for params in (changed, PARAMS, changed):
-        write_params(writer, params)
-    _, reader = open_frame(writer.frame(1))
-    found = [read_params(reader) for _ in range(3)]
-    reader.end()
+    step = Step(3, (), tuple(ADMITTED._replace(params=params) for params in (changed, PARAMS, changed)))
+    found = [one.params for one in decode_step(encode_step(step)).admitted]
     assert found == [changed, PARAMS, changed]
     assert getattr(found[2], name) == FLIPPED_PARAMS[name]
     assert changed.clone() == changed

@@ -6,9 +6,8 @@ import pytest
 
 from holdfast.errors import KeywordError, RequestError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.step import read_params, write_params
+from holdfast.request.step import Admitted, Step, decode_step, encode_step
 from holdfast.request.structured import MAX_CHOICES, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, StructuredOutputs
-from holdfast.request.wire import Writer, open_frame
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["é", None, 1.5, True]}}}
 
@@ -36,10 +35,8 @@ def test_a_schema_is_kept_as_text_in_its_order():
 )
 def test_every_form_survives_the_wire(given):
     params = SamplingParams(structured_outputs=given, temperature=0.5)
-    writer = Writer()
-    write_params(writer, params)
-    _, reader = open_frame(writer.frame(1))
-    assert read_params(reader) == params
+    step = Step(1, (), (Admitted(0, 1, (2,), 1, params, 0),))
+    assert decode_step(encode_step(step)) == step
     assert SamplingParams(structured_outputs=params.structured_outputs) == SamplingParams(structured_outputs=given)
 
 

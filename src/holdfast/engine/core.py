@@ -52,7 +52,7 @@ from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.pacing import StepPacer
 from holdfast.engine.pulse import CoreCounts, CorePulse, HangUps
 from holdfast.engine.scheduler import Scheduler
-from holdfast.errors import QueueFullError, RequestError
+from holdfast.errors import MessageError, QueueFullError, RequestError
 from holdfast.memory.report import MemoryReport
 from holdfast.request.sequence import (
     NO_TOKEN,
@@ -65,7 +65,6 @@ from holdfast.request.sequence import (
 )
 from holdfast.request.step import Step
 from holdfast.request.structured import StructuredOutputs
-from holdfast.request.wire import refuse
 from holdfast.text.grammar import Grammars
 
 HELD_SECONDS = 0.02
@@ -269,7 +268,7 @@ class EngineCore:
         """Queue the sequences of one request, all or none."""
         ids = [request.sequence_id for request in requests]
         if not ids or ids != sorted(set(ids)) or ids[0] < self._num_known:
-            refuse(f"it names sequences {ids[:8]}, and new ones begin at {self._num_known}")
+            raise MessageError("wire.wrong_sequences", ids=ids[:8], expected=f"from {self._num_known} on")
         self.check_room(len(requests))
         if requests[0].is_pooled and self.scheduler.num_stages > 1:
             raise RequestError(
@@ -313,7 +312,7 @@ class EngineCore:
         ids = list(sequence_ids)
         unknown = [sequence_id for sequence_id in ids if not 0 <= sequence_id < self._num_known]
         if unknown:
-            refuse(f"it names sequences {unknown[:8]}, and those below {self._num_known} are known")
+            raise MessageError("wire.wrong_sequences", ids=unknown[:8], expected=f"below {self._num_known}")
         for sequence_id in ids:
             live = self._live.pop(sequence_id, None)
             if live is not None:
