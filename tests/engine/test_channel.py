@@ -272,8 +272,7 @@ def test_sockets_avoid_standard_streams():
         "import os, sys\n"
         "report = os.dup(1)\n"
         "os.closerange(0, 3)\n"
-        "from error_codes import raises_code
-from holdfast.engine.channel import channel_pair\n"
+        "from holdfast.engine.channel import channel_pair\n"
         "numbers = [end.fileno() for end in channel_pair()]\n"
         "os.write(report, repr(min(numbers) > 2).encode())\n"
     )
