@@ -325,7 +325,7 @@ def test_stored_response_is_read_until_deleted(api, server):
     ):
         with pytest.raises(openai.NotFoundError) as caught:
             gone()
-        assert "until newer ones need the room (64.00 MiB and 4096 responses)" in caught.value.message
+        assert "until newer ones need the space (64.00 MiB and 4096 responses)" in caught.value.message
     assert caught.value.param == "previous_response_id"
 
 

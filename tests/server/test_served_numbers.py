@@ -22,9 +22,9 @@ from holdfast.server.app import make_app
 from holdfast.server.errors import MAX_MESSAGE_CHARS, cleaned, from_exception
 from holdfast.server.logs import RequestLog, RequestRecord
 from holdfast.server.metrics import Histogram
-from holdfast.server.ollama_output import times_of
+from holdfast.server.ollama_answers import times_of
 from holdfast.server.service import Service
-from holdfast.server.status import _map_facts
+from holdfast.server.status import map_facts
 from server.families import ALL, Chat, Completions, Family, Ollama, ask, events, names
 from server.served import NAMES, make_served_engine, said
 from server.test_server_status import samples
@@ -244,7 +244,7 @@ def test_memory_map_tells_of_every_request_and_group(logged, monkeypatch):
     requests = (pages(1, "decode", 0), pages(2, "waiting", 3), pages(3, "waiting", 0))
     groups = (GroupPages("whole", 16, 5, 6), GroupPages("window", 8, 7, 9))
     seen = MemoryMap(0.0, 100, 73, groups, requests, 6, 42)
-    facts: Any = _map_facts(logged.service, seen)
+    facts: Any = map_facts(logged.service, seen)
     told = ("name", "page_tokens", "in_use", "cached")
     assert [tuple(group[name] for name in told) for group in facts["kv"]["groups"]] == [
         ("whole", 16, 5, 6),

@@ -325,7 +325,7 @@ def test_a_stopped_core_turns_red_in_time_and_green_again(monkeypatch):
             os.kill(pid, signal.SIGSTOP)
             took = await until(lambda: _is(client, "/health", 503))
             assert took <= 2.2
-            assert "no sign of life" in (await client.get("/ready")).json()["error"]["message"]
+            assert "no heartbeat" in (await client.get("/ready")).json()["error"]["message"]
             os.kill(pid, signal.SIGCONT)
             assert await until(lambda: _is(client, "/health", 200)) < 2.0
             assert [delta async for delta in deltas][-1].finish_reason == "length"
