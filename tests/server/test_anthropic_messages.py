@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from error_codes import raises_code
-from holdfast.server.anthropic_input import Conversation, conversation_of
+from holdfast.server.anthropic_input import conversation_of, shows_thinking
 from holdfast.server.anthropic_messages import message_usage
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import parse
-from holdfast.server.conversations import plain_message
+from holdfast.server.conversations import Conversation, plain_message
 from holdfast.server.errors import ApiError
 from holdfast.server.streams import Counted
 from server.families import Messages, ask
@@ -64,20 +64,20 @@ def test_stream_events_have_names_and_a_ping(client):
     assert values[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-@pytest.mark.parametrize(
-    ("thinking", "told", "shown"),
-    [
+def test_thinking_setting_decides_template_and_answer():
+    cases = [
         (None, OFF, False),
         ({"type": "disabled"}, OFF, False),
         ({"type": "enabled", "budget_tokens": 2048}, {**ON, "thinking_budget": 2048}, True),
         ({"type": "adaptive"}, {}, True),
         ({"type": "adaptive", "display": "omitted"}, {}, False),
-    ],
-)
-def test_thinking_is_told_and_shown_if_asked(thinking, told, shown):
-    conversation = read(*user("x"), thinking=thinking, output_config={"effort": "low"})
-    assert (conversation.template_options, conversation.shows_thinking) == (told, shown)
-    assert conversation.effort == "low"
+    ]
+    for thinking, options, shown in cases:
+        body = {"messages": user("x"), "max_tokens": 9, "thinking": thinking, "output_config": {"effort": "low"}}
+        request = parse(MessageRequest, body)
+        conversation = conversation_of(request)
+        assert (conversation.template_options, shows_thinking(request)) == (options, shown)
+        assert conversation.effort == "low"
 
 
 def test_system_blocks_are_one_text_without_billing():

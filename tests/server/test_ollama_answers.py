@@ -150,7 +150,7 @@ def test_generate_uses_the_template_unless_raw(client, rendered, stream):
     raw = client.post("/api/generate", json={"prompt": said("x"), "raw": True, "stream": stream}).text.splitlines()
     assert (json.loads(raw[-1])["prompt_eval_count"], len(rendered)) == (3, 1)
     refused = client.post("/api/generate", json={**asked, "raw": True})
-    assert (refused.status_code, "put it into the prompt" in refused.json()["error"]) == (400, True)
+    assert (refused.status_code, "Put it into the prompt" in refused.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(

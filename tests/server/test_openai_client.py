@@ -200,7 +200,7 @@ def test_errors_have_the_clients_own_kinds(api):
         with pytest.raises(kind) as caught:
             api.chat.completions.create(**{"model": MODEL, **fields})
         assert caught.value.param == param
-    assert "did you mean max_tokens" in str(_refused(api, max_tokns=1))
+    assert "Did you mean max_tokens" in str(_refused(api, max_tokns=1))
     assert _refused(api, messages=user("x" * 4000)).code == "context_length_exceeded"
 
 

@@ -307,14 +307,18 @@ def test_request_metrics_split_the_times_of_a_delta(logged, monkeypatch):
         now[0] = 10.0
         watch.take(delta(1, 1, RequestMetrics(1.0, 3.0, 8.0, 0, 0)))
         assert metrics.num_open == 0
-    assert metrics.first_token_seconds.total == 2.0 + 3.0
-    assert metrics.inter_token_seconds.total == 4.0 + 7.0
-    assert sum(metrics.inter_token_seconds.counts) == 4 + 1
-    assert metrics.output_token_seconds.total == 4.0 / 4 + 7.0 / 2
-    assert metrics.total_seconds.total == 6.0 + 10.0
-    sums = (metrics.queue_seconds.total, metrics.prefill_seconds.total, metrics.decode_seconds.total)
+    assert metrics.histograms["first_token_seconds"].total == 2.0 + 3.0
+    assert metrics.histograms["inter_token_seconds"].total == 4.0 + 7.0
+    assert sum(metrics.histograms["inter_token_seconds"].counts) == 4 + 1
+    assert metrics.histograms["output_token_seconds"].total == 4.0 / 4 + 7.0 / 2
+    assert metrics.histograms["total_seconds"].total == 6.0 + 10.0
+    sums = (
+        metrics.histograms["queue_seconds"].total,
+        metrics.histograms["prefill_seconds"].total,
+        metrics.histograms["decode_seconds"].total,
+    )
     assert sums == (2.0, 4.0, 10.0)
-    assert metrics.generation_tokens.total == 5 + 3
+    assert metrics.histograms["generation_tokens"].total == 5 + 3
 
 
 def test_log_cuts_long_texts_and_paths():
