@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
 
@@ -128,7 +129,7 @@ def compiled_folder() -> str:
     return str(getattr(getattr(getattr(triton, "knobs", None), "cache", None), "dir", "Triton's cache"))
 
 
-def can_run(tensor: torch.Tensor) -> bool:
+def can_run(tensor: Tensor) -> bool:
     """Whether Triton kernels run where this tensor lies."""
     return triton is not None and tensor.is_cuda
 
@@ -138,7 +139,7 @@ def is_interpreted() -> bool:
     return os.environ.get(INTERPRET_VARIABLE) == "1"
 
 
-def supports_pdl(tensor: torch.Tensor) -> bool:
+def supports_pdl(tensor: Tensor) -> bool:
     """Whether a kernel may be brought up while the one before it ends: GPUs from Hopper on.
 
     Such a kernel waits for its inputs by itself (gdc_wait); without that it would read what is not written yet.
@@ -151,7 +152,7 @@ def pdl_launch(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
-def shared_bytes(tensor: torch.Tensor) -> int:
+def shared_bytes(tensor: Tensor) -> int:
     """Shared memory that one program may have where this tensor lies: 227 KiB on a Hopper, 99 KiB on an Ada."""
     return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18
 

@@ -84,30 +84,11 @@ def gemv_blocks(size_k: int, gated: bool) -> tuple[int, int, int]:
 
 @jit
 def gemv_kernel(
-    p_x,
-    p_weight,
-    p_bias,
-    p_y,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_partials,
-    p_arrived,
-    num_rows,
-    size_n,
-    size_k,
-    num_squares,
-    eps,
-    EVEN: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    HAS_BIAS: constexpr,
-    GATED: constexpr,
-    RESIDUAL: constexpr,
-    DEFERRED_NORM: constexpr,
-    BLOCK_J: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
+    num_rows, size_n, size_k, num_squares, eps,
+    EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, HAS_BIAS: constexpr, GATED: constexpr, RESIDUAL: constexpr,
+    DEFERRED_NORM: constexpr, BLOCK_J: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
@@ -288,38 +269,13 @@ def _single(b_codes, QUANTIZES_ROWS: constexpr, PLAIN: constexpr):
 
 @jit
 def quantized_gemv_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    p_bias,
-    p_y,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_amax,
-    p_new_amax,
-    p_gate_amax,
-    p_partials,
-    p_arrived,
-    num_rows,
-    size_n,
-    size_k,
-    num_squares,
-    num_amax,
-    eps,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    DEPTH: constexpr,
-    HAS_BIAS: constexpr,
-    GATED: constexpr,
-    RESIDUAL: constexpr,
-    DEFERRED_NORM: constexpr,
-    QUANTIZES_ROWS: constexpr,
-    BLOCK_J: constexpr,
-    BLOCK_P: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_codes, p_scales, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_amax, p_new_amax, p_gate_amax,
+    p_partials, p_arrived,
+    num_rows, size_n, size_k, num_squares, num_amax, eps,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, HAS_BIAS: constexpr, GATED: constexpr,
+    RESIDUAL: constexpr, DEFERRED_NORM: constexpr, QUANTIZES_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr,
+    PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)

@@ -8,7 +8,7 @@ e4m3 are added in half precision over these loads, and only then in float32, as 
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
@@ -50,10 +50,10 @@ class DeepBlocks(NamedTuple):
     num_warps: int
 
 
-def takes_deep_loads(weight: torch.Tensor | QuantizedWeight) -> bool:
+def takes_deep_loads(weight: Tensor | QuantizedWeight) -> bool:
     """Whether rows of the weight can be loaded so: plain, or of eight bits with scales by row, and not too wide."""
     return weight.shape[-1] <= MAX_DEPTH * BLOCKS_K[-1] and (
-        isinstance(weight, torch.Tensor) or (weight.scheme.block_columns == 0 and weight.scheme.codes_per_byte == 1)
+        isinstance(weight, Tensor) or (weight.scheme.block_columns == 0 and weight.scheme.codes_per_byte == 1)
     )
 
 
@@ -74,40 +74,19 @@ def gemv_blocks(size_k: int, gated: bool, element_bytes: int) -> DeepBlocks:
 
 
 def deep_gemv(
-    operands: WeightOperands,
-    expert_ids_TS: torch.Tensor,
-    out_PN: torch.Tensor,
-    gated: bool,
-    bias_EN: torch.Tensor | None,
-    form: GateForm,
-) -> torch.Tensor:
+    operands: WeightOperands, expert_ids_TS: Tensor, out_PN: Tensor, gated: bool, bias_EN: Tensor | None, form: GateForm
+) -> Tensor:
     """Each pair's row by its expert's weight, for weights of which `takes_deep_loads` holds."""
     (num_pairs, size_n), (num_rows, size_k) = out_PN.shape, operands.tensors[0].shape
     blocks = gemv_blocks(size_k, gated, operands.tensors[2].element_size())
     pdl = supports_pdl(out_PN)
     _deep_gemv_kernel[(-(-size_n // blocks.block_n), num_pairs)](
-        *operands.tensors,
-        out_PN if bias_EN is None else bias_EN,
-        expert_ids_TS,
-        out_PN,
-        size_n,
-        size_k,
-        KIND=int(operands.kind),
-        GATED=gated,
-        INTERLEAVED=gated and form.is_interleaved,
-        LIMIT=form.limit or 0.0,
-        IS_SCALED=form.is_scaled,
-        HAS_BIAS=bias_EN is not None,
-        PAIRS_PER_ROW=num_pairs // num_rows,
-        EVEN=size_k == blocks.block_k * blocks.depth,
-        BLOCK_N=blocks.block_n,
-        BLOCK_K=blocks.block_k,
-        DEPTH=blocks.depth,
-        PLAIN=is_interpreted(),
-        PDL=pdl,
-        num_warps=blocks.num_warps,
-        **pdl_launch(pdl),
-    )
+        *operands.tensors, out_PN if bias_EN is None else bias_EN, expert_ids_TS, out_PN, size_n, size_k,
+        KIND=int(operands.kind), GATED=gated, INTERLEAVED=gated and form.is_interleaved, LIMIT=form.limit or 0.0,
+        IS_SCALED=form.is_scaled, HAS_BIAS=bias_EN is not None, PAIRS_PER_ROW=num_pairs // num_rows,
+        EVEN=size_k == blocks.block_k * blocks.depth, BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k,
+        DEPTH=blocks.depth, PLAIN=is_interpreted(), PDL=pdl, num_warps=blocks.num_warps, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_PN
 
 
@@ -192,29 +171,11 @@ def _added(b_w, b_x, b_factors, b_sums, KIND: constexpr, PLAIN: constexpr):
 
 @jit
 def _deep_gemv_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_ids,
-    p_out,
-    size_n,
-    size_k,
-    KIND: constexpr,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    EVEN: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    DEPTH: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_ids, p_out, size_n, size_k,
+    KIND: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
+    HAS_BIAS: constexpr, PAIRS_PER_ROW: constexpr, EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    DEPTH: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_pair = tl.program_id(1)
     i_row = i_pair // PAIRS_PER_ROW
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

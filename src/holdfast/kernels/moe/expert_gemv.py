@@ -3,7 +3,7 @@
 T tokens, S experts of a token, P = T * S pairs, N outputs, K inputs
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
@@ -41,15 +41,15 @@ MXFP4_ELEMENTS, MXFP4_GROUPS = 8 * 64, (64, 32, 16)
 
 
 def expert_gemv(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None = None,
+    bias_EN: Tensor | None = None,
     form: GateForm = SILU_HALVES,
-) -> torch.Tensor:
+) -> Tensor:
     """Each pair's row by its expert's weight; `quantized` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
@@ -75,28 +75,18 @@ def expert_gemv(
         block_n, groups = _mxfp4_blocks(size_k // 32)
         _mxfp4_gemv_kernel[(-(-size_n // block_n), num_pairs)](
             *arguments,
-            EVEN=size_n % block_n == 0 and size_k // 32 % groups == 0,
-            BLOCK_N=block_n,
-            BLOCK_G=groups,
-            num_warps=4,
+            EVEN=size_n % block_n == 0 and size_k // 32 % groups == 0, BLOCK_N=block_n, BLOCK_G=groups, num_warps=4,
             **flags,
-        )
+        )  # fmt: skip
         return out_PN
     block_n, num_groups, group = _gemv_blocks(
         operands.tensors[2].element_size(), size_k, operands.block_rows, operands.group, gated, form
     )
     _expert_gemv_kernel[(-(-size_n // block_n), num_pairs)](
-        *arguments,
-        operands.scale_columns,
-        EVEN=size_n % block_n == 0 and size_k % (num_groups * group) == 0,
-        KIND=int(operands.kind),
-        BLOCK_ROWS=operands.block_rows,
-        BLOCK_N=block_n,
-        BLOCK_G=num_groups,
-        GROUP=group,
-        num_warps=4,
-        **flags,
-    )
+        *arguments, operands.scale_columns,
+        EVEN=size_n % block_n == 0 and size_k % (num_groups * group) == 0, KIND=int(operands.kind),
+        BLOCK_ROWS=operands.block_rows, BLOCK_N=block_n, BLOCK_G=num_groups, GROUP=group, num_warps=4, **flags,
+    )  # fmt: skip
     return out_PN
 
 
@@ -129,31 +119,11 @@ def _gemv_blocks(
 
 @jit
 def _expert_gemv_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_ids,
-    p_out,
-    size_n,
-    size_k,
-    scale_columns,
-    EVEN: constexpr,
-    KIND: constexpr,
-    BLOCK_ROWS: constexpr,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_G: constexpr,
-    GROUP: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_ids, p_out, size_n, size_k, scale_columns,
+    EVEN: constexpr, KIND: constexpr, BLOCK_ROWS: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr,
+    IS_SCALED: constexpr, HAS_BIAS: constexpr, PAIRS_PER_ROW: constexpr, BLOCK_N: constexpr, BLOCK_G: constexpr,
+    GROUP: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_pair = tl.program_id(1)
     i_row = (i_pair // PAIRS_PER_ROW).to(tl.int64)
@@ -235,27 +205,11 @@ def _single(b_numbers, KIND: constexpr, PLAIN: constexpr):
 
 @jit
 def _mxfp4_gemv_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_ids,
-    p_out,
-    size_n,
-    size_k,
-    EVEN: constexpr,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_G: constexpr,
-    PLAIN: constexpr,
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_ids, p_out, size_n, size_k,
+    EVEN: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
+    HAS_BIAS: constexpr, PAIRS_PER_ROW: constexpr, BLOCK_N: constexpr, BLOCK_G: constexpr, PLAIN: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_pair = tl.program_id(1)
     i_row = (i_pair // PAIRS_PER_ROW).to(tl.int64)

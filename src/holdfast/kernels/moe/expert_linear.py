@@ -7,6 +7,7 @@ share an expert (kernels/moe/grouped_gemm.py); kernels/geometry.py says which it
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm, gate_up_product
 from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
@@ -20,16 +21,16 @@ from holdfast.quant.weight_quantize import dequantize
 
 
 def expert_linear(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None = None,
+    bias_EN: Tensor | None = None,
     form: GateForm = SILU_HALVES,
     is_coded: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Each pair's row by the weight [E, N, K] of its expert, plus its bias, into `out_PN`; gated: [P, N / 2], as `form` says.
 
     Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that quantizes activations gets room in `quantized`
@@ -46,16 +47,16 @@ def expert_linear(
 
 
 def expert_linear_reference(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None = None,
+    bias_EN: Tensor | None = None,
     form: GateForm = SILU_HALVES,
     is_coded: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The same in plain torch: one expert after the other, and of each only if it has rows."""
     check_operands(x_XK, weight, order, out_PN, gated, quantized, bias_EN)
     room = _room(quantized, weight, len(x_XK))
@@ -68,7 +69,7 @@ def expert_linear_reference(
         if expert == PADDING:
             continue
         chosen = pairs // pairs_per_row
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, Tensor):
             y = torch.empty(len(pairs), weight.shape[1], device=x_XK.device)
             plain_linear_float32(x_XK.index_select(0, chosen), weight[expert], y)
         elif rows is None:
@@ -84,13 +85,13 @@ def expert_linear_reference(
 
 
 def check_operands(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None,
+    bias_EN: Tensor | None,
 ) -> None:
     """Sizes go together, and rows lie one after the other."""
     num_experts, size_n, size_k = weight.shape
@@ -101,20 +102,18 @@ def check_operands(
     assert out_PN.shape == (num_pairs, width), f"{out_PN.shape=}, not {(num_pairs, width)}"
     assert not gated or size_n % 2 == 0, f"{size_n} rows are no gates and ups"
     assert bias_EN is None or bias_EN.shape == (num_experts, size_n), f"{bias_EN.shape=} beside {weight.shape=}"
-    tensors = (weight,) if isinstance(weight, torch.Tensor) else (weight.codes, weight.scales)
+    tensors = (weight,) if isinstance(weight, Tensor) else (weight.codes, weight.scales)
     rows = () if quantized is None else (quantized.codes_TK, quantized.scales_TB)
     for tensor in (x_XK, out_PN, *tensors, *rows, *(() if bias_EN is None else (bias_EN,))):
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
 
 
-def _room(
-    quantized: QuantizedRows | None, weight: torch.Tensor | QuantizedWeight, num_rows: int
-) -> QuantizedRows | None:
+def _room(quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int) -> QuantizedRows | None:
     """Room for rows as codes; None where the weight takes them as they are."""
-    return None if isinstance(weight, torch.Tensor) else quantized_view(quantized, weight, num_rows)
+    return None if isinstance(weight, Tensor) else quantized_view(quantized, weight, num_rows)
 
 
-def _widened(x_RK: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.Tensor:
+def _widened(x_RK: Tensor, weight: QuantizedWeight, expert: int) -> Tensor:
     """Rows by an expert's weight as float32, some of its rows at a time."""
     y_RN = x_RK.new_empty(len(x_RK), weight.shape[1])
     for start, end in _pieces(weight):
@@ -123,7 +122,7 @@ def _widened(x_RK: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.
     return y_RN
 
 
-def _quantized(codes_RK: torch.Tensor, scales_RB: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.Tensor:
+def _quantized(codes_RK: Tensor, scales_RB: Tensor, weight: QuantizedWeight, expert: int) -> Tensor:
     """Codes by codes, then the scales of both; block by block of columns where these have scales of their own."""
     scheme, (_, size_n, size_k) = weight.scheme, weight.shape
     width = scheme.block_columns or size_k

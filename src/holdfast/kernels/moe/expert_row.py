@@ -7,6 +7,7 @@ experts, whose weights are on the way before gate and up have ended (kernels/moe
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import kernel_codes
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
@@ -55,27 +56,27 @@ def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) 
     return DeepBlocks(block_n, block_k, depth, num_warps)
 
 
-def _kind(weight: torch.Tensor | QuantizedWeight) -> OperandKind:
-    if isinstance(weight, torch.Tensor):
+def _kind(weight: Tensor | QuantizedWeight) -> OperandKind:
+    if isinstance(weight, Tensor):
         return OperandKind.PLAIN
     return OperandKind.FP8_ROWS if weight.scheme.quantizes_activations else OperandKind.INT8_ROWS
 
 
-def _operands(weight: torch.Tensor | QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor]:
     """Codes and scales; a plain weight twice."""
-    return (weight, weight) if isinstance(weight, torch.Tensor) else (kernel_codes(weight.codes), weight.scales)
+    return (weight, weight) if isinstance(weight, Tensor) else (kernel_codes(weight.codes), weight.scales)
 
 
 def down_row_add(
-    active_SK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    expert_ids_1S: torch.Tensor,
-    shares_1S: torch.Tensor,
-    bias_EN: torch.Tensor | None,
-    x_1N: torch.Tensor,
-    norm_weight_N: torch.Tensor,
+    active_SK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    expert_ids_1S: Tensor,
+    shares_1S: Tensor,
+    bias_EN: Tensor | None,
+    x_1N: Tensor,
+    norm_weight_N: Tensor,
     eps: float,
-    scaled_1N: torch.Tensor,
+    scaled_1N: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
     """x += the sum of share * (active @ down.T + bias) over the experts of a token, with the next RMSNorm deferred.
@@ -90,15 +91,15 @@ def down_row_add(
 
 
 def down_row_add_reference(
-    active_SK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    expert_ids_1S: torch.Tensor,
-    shares_1S: torch.Tensor,
-    bias_EN: torch.Tensor | None,
-    x_1N: torch.Tensor,
-    norm_weight_N: torch.Tensor,
+    active_SK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    expert_ids_1S: Tensor,
+    shares_1S: Tensor,
+    bias_EN: Tensor | None,
+    x_1N: Tensor,
+    norm_weight_N: Tensor,
     eps: float,
-    scaled_1N: torch.Tensor,
+    scaled_1N: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
     """The same in plain torch; the squares are summed as one block."""
@@ -117,24 +118,24 @@ def down_row_add_reference(
     return defer_rms_norm_reference(x_1N, norm_weight_N, eps, scaled_1N, scratch)
 
 
-def _numbers(weight: torch.Tensor | QuantizedWeight, expert: int) -> torch.Tensor:
+def _numbers(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
     """An expert's weight in float32."""
-    if isinstance(weight, torch.Tensor):
+    if isinstance(weight, Tensor):
         return weight[expert].float()
     size_n = weight.shape[1]
     return dequantize(weight, (expert * size_n, (expert + 1) * size_n))
 
 
 def down_row_add_triton(
-    active_SK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    expert_ids_1S: torch.Tensor,
-    shares_1S: torch.Tensor,
-    bias_EN: torch.Tensor | None,
-    x_1N: torch.Tensor,
-    norm_weight_N: torch.Tensor,
+    active_SK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    expert_ids_1S: Tensor,
+    shares_1S: Tensor,
+    bias_EN: Tensor | None,
+    x_1N: Tensor,
+    norm_weight_N: Tensor,
     eps: float,
-    scaled_1N: torch.Tensor,
+    scaled_1N: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
     """The same as a Triton kernel, a program for some outputs of all experts, which are summed in a fixed order."""
@@ -145,34 +146,15 @@ def down_row_add_triton(
     blocks = down_blocks(size_k, top_k, _kind(weight), codes.element_size())
     num_blocks, pdl = -(-size_n // blocks.block_n), supports_pdl(x_1N)
     _down_kernel[(num_blocks,)](
-        active_SK,
-        codes,
-        weight_scales,
-        x_1N if bias_EN is None else bias_EN,
-        expert_ids_1S,
-        shares_1S,
-        x_1N,
-        norm_weight_N,
-        scaled_1N,
-        scratch.squares,
-        scratch.squares if scratch.amax is None else scratch.amax.normed,
-        size_n,
-        size_k,
-        KIND=int(_kind(weight)),
-        HAS_BIAS=bias_EN is not None,
-        HAS_AMAX=scratch.amax is not None,
+        active_SK, codes, weight_scales, x_1N if bias_EN is None else bias_EN, expert_ids_1S, shares_1S, x_1N,
+        norm_weight_N, scaled_1N, scratch.squares, scratch.squares if scratch.amax is None else scratch.amax.normed,
+        size_n, size_k,
+        KIND=int(_kind(weight)), HAS_BIAS=bias_EN is not None, HAS_AMAX=scratch.amax is not None,
         EVEN=size_k == blocks.block_k * blocks.depth,
-        COLUMNS_AT_A_TIME=16 // active_SK.element_size() if size_k % 8 == 0 else 1,
-        TOP_K=top_k,
-        BLOCK_S=next_power_of_two(top_k),
-        BLOCK_N=blocks.block_n,
-        BLOCK_K=blocks.block_k,
-        DEPTH=blocks.depth,
-        PLAIN=is_interpreted(),
-        PDL=pdl,
-        num_warps=blocks.num_warps,
-        **pdl_launch(pdl),
-    )
+        COLUMNS_AT_A_TIME=16 // active_SK.element_size() if size_k % 8 == 0 else 1, TOP_K=top_k,
+        BLOCK_S=next_power_of_two(top_k), BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k, DEPTH=blocks.depth,
+        PLAIN=is_interpreted(), PDL=pdl, num_warps=blocks.num_warps, **pdl_launch(pdl),
+    )  # fmt: skip
     return NormedRows(scaled_1N, num_blocks, eps)
 
 
@@ -193,32 +175,12 @@ def _deep_amax(b_x, DEPTH: constexpr):
 
 @jit_counting("size_k")
 def _down_kernel(
-    p_active,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_ids,
-    p_shares,
-    p_x,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_amax,
-    size_n,
-    size_k,
-    KIND: constexpr,
-    HAS_BIAS: constexpr,
-    HAS_AMAX: constexpr,
-    EVEN: constexpr,
-    COLUMNS_AT_A_TIME: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    DEPTH: constexpr,
-    PLAIN: constexpr,
+    p_active, p_weight, p_scales, p_bias, p_ids, p_shares, p_x, p_norm_weight, p_scaled, p_squares, p_amax,
+    size_n, size_k,
+    KIND: constexpr, HAS_BIAS: constexpr, HAS_AMAX: constexpr, EVEN: constexpr, COLUMNS_AT_A_TIME: constexpr,
+    TOP_K: constexpr, BLOCK_S: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, PLAIN: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     # Blocks are [N, S, K], and weights are loaded as many columns at a time as the rows, which are wider: so that both lie
     # in the same threads, and nothing but the sum of the experts goes through shared memory.
     i_n = tl.program_id(0)

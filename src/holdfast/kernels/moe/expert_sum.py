@@ -3,8 +3,8 @@
 T tokens, S experts of a token, P = T * S pairs, H columns, J blocks of H
 """
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, pdl_launch, supports_pdl, tl
@@ -23,13 +23,13 @@ def row_form(num_rows: int) -> int:
 
 
 def sum_experts(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    out_TH: torch.Tensor,
-    local_ids_TS: torch.Tensor | None = None,
-) -> torch.Tensor:
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    out_TH: Tensor,
+    local_ids_TS: Tensor | None = None,
+) -> Tensor:
     """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared where they are given.
 
     With `local_ids_TS` (`local_ids` of kernels/moe/routing.py) pairs of experts that are not here count nothing, whatever lies
@@ -40,19 +40,19 @@ def sum_experts(
 
 
 def sum_experts_reference(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    out_TH: torch.Tensor,
-    local_ids_TS: torch.Tensor | None = None,
-) -> torch.Tensor:
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    out_TH: Tensor,
+    local_ids_TS: Tensor | None = None,
+) -> Tensor:
     """The same in plain torch."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     num_rows, top_k = shares_TS.shape
     routed_TSH = routed_PH.view(num_rows, top_k, out_TH.shape[1])
 
-    def given(s: int) -> torch.Tensor:
+    def given(s: int) -> Tensor:
         given_TH = routed_TSH[:, s].float() * shares_TS[:, s : s + 1]
         return given_TH if local_ids_TS is None else given_TH.masked_fill_(local_ids_TS[:, s : s + 1] < 0, 0.0)
 
@@ -65,17 +65,13 @@ def sum_experts_reference(
     return out_TH.copy_(total_TH)
 
 
-def _sigmoid(x_T1: torch.Tensor) -> torch.Tensor:
+def _sigmoid(x_T1: Tensor) -> Tensor:
     """As a softmax of two: each row is computed alone, where torch's sigmoid rounds the last rows of many differently."""
     return F.pad(x_T1, (0, 1)).softmax(dim=1)[:, :1]
 
 
 def _check(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    out_TH: torch.Tensor,
+    routed_PH: Tensor, shares_TS: Tensor, shared_TH: Tensor | None, shared_logit_T1: Tensor | None, out_TH: Tensor
 ) -> None:
     num_rows, top_k = shares_TS.shape
     assert out_TH.shape[0] == num_rows, f"{out_TH.shape=} for {num_rows} tokens"
@@ -90,13 +86,13 @@ def _check(
 
 
 def sum_experts_triton(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    out_TH: torch.Tensor,
-    local_ids_TS: torch.Tensor | None = None,
-) -> torch.Tensor:
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    out_TH: Tensor,
+    local_ids_TS: Tensor | None = None,
+) -> Tensor:
     """The same as a Triton kernel, a program for some columns of a token."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     (num_rows, top_k), size = shares_TS.shape, out_TH.shape[1]
@@ -105,41 +101,20 @@ def sum_experts_triton(
     columns = row_form(num_rows)
     pdl = supports_pdl(routed_PH)
     _sum_kernel[(num_rows, -(-size // columns))](
-        routed_PH,
-        shares_TS,
-        shared_TH if shared_TH is not None else routed_PH,
+        routed_PH, shares_TS, shared_TH if shared_TH is not None else routed_PH,
         shared_logit_T1 if shared_logit_T1 is not None else shares_TS,
-        local_ids_TS if local_ids_TS is not None else shares_TS,
-        out_TH,
-        size,
-        TOP_K=top_k,
-        HAS_IDS=local_ids_TS is not None,
-        HAS_SHARED=shared_TH is not None,
-        HAS_GATE=shared_logit_T1 is not None,
-        BLOCK=columns,
-        PDL=pdl,
-        num_warps=columns // 256,
-        **pdl_launch(pdl),
-    )
+        local_ids_TS if local_ids_TS is not None else shares_TS, out_TH, size,
+        TOP_K=top_k, HAS_IDS=local_ids_TS is not None, HAS_SHARED=shared_TH is not None,
+        HAS_GATE=shared_logit_T1 is not None, BLOCK=columns, PDL=pdl, num_warps=columns // 256, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TH
 
 
 @jit
 def _sum_kernel(
-    p_routed,
-    p_shares,
-    p_shared,
-    p_logit,
-    p_ids,
-    p_out,
-    size,
-    TOP_K: constexpr,
-    HAS_IDS: constexpr,
-    HAS_SHARED: constexpr,
-    HAS_GATE: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    p_routed, p_shares, p_shared, p_logit, p_ids, p_out, size,
+    TOP_K: constexpr, HAS_IDS: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < size
@@ -154,20 +129,9 @@ def _sum_kernel(
 
 @jit
 def _summed(
-    p_routed,
-    p_shares,
-    p_shared,
-    p_logit,
-    p_ids,
-    size,
-    i_row,
-    o_h,
-    m_h,
-    TOP_K: constexpr,
-    HAS_IDS: constexpr,
-    HAS_SHARED: constexpr,
-    HAS_GATE: constexpr,
-):
+    p_routed, p_shares, p_shared, p_logit, p_ids, size, i_row, o_h, m_h,
+    TOP_K: constexpr, HAS_IDS: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr,
+):  # fmt: skip
     """float32 sum of some columns of a token."""
     p_first = p_routed + i_row * TOP_K * size + o_h
     b_sum = _given(p_first, p_shares, p_ids, i_row * TOP_K, m_h, HAS_IDS)
@@ -195,14 +159,14 @@ def _given(p_pair, p_shares, p_ids, i_pair, m_h, HAS_IDS: constexpr):
 
 
 def add_experts(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    x_TH: Tensor,
+    norm_weight_H: Tensor,
     eps: float,
-    scaled_TH: torch.Tensor,
+    scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
     """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred as an epilogue leaves it."""
@@ -211,14 +175,14 @@ def add_experts(
 
 
 def add_experts_reference(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    x_TH: Tensor,
+    norm_weight_H: Tensor,
     eps: float,
-    scaled_TH: torch.Tensor,
+    scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
     """The same in plain torch; the squares of a row are summed as one block."""
@@ -227,14 +191,14 @@ def add_experts_reference(
 
 
 def add_experts_triton(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    x_TH: Tensor,
+    norm_weight_H: Tensor,
     eps: float,
-    scaled_TH: torch.Tensor,
+    scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
     """The same as a Triton kernel, a program for some columns of a token, each of which leaves a sum of squares."""
@@ -242,47 +206,20 @@ def add_experts_triton(
     (num_rows, top_k), size = shares_TS.shape, x_TH.shape[1]
     pdl, num_blocks = supports_pdl(routed_PH), -(-size // SMALL_BATCH_COLUMNS)
     _add_kernel[(num_rows, num_blocks)](
-        routed_PH,
-        shares_TS,
-        shared_TH if shared_TH is not None else routed_PH,
-        shared_logit_T1 if shared_logit_T1 is not None else shares_TS,
-        x_TH,
-        norm_weight_H,
-        scaled_TH,
-        scratch.squares,
-        scratch.squares if scratch.amax is None else scratch.amax.normed,
-        size,
-        TOP_K=top_k,
-        HAS_SHARED=shared_TH is not None,
-        HAS_GATE=shared_logit_T1 is not None,
-        HAS_AMAX=scratch.amax is not None,
-        BLOCK=SMALL_BATCH_COLUMNS,
-        PDL=pdl,
-        num_warps=1,
-        **pdl_launch(pdl),
-    )
+        routed_PH, shares_TS, shared_TH if shared_TH is not None else routed_PH,
+        shared_logit_T1 if shared_logit_T1 is not None else shares_TS, x_TH, norm_weight_H, scaled_TH, scratch.squares,
+        scratch.squares if scratch.amax is None else scratch.amax.normed, size,
+        TOP_K=top_k, HAS_SHARED=shared_TH is not None, HAS_GATE=shared_logit_T1 is not None,
+        HAS_AMAX=scratch.amax is not None, BLOCK=SMALL_BATCH_COLUMNS, PDL=pdl, num_warps=1, **pdl_launch(pdl),
+    )  # fmt: skip
     return NormedRows(scaled_TH, num_blocks, eps)
 
 
 @jit
 def _add_kernel(
-    p_routed,
-    p_shares,
-    p_shared,
-    p_logit,
-    p_x,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_amax,
-    size,
-    TOP_K: constexpr,
-    HAS_SHARED: constexpr,
-    HAS_GATE: constexpr,
-    HAS_AMAX: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    p_routed, p_shares, p_shared, p_logit, p_x, p_norm_weight, p_scaled, p_squares, p_amax, size,
+    TOP_K: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr, HAS_AMAX: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     o_h = i_h * BLOCK + tl.arange(0, BLOCK)

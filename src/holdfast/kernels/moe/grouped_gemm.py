@@ -10,6 +10,7 @@ fits into one block is not sorted: there is a program for each pair, and the fir
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
@@ -85,15 +86,15 @@ def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int
 
 
 def grouped_gemm(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None = None,
+    bias_EN: Tensor | None = None,
     form: GateForm = SILU_HALVES,
-) -> torch.Tensor:
+) -> Tensor:
     """Each block's rows by its expert's weight; `quantized` are the rows of x as codes, for a scheme that takes them so."""
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
@@ -135,51 +136,21 @@ def grouped_gemm(
         _mxfp4_grouped_gemm_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
         return out_PN
     _grouped_gemm_kernel[grid](
-        *arguments,
-        operands.scale_columns,
-        KIND=int(operands.kind),
-        BLOCK_ROWS=operands.block_rows,
-        IS_JOINT=gated and tile.is_joint,
-        **flags,
-    )
+        *arguments, operands.scale_columns,
+        KIND=int(operands.kind), BLOCK_ROWS=operands.block_rows, IS_JOINT=gated and tile.is_joint, **flags,
+    )  # fmt: skip
     return out_PN
 
 
 @jit_counting("num_rows")
 def _grouped_gemm_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_pairs,
-    p_block_experts,
-    p_out,
-    num_rows,
-    size_n,
-    size_k,
-    scale_columns,
-    KIND: constexpr,
-    BLOCK_ROWS: constexpr,
-    IS_JOINT: constexpr,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    IS_SORTED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    EVEN_N: constexpr,
-    EVEN_K: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    NUM_STAGES: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_pairs, p_block_experts, p_out,
+    num_rows, size_n, size_k, scale_columns,
+    KIND: constexpr, BLOCK_ROWS: constexpr, IS_JOINT: constexpr, GATED: constexpr, INTERLEAVED: constexpr,
+    LIMIT: constexpr, IS_SCALED: constexpr, HAS_BIAS: constexpr, IS_SORTED: constexpr, TOP_K: constexpr,
+    BLOCK_S: constexpr, PAIRS_PER_ROW: constexpr, EVEN_N: constexpr, EVEN_K: constexpr, BLOCK_M: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_block = tl.program_id(1)
     NUM_OUTPUTS: constexpr = BLOCK_N // 2 if IS_JOINT else BLOCK_N
@@ -258,15 +229,9 @@ def _grouped_gemm_kernel(
 
 @jit
 def _block_pairs(
-    p_pairs,
-    p_block_experts,
-    i_block,
-    num_rows,
-    IS_SORTED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_M: constexpr,
-):
+    p_pairs, p_block_experts, i_block, num_rows,
+    IS_SORTED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr, BLOCK_M: constexpr,
+):  # fmt: skip
     """The expert of a block, -1 for none, and its pairs; padding (-1) is multiplied with the first row, and written nowhere.
 
     Where nothing is sorted, a block is a pair, and takes all rows of its expert if no pair before it does; of a row that names
@@ -326,36 +291,12 @@ def _block_scales(p_s, i_n, scale_columns, size_n, INTERLEAVED: constexpr, BLOCK
 
 @jit_counting("num_rows")
 def _mxfp4_grouped_gemm_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_pairs,
-    p_block_experts,
-    p_out,
-    num_rows,
-    size_n,
-    size_k,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    IS_SORTED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    EVEN_N: constexpr,
-    EVEN_K: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    NUM_STAGES: constexpr,
-    BY_HAND: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_pairs, p_block_experts, p_out, num_rows, size_n, size_k,
+    GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr, HAS_BIAS: constexpr,
+    IS_SORTED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr, PAIRS_PER_ROW: constexpr, EVEN_N: constexpr,
+    EVEN_K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr,
+    BY_HAND: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_block = tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)

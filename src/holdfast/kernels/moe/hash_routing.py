@@ -4,6 +4,7 @@ T tokens, S experts of a token, E experts, V vocabulary
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.moe.routing import (
     Routing,
@@ -27,7 +28,7 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 
 
-def table_problem(table_VS: torch.Tensor, num_experts: int) -> str | None:
+def table_problem(table_VS: Tensor, num_experts: int) -> str | None:
     """None, or what is wrong with a table, in words: an entry that is no expert would be read from other memory."""
     if table_VS.dtype not in (torch.int32, torch.int64):
         return f"the table of experts by token holds {table_VS.dtype}; it takes int32 or int64"
@@ -45,13 +46,13 @@ def table_problem(table_VS: torch.Tensor, num_experts: int) -> str | None:
 
 
 def route_by_table(
-    logits_TE: torch.Tensor,
-    table_VS: torch.Tensor,
-    token_ids_T: torch.Tensor,
+    logits_TE: Tensor,
+    table_VS: Tensor,
+    token_ids_T: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
 ) -> None:
     """The experts of each token as the table has them, and shares of their scores, in float32, as `route_tokens` gives them.
 
@@ -62,13 +63,13 @@ def route_by_table(
 
 
 def route_by_table_reference(
-    logits_TE: torch.Tensor,
-    table_VS: torch.Tensor,
-    token_ids_T: torch.Tensor,
+    logits_TE: Tensor,
+    table_VS: Tensor,
+    token_ids_T: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
     _check(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
@@ -80,13 +81,13 @@ def route_by_table_reference(
 
 
 def route_by_table_triton(
-    logits_TE: torch.Tensor,
-    table_VS: torch.Tensor,
-    token_ids_T: torch.Tensor,
+    logits_TE: Tensor,
+    table_VS: Tensor,
+    token_ids_T: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
 ) -> None:
     """The same as a Triton kernel, a program for each token."""
     _check(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
@@ -95,35 +96,22 @@ def route_by_table_triton(
         return
     pdl = supports_pdl(logits_TE)
     _route_by_table_kernel[(num_rows,)](
-        logits_TE,
-        logits_TE if bias_E is None else bias_E,
-        table_VS,
-        token_ids_T,
-        expert_ids_TS,
-        shares_TS,
-        len(table_VS),
-        num_experts,
-        HAS_BIAS=bias_E is not None,
-        NORMALIZE=routing.normalizes,
-        SCORING=routing.scoring,
-        SHARE_SCALE=routing.share_scale,
-        TOP_K=top_k,
-        BLOCK_E=next_power_of_two(num_experts),
-        BLOCK_S=next_power_of_two(top_k),
-        PDL=pdl,
-        num_warps=1,
-        **pdl_launch(pdl),
-    )
+        logits_TE, logits_TE if bias_E is None else bias_E, table_VS, token_ids_T, expert_ids_TS, shares_TS,
+        len(table_VS), num_experts,
+        HAS_BIAS=bias_E is not None, NORMALIZE=routing.normalizes, SCORING=routing.scoring,
+        SHARE_SCALE=routing.share_scale, TOP_K=top_k, BLOCK_E=next_power_of_two(num_experts),
+        BLOCK_S=next_power_of_two(top_k), PDL=pdl, num_warps=1, **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def _check(
-    logits_TE: torch.Tensor,
-    table_VS: torch.Tensor,
-    token_ids_T: torch.Tensor,
+    logits_TE: Tensor,
+    table_VS: Tensor,
+    token_ids_T: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None,
 ) -> None:
     check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, None)
     num_rows, top_k = expert_ids_TS.shape
@@ -139,23 +127,10 @@ def _check(
 
 @jit
 def _route_by_table_kernel(
-    p_logits,
-    p_bias,
-    p_table,
-    p_tokens,
-    p_ids,
-    p_shares,
-    vocab_size,
-    num_experts,
-    HAS_BIAS: constexpr,
-    NORMALIZE: constexpr,
-    SCORING: constexpr,
-    SHARE_SCALE: constexpr,
-    TOP_K: constexpr,
-    BLOCK_E: constexpr,
-    BLOCK_S: constexpr,
-    PDL: constexpr,
-):
+    p_logits, p_bias, p_table, p_tokens, p_ids, p_shares, vocab_size, num_experts,
+    HAS_BIAS: constexpr, NORMALIZE: constexpr, SCORING: constexpr, SHARE_SCALE: constexpr, TOP_K: constexpr,
+    BLOCK_E: constexpr, BLOCK_S: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < TOP_K

@@ -8,6 +8,7 @@ experts take them, which is as codes where their weights are e4m3 with scales by
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import e4m3_code, kernel_codes, quantized_numbers
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
@@ -40,13 +41,13 @@ COLUMNS_PER_WARP = 2048
 
 def route_normed(
     rows: NormedRows,
-    router_EK: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    router_EK: Tensor,
+    bias_E: Tensor | None,
     normalize: bool,
-    logits_TE: torch.Tensor,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    finished: QuantizedRows | torch.Tensor,
+    logits_TE: Tensor,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    finished: QuantizedRows | Tensor,
     scratch: SmallBatchScratch,
 ) -> None:
     """Experts and shares of each row by plain routing (`Routing.is_plain`), and its finished norm, as codes with a scale a row or as numbers.
@@ -59,13 +60,13 @@ def route_normed(
 
 def route_normed_reference(
     rows: NormedRows,
-    router_EK: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    router_EK: Tensor,
+    bias_E: Tensor | None,
     normalize: bool,
-    logits_TE: torch.Tensor,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    finished: QuantizedRows | torch.Tensor,
+    logits_TE: Tensor,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    finished: QuantizedRows | Tensor,
     scratch: SmallBatchScratch,
 ) -> None:
     """The same in plain torch."""
@@ -75,7 +76,7 @@ def route_normed_reference(
     rms_T1 = (squares_TJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
     logits_TE.copy_(scaled_TK @ router_EK.float().t() * rms_T1)
     route_tokens_reference(logits_TE, Routing(normalize), expert_ids_TS, shares_TS, bias_E)
-    if isinstance(finished, torch.Tensor):
+    if isinstance(finished, Tensor):
         finished.copy_((scaled_TK * rms_T1).to(finished.dtype))
         return
     assert scratch.amax is not None, "rows that become codes need amax"
@@ -88,19 +89,19 @@ def route_normed_reference(
 
 def route_normed_triton(
     rows: NormedRows,
-    router_EK: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    router_EK: Tensor,
+    bias_E: Tensor | None,
     normalize: bool,
-    logits_TE: torch.Tensor,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    finished: QuantizedRows | torch.Tensor,
+    logits_TE: Tensor,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    finished: QuantizedRows | Tensor,
     scratch: SmallBatchScratch,
 ) -> None:
     """The same as Triton kernels."""
     (num_rows, size_k), (num_experts, top_k) = rows.scaled_MK.shape, (len(router_EK), expert_ids_TS.shape[1])
     _check(rows, router_EK, logits_TE, expert_ids_TS, shares_TS, finished)
-    is_coded, pdl = not isinstance(finished, torch.Tensor), supports_pdl(router_EK)
+    is_coded, pdl = not isinstance(finished, Tensor), supports_pdl(router_EK)
     assert not is_coded or scratch.amax is not None, "rows that become codes need amax"
     arguments = (
         rows.scaled_MK,
@@ -142,11 +143,11 @@ def route_normed_triton(
 
 def _check(
     rows: NormedRows,
-    router_EK: torch.Tensor,
-    logits_TE: torch.Tensor,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    finished: QuantizedRows | torch.Tensor,
+    router_EK: Tensor,
+    logits_TE: Tensor,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    finished: QuantizedRows | Tensor,
 ) -> None:
     num_rows, size_k = rows.scaled_MK.shape
     num_experts, top_k = len(router_EK), expert_ids_TS.shape[1]
@@ -163,33 +164,11 @@ def _check(
 
 @jit
 def _route_one_kernel(
-    p_scaled,
-    p_router,
-    p_bias,
-    p_logits,
-    p_ids,
-    p_shares,
-    p_finished,
-    p_finished_scales,
-    p_squares,
-    p_amax,
-    p_arrived,
-    num_experts,
-    size_k,
-    num_squares,
-    eps,
-    HAS_BIAS: constexpr,
-    NORMALIZE: constexpr,
-    IS_CODED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_E: constexpr,
-    BLOCK_K: constexpr,
-    BLOCK_J: constexpr,
-    BLOCK_R: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_scaled, p_router, p_bias, p_logits, p_ids, p_shares, p_finished, p_finished_scales, p_squares, p_amax, p_arrived,
+    num_experts, size_k, num_squares, eps,
+    HAS_BIAS: constexpr, NORMALIZE: constexpr, IS_CODED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr,
+    BLOCK_E: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, BLOCK_R: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     # The first program finishes the row, the others have logits.
     i_r = tl.program_id(0) - 1
     o_k = tl.arange(0, BLOCK_K)
@@ -228,32 +207,11 @@ def _route_one_kernel(
 
 @jit
 def _route_rows_kernel(
-    p_scaled,
-    p_router,
-    p_bias,
-    p_logits,
-    p_ids,
-    p_shares,
-    p_finished,
-    p_finished_scales,
-    p_squares,
-    p_amax,
-    p_arrived,
-    num_experts,
-    size_k,
-    num_squares,
-    eps,
-    HAS_BIAS: constexpr,
-    NORMALIZE: constexpr,
-    IS_CODED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_E: constexpr,
-    BLOCK_K: constexpr,
-    BLOCK_J: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_scaled, p_router, p_bias, p_logits, p_ids, p_shares, p_finished, p_finished_scales, p_squares, p_amax, p_arrived,
+    num_experts, size_k, num_squares, eps,
+    HAS_BIAS: constexpr, NORMALIZE: constexpr, IS_CODED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr,
+    BLOCK_E: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -283,20 +241,9 @@ def _row_rms(p_squares, i_row, size_k, num_squares, eps, BLOCK_J: constexpr):
 
 @jit
 def _finish_row(
-    p_scaled,
-    p_squares,
-    p_amax,
-    p_finished,
-    p_finished_scales,
-    i_row,
-    size_k,
-    num_squares,
-    eps,
-    IS_CODED: constexpr,
-    BLOCK_K: constexpr,
-    BLOCK_J: constexpr,
-    PLAIN: constexpr,
-):
+    p_scaled, p_squares, p_amax, p_finished, p_finished_scales, i_row, size_k, num_squares, eps,
+    IS_CODED: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, PLAIN: constexpr,
+):  # fmt: skip
     """The norm of a row as codes and their scale, or in the type of the model."""
     o_k = tl.arange(0, BLOCK_K)
     m_k = o_k < size_k

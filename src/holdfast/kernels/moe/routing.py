@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.kernels.geometry import (
     CUT_PAIRS,
@@ -74,12 +75,12 @@ KERNEL_LEAST_SUM = kernel_constant(LEAST_SUM)
 
 
 def route_tokens(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
-    score_bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
+    score_bias_E: Tensor | None = None,
 ) -> None:
     """The S experts with the largest scores in the groups taken, ties to the lower id, and their shares, in float32.
 
@@ -92,12 +93,12 @@ def route_tokens(
 
 
 def route_tokens_reference(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
-    score_bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
+    score_bias_E: Tensor | None = None,
 ) -> None:
     """The same in plain torch."""
     check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
@@ -113,14 +114,14 @@ def route_tokens_reference(
     shares_TS.copy_(shares_of(scores_TE.gather(1, ids_TS), routing).masked_fill(is_nan_T1, torch.nan))
 
 
-def scores_of(logits_TE: torch.Tensor, scoring: str) -> torch.Tensor:
+def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
     """In plain torch."""
     if scoring == "softmax":
         return logits_TE.softmax(dim=1)
     return logits_TE.sigmoid() if scoring == "sigmoid" else F.softplus(logits_TE).sqrt()
 
 
-def shares_of(chosen_TS: torch.Tensor, routing: Routing) -> torch.Tensor:
+def shares_of(chosen_TS: Tensor, routing: Routing) -> Tensor:
     """What becomes of the scores of a token's experts, in plain torch."""
     if routing.normalizes:
         sum_T1 = chosen_TS.sum(dim=1, keepdim=True)
@@ -128,7 +129,7 @@ def shares_of(chosen_TS: torch.Tensor, routing: Routing) -> torch.Tensor:
     return chosen_TS * routing.share_scale
 
 
-def _rank_experts(choice_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
+def _rank_experts(choice_TE: Tensor, routing: Routing) -> Tensor:
     """Ids from the best: all experts of groups that are taken come before those of others."""
     ranked_TE = _withnan_lowest(choice_TE)
     order_TE = ranked_TE.sort(dim=1, descending=True, stable=True).indices
@@ -145,17 +146,17 @@ def _rank_experts(choice_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
     return order_TE.gather(1, is_left_TE.gather(1, order_TE).sort(dim=1, stable=True).indices)
 
 
-def _withnan_lowest(x: torch.Tensor) -> torch.Tensor:
+def _withnan_lowest(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def check_routing(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    score_bias_E: torch.Tensor | None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None,
+    score_bias_E: Tensor | None,
 ) -> None:
     """Sizes go together, and rows lie one after the other."""
     num_rows, num_experts = logits_TE.shape
@@ -179,12 +180,12 @@ def check_routing(
 
 
 def route_tokens_triton(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
-    score_bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
+    score_bias_E: Tensor | None = None,
 ) -> None:
     """The same as a Triton kernel, a program for each token."""
     check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
@@ -195,56 +196,25 @@ def route_tokens_triton(
     group_size = num_experts // num_groups
     pdl, block_g, block_m = supports_pdl(logits_TE), next_power_of_two(num_groups), next_power_of_two(group_size)
     _route_kernel[(num_rows,)](
-        logits_TE,
-        logits_TE if bias_E is None else bias_E,
-        logits_TE if score_bias_E is None else score_bias_E,
-        expert_ids_TS,
-        shares_TS,
-        num_experts,
-        IS_PLAIN=routing.is_plain and score_bias_E is None,
-        HAS_BIAS=bias_E is not None,
-        HAS_SCORE_BIAS=score_bias_E is not None,
-        NORMALIZE=routing.normalizes,
-        SCORING=routing.scoring,
-        BY_LOGITS=routing.ranks_by_logits(score_bias_E is not None),
-        SUMS_TWO=routing.group_score == "two_largest",
-        SHARE_SCALE=routing.share_scale,
-        GROUP_SIZE=group_size,
-        GROUPS_TAKEN=routing.groups_taken if routing.limits_groups else 0,
-        TOP_K=top_k,
-        BLOCK_G=block_g,
-        BLOCK_M=block_m,
-        BLOCK_S=next_power_of_two(top_k),
-        PDL=pdl,
-        num_warps=max(1, min(4, block_g * block_m // 256)),
+        logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if score_bias_E is None else score_bias_E,
+        expert_ids_TS, shares_TS, num_experts,
+        IS_PLAIN=routing.is_plain and score_bias_E is None, HAS_BIAS=bias_E is not None,
+        HAS_SCORE_BIAS=score_bias_E is not None, NORMALIZE=routing.normalizes, SCORING=routing.scoring,
+        BY_LOGITS=routing.ranks_by_logits(score_bias_E is not None), SUMS_TWO=routing.group_score == "two_largest",
+        SHARE_SCALE=routing.share_scale, GROUP_SIZE=group_size,
+        GROUPS_TAKEN=routing.groups_taken if routing.limits_groups else 0, TOP_K=top_k, BLOCK_G=block_g,
+        BLOCK_M=block_m, BLOCK_S=next_power_of_two(top_k), PDL=pdl, num_warps=max(1, min(4, block_g * block_m // 256)),
         **pdl_launch(pdl),
-    )
+    )  # fmt: skip
 
 
 @jit
 def _route_kernel(
-    p_logits,
-    p_bias,
-    p_score_bias,
-    p_ids,
-    p_shares,
-    num_experts,
-    IS_PLAIN: constexpr,
-    HAS_BIAS: constexpr,
-    HAS_SCORE_BIAS: constexpr,
-    NORMALIZE: constexpr,
-    SCORING: constexpr,
-    BY_LOGITS: constexpr,
-    SUMS_TWO: constexpr,
-    SHARE_SCALE: constexpr,
-    GROUP_SIZE: constexpr,
-    GROUPS_TAKEN: constexpr,
-    TOP_K: constexpr,
-    BLOCK_G: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_S: constexpr,
-    PDL: constexpr,
-):
+    p_logits, p_bias, p_score_bias, p_ids, p_shares, num_experts,
+    IS_PLAIN: constexpr, HAS_BIAS: constexpr, HAS_SCORE_BIAS: constexpr, NORMALIZE: constexpr, SCORING: constexpr,
+    BY_LOGITS: constexpr, SUMS_TWO: constexpr, SHARE_SCALE: constexpr, GROUP_SIZE: constexpr, GROUPS_TAKEN: constexpr,
+    TOP_K: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr, BLOCK_S: constexpr, PDL: constexpr,
+):  # fmt: skip
     BLOCK_E: constexpr = BLOCK_G * BLOCK_M
     i_row = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
@@ -276,23 +246,11 @@ def _route_kernel(
 
 @jit
 def _choose_by_scores(
-    b_logits,
-    b_bias,
-    p_ids,
-    p_shares,
-    m_e,
-    NORMALIZE: constexpr,
-    SCORING: constexpr,
-    BY_LOGITS: constexpr,
-    SUMS_TWO: constexpr,
-    SHARE_SCALE: constexpr,
-    GROUP_SIZE: constexpr,
-    GROUPS_TAKEN: constexpr,
-    TOP_K: constexpr,
-    BLOCK_G: constexpr,
-    BLOCK_M: constexpr,
+    b_logits, b_bias, p_ids, p_shares, m_e,
+    NORMALIZE: constexpr, SCORING: constexpr, BY_LOGITS: constexpr, SUMS_TWO: constexpr, SHARE_SCALE: constexpr,
+    GROUP_SIZE: constexpr, GROUPS_TAKEN: constexpr, TOP_K: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr,
     BLOCK_S: constexpr,
-):
+):  # fmt: skip
     """Ids and shares of one token from its logits, by scores and groups."""
     BLOCK_E: constexpr = BLOCK_G * BLOCK_M
     o_e = tl.arange(0, BLOCK_E)
@@ -437,16 +395,16 @@ PADDING = -1
 class ExpertOrder:
     """Which rows each expert multiplies."""
 
-    expert_ids_TS: torch.Tensor
+    expert_ids_TS: Tensor
     """PADDING where another rank has the expert (expert parallelism): nobody here writes the row of such a pair."""
     num_experts: int
     """Those that are here."""
     block_rows: int
     """1: a GEMV for each pair, and the tensors below are empty."""
-    pairs_BR: torch.Tensor
+    pairs_BR: Tensor
     """int32: pairs by expert, and in their own order for each; PADDING behind the last one of an expert. Blocks that have no
     expert hold anything."""
-    block_experts_B: torch.Tensor
+    block_experts_B: Tensor
     """int32: the expert of a block; PADDING behind the last block."""
 
     @property
@@ -468,20 +426,20 @@ class ExpertOrder:
         return self.expert_ids_TS.shape[1]
 
 
-def local_ids(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
+def local_ids(ids_TS: Tensor, first_expert: int, num_local: int, out_TS: Tensor) -> Tensor:
     """Ids of experts as a rank numbers its own, which are `num_local` from `first_expert` on; PADDING for those of other ranks."""
     if not can_run(ids_TS):
         return local_ids_reference(ids_TS, first_expert, num_local, out_TS)
     return local_ids_triton(ids_TS, first_expert, num_local, out_TS)
 
 
-def local_ids_reference(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
+def local_ids_reference(ids_TS: Tensor, first_expert: int, num_local: int, out_TS: Tensor) -> Tensor:
     """The same in plain torch."""
     own_TS = ids_TS - first_expert
     return out_TS.copy_(own_TS.masked_fill((own_TS < 0) | (own_TS >= num_local), PADDING))
 
 
-def local_ids_triton(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
+def local_ids_triton(ids_TS: Tensor, first_expert: int, num_local: int, out_TS: Tensor) -> Tensor:
     """The same as a Triton kernel, a program for some pairs."""
     assert ids_TS.is_contiguous(), f"{ids_TS.shape} with strides {ids_TS.stride()}"
     assert out_TS.is_contiguous(), f"{out_TS.shape} with strides {out_TS.stride()}"
@@ -502,7 +460,7 @@ def _local_ids_kernel(p_ids, p_out, num_pairs, FIRST: constexpr, COUNT: constexp
 
 
 def order_experts(
-    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None = None
+    expert_ids_TS: Tensor, num_experts: int, tensors: Sequence[Tensor], num_local: int | None = None
 ) -> ExpertOrder:
     """Sort the pairs into `tensors`, which are shaped as `order_specs` says; the same ids give the same order to the bit.
 
@@ -518,7 +476,7 @@ def order_experts(
 
 
 def order_experts_reference(
-    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None = None
+    expert_ids_TS: Tensor, num_experts: int, tensors: Sequence[Tensor], num_local: int | None = None
 ) -> ExpertOrder:
     """The same in plain torch."""
     order = _empty_order(expert_ids_TS, num_experts, tensors, num_local)
@@ -528,7 +486,7 @@ def order_experts_reference(
 
 
 def _empty_order(
-    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None
+    expert_ids_TS: Tensor, num_experts: int, tensors: Sequence[Tensor], num_local: int | None
 ) -> ExpertOrder:
     num_rows, top_k = expert_ids_TS.shape
     assert expert_ids_TS.dtype == torch.int32, f"{expert_ids_TS.dtype}, not int32"
@@ -558,7 +516,7 @@ def _fill_reference(order: ExpertOrder) -> None:
     order.block_experts_B[: len(experts_B)] = experts_B.to(torch.int32)
 
 
-def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs: int = CUT_PAIRS) -> None:
+def order_experts_triton(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int = CUT_PAIRS) -> None:
     """Fill the order by Triton kernels: a program for each expert and cut of the pairs, after a count where there are cuts."""
     num_pairs, num_experts = order.num_pairs, order.num_experts
     num_cuts = max(1, len(counts_CE))
@@ -572,21 +530,11 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
     if num_cuts > 1:
         _count_kernel[(num_cuts,)](order.expert_ids_TS, counts_CE, num_pairs, num_experts, num_warps=4, **flags)
     _order_kernel[(num_experts, num_cuts)](
-        order.expert_ids_TS,
-        counts_CE,
-        order.pairs_BR,
-        order.block_experts_B,
-        num_pairs,
-        num_experts,
-        num_cuts,
+        order.expert_ids_TS, counts_CE, order.pairs_BR, order.block_experts_B, num_pairs, num_experts, num_cuts,
         len(order.block_experts_B),
-        COUNTED=num_cuts > 1,
-        BLOCK_C=form.block_cuts,
-        BLOCK_P=form.block_pairs,
-        BLOCK_ROWS=form.block_rows,
-        num_warps=4 if form.block_cuts * block_e <= 8192 else 8,
-        **flags,
-    )
+        COUNTED=num_cuts > 1, BLOCK_C=form.block_cuts, BLOCK_P=form.block_pairs, BLOCK_ROWS=form.block_rows,
+        num_warps=4 if form.block_cuts * block_e <= 8192 else 8, **flags,
+    )  # fmt: skip
 
 
 @jit
@@ -605,22 +553,10 @@ def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, C
 
 @jit_counting("num_cuts", "num_blocks")
 def _order_kernel(
-    p_ids,
-    p_counts,
-    p_pairs,
-    p_block_experts,
-    num_pairs,
-    num_experts,
-    num_cuts,
-    num_blocks,
-    COUNTED: constexpr,
-    BLOCK_C: constexpr,
-    BLOCK_P: constexpr,
-    BLOCK_ROWS: constexpr,
-    BLOCK_E: constexpr,
-    CUT_PAIRS: constexpr,
-    PDL: constexpr,
-):
+    p_ids, p_counts, p_pairs, p_block_experts, num_pairs, num_experts, num_cuts, num_blocks,
+    COUNTED: constexpr, BLOCK_C: constexpr, BLOCK_P: constexpr, BLOCK_ROWS: constexpr, BLOCK_E: constexpr,
+    CUT_PAIRS: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_expert = tl.program_id(0)
     i_cut = tl.program_id(1)
     o_e = tl.arange(0, BLOCK_E)

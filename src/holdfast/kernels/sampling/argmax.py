@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, NO_TOKEN, num_chunks
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
@@ -20,17 +21,17 @@ class LogitScratch:
 
     chunk_tokens: int
     """A power of two."""
-    chunk_largest_SP: torch.Tensor
-    chunk_argmax_SP: torch.Tensor
-    chunk_weights_RP: torch.Tensor
-    chunk_nearer_RP: torch.Tensor
-    chunk_counts_RPB: torch.Tensor
-    num_listed_R: torch.Tensor
-    listed_logits_RC: torch.Tensor
-    listed_ids_RC: torch.Tensor
+    chunk_largest_SP: Tensor
+    chunk_argmax_SP: Tensor
+    chunk_weights_RP: Tensor
+    chunk_nearer_RP: Tensor
+    chunk_counts_RPB: Tensor
+    num_listed_R: Tensor
+    listed_logits_RC: Tensor
+    listed_ids_RC: Tensor
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], chunk_tokens: int = CHUNK_TOKENS) -> "LogitScratch":
+    def of(cls, tensors: Mapping[str, Tensor], chunk_tokens: int = CHUNK_TOKENS) -> "LogitScratch":
         """From tensors by the names of their specs."""
         return cls(
             chunk_tokens,
@@ -45,7 +46,7 @@ class LogitScratch:
         )
 
 
-def argmax(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax(logits_SV: Tensor, out_S: Tensor, scratch: LogitScratch) -> None:
     """out = the id of a row's largest logit, the smallest among equals; NO_TOKEN in a row that holds NaN or only -inf."""
     if can_run(logits_SV):
         argmax_triton(logits_SV, out_S, scratch)
@@ -53,14 +54,14 @@ def argmax(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) 
         argmax_reference(logits_SV, out_S, scratch)
 
 
-def argmax_reference(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax_reference(logits_SV: Tensor, out_S: Tensor, scratch: LogitScratch) -> None:
     """The same in plain torch."""
     largest_S = logits_SV.amax(dim=1)
     ids_S = (logits_SV == largest_S.unsqueeze(1)).to(torch.int8).argmax(dim=1)
     out_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
 
 
-def argmax_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax_triton(logits_SV: Tensor, out_S: Tensor, scratch: LogitScratch) -> None:
     """The same as two Triton kernels: a program a chunk of a row, then a program a row."""
     num_rows, vocab_size = logits_SV.shape
     assert out_S.shape == (num_rows,), f"{out_S.shape=} must be a number a row"
@@ -73,7 +74,7 @@ def argmax_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitSc
     )
 
 
-def argmax_chunks(logits_SV: torch.Tensor, scratch: LogitScratch) -> int:
+def argmax_chunks(logits_SV: Tensor, scratch: LogitScratch) -> int:
     """The first half: the largest logit of every chunk and its id, into the scratch; how many chunks a row has."""
     num_rows, vocab_size = logits_SV.shape
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
@@ -84,29 +85,15 @@ def argmax_chunks(logits_SV: torch.Tensor, scratch: LogitScratch) -> int:
     if not num_rows:
         return chunks
     _chunk_kernel[(num_rows, chunks)](
-        logits_SV,
-        scratch.chunk_largest_SP,
-        scratch.chunk_argmax_SP,
-        logits_SV.stride(0),
-        vocab_size,
-        chunks,
-        NO_TOKEN=NO_TOKEN,
-        CHUNK=scratch.chunk_tokens,
-        num_warps=8,
-    )
+        logits_SV, scratch.chunk_largest_SP, scratch.chunk_argmax_SP, logits_SV.stride(0), vocab_size, chunks,
+        NO_TOKEN=NO_TOKEN, CHUNK=scratch.chunk_tokens, num_warps=8,
+    )  # fmt: skip
     return chunks
 
 
 @jit
 def _chunk_kernel(
-    p_logits,
-    p_largest,
-    p_argmax,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    NO_TOKEN: constexpr,
-    CHUNK: constexpr,
+    p_logits, p_largest, p_argmax, row_stride, vocab_size, num_chunks, NO_TOKEN: constexpr, CHUNK: constexpr
 ):
     """The largest logit of a chunk and its id; NO_TOKEN says that the chunk holds NaN."""
     i_row = tl.program_id(0).to(tl.int64)
@@ -124,15 +111,7 @@ def _chunk_kernel(
 
 
 @jit
-def _row_kernel(
-    p_largest,
-    p_argmax,
-    p_out,
-    vocab_size,
-    num_chunks,
-    NO_TOKEN: constexpr,
-    CHUNKS: constexpr,
-):
+def _row_kernel(p_largest, p_argmax, p_out, vocab_size, num_chunks, NO_TOKEN: constexpr, CHUNKS: constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     o_chunk = tl.arange(0, CHUNKS)
     m_chunk = o_chunk < num_chunks

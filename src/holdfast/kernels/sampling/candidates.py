@@ -14,6 +14,7 @@ no list, and whoever needs it reads the row. A list may hold more tokens than ar
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import NUM_BUCKETS, NUM_FIELDS, num_chunks
 from holdfast.kernels.sampling.argmax import LogitScratch
@@ -25,12 +26,12 @@ WEIGHT_BITS = 40
 LARGEST = torch.finfo(torch.float32).max
 
 
-def reference_distances(logits_V: torch.Tensor, token_id: int) -> torch.Tensor:
+def reference_distances(logits_V: Tensor, token_id: int) -> Tensor:
     """Distances of one row below its most likely token, in plain torch."""
     return logits_V[token_id].clamp(max=LARGEST) + 0.0 - logits_V.clamp(max=LARGEST)
 
 
-def reference_weights(distance_V: torch.Tensor, negative_temperature: float, min_p: float) -> torch.Tensor:
+def reference_weights(distance_V: Tensor, negative_temperature: float, min_p: float) -> Tensor:
     """Weights of one row, in plain torch."""
     temperature, least = torch.tensor([negative_temperature, min_p], dtype=torch.float32, device=distance_V.device)
     share_V = torch.div(distance_V, temperature).exp_()
@@ -38,11 +39,7 @@ def reference_weights(distance_V: torch.Tensor, negative_temperature: float, min
 
 
 def list_near_tokens(
-    logits_XV: torch.Tensor,
-    argmax_X: torch.Tensor,
-    rows_RF: torch.Tensor,
-    tokens_S: torch.Tensor | None,
-    scratch: LogitScratch,
+    logits_XV: Tensor, argmax_X: Tensor, rows_RF: Tensor, tokens_S: Tensor | None, scratch: LogitScratch
 ) -> None:
     """Fill the scratch for each row of the table: weights by chunk, and a list where the row has a top_k or a top_p.
 
@@ -57,41 +54,18 @@ def list_near_tokens(
     assert rows_RF.is_contiguous(), f"{rows_RF.stride()=}: a table must be dense"
     grid = (num_rows, chunks)
     _count_kernel[grid](
-        logits_XV,
-        argmax_X,
-        rows_RF,
-        argmax_X if tokens_S is None else tokens_S,
-        scratch.chunk_weights_RP,
-        scratch.chunk_nearer_RP,
-        scratch.chunk_counts_RPB,
-        logits_XV.stride(0),
-        vocab_size,
-        chunks,
-        HAS_TOKEN=tokens_S is not None,
-        FIELDS=NUM_FIELDS,
-        NUM_BUCKETS=NUM_BUCKETS,
-        CHUNK=scratch.chunk_tokens,
+        logits_XV, argmax_X, rows_RF, argmax_X if tokens_S is None else tokens_S, scratch.chunk_weights_RP,
+        scratch.chunk_nearer_RP, scratch.chunk_counts_RPB, logits_XV.stride(0), vocab_size, chunks,
+        HAS_TOKEN=tokens_S is not None, FIELDS=NUM_FIELDS, NUM_BUCKETS=NUM_BUCKETS, CHUNK=scratch.chunk_tokens,
         num_warps=8,
-    )
+    )  # fmt: skip
     _list_kernel[grid](
-        logits_XV,
-        argmax_X,
-        rows_RF,
-        scratch.chunk_weights_RP,
-        scratch.chunk_counts_RPB,
-        scratch.num_listed_R,
-        scratch.listed_logits_RC,
-        scratch.listed_ids_RC,
-        logits_XV.stride(0),
-        vocab_size,
-        chunks,
+        logits_XV, argmax_X, rows_RF, scratch.chunk_weights_RP, scratch.chunk_counts_RPB, scratch.num_listed_R,
+        scratch.listed_logits_RC, scratch.listed_ids_RC, logits_XV.stride(0), vocab_size, chunks,
         scratch.listed_ids_RC.shape[1],
-        FIELDS=NUM_FIELDS,
-        NUM_BUCKETS=NUM_BUCKETS,
-        CHUNKS=next_power_of_two(chunks),
-        CHUNK=scratch.chunk_tokens,
+        FIELDS=NUM_FIELDS, NUM_BUCKETS=NUM_BUCKETS, CHUNKS=next_power_of_two(chunks), CHUNK=scratch.chunk_tokens,
         num_warps=16,
-    )
+    )  # fmt: skip
 
 
 @jit
@@ -140,21 +114,9 @@ def bucket_starts(o_bucket):
 
 @jit
 def _count_kernel(
-    p_logits,
-    p_argmax,
-    p_rows,
-    p_tokens,
-    p_weights,
-    p_nearer,
-    p_counts,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    HAS_TOKEN: constexpr,
-    FIELDS: constexpr,
-    NUM_BUCKETS: constexpr,
-    CHUNK: constexpr,
-):
+    p_logits, p_argmax, p_rows, p_tokens, p_weights, p_nearer, p_counts, row_stride, vocab_size, num_chunks,
+    HAS_TOKEN: constexpr, FIELDS: constexpr, NUM_BUCKETS: constexpr, CHUNK: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     p_row = p_rows + i_row * FIELDS
@@ -186,23 +148,10 @@ def _count_kernel(
 
 @jit
 def _list_kernel(
-    p_logits,
-    p_argmax,
-    p_rows,
-    p_weights,
-    p_counts,
-    p_num_listed,
-    p_listed_logits,
-    p_listed_ids,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    max_listed,
-    FIELDS: constexpr,
-    NUM_BUCKETS: constexpr,
-    CHUNKS: constexpr,
-    CHUNK: constexpr,
-):
+    p_logits, p_argmax, p_rows, p_weights, p_counts, p_num_listed, p_listed_logits, p_listed_ids,
+    row_stride, vocab_size, num_chunks, max_listed,
+    FIELDS: constexpr, NUM_BUCKETS: constexpr, CHUNKS: constexpr, CHUNK: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     p_row = p_rows + i_row * FIELDS

@@ -8,6 +8,7 @@ The raw logits stay: log-probabilities are of them, whatever is done to a row be
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, EDITS_PER_PROGRAM, NUM_FIELDS, num_chunks
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
@@ -28,7 +29,7 @@ class EditKind(IntEnum):
     REPLACE = 3
 
 
-def copy_rows(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
+def copy_rows(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor) -> None:
     """block[i] = logits[target] for row i of the table, or -inf everywhere where the row is blank."""
     if can_run(logits_SV):
         copy_rows_triton(logits_SV, rows_RF, block_RV)
@@ -36,13 +37,13 @@ def copy_rows(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Te
         copy_rows_reference(logits_SV, rows_RF, block_RV)
 
 
-def copy_rows_reference(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
+def copy_rows_reference(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor) -> None:
     """The same in plain torch."""
     block_RV.copy_(logits_SV.index_select(0, rows_RF[:, 1].to(torch.int64)))
     block_RV.masked_fill_(rows_RF[:, NUM_FIELDS - 1 :].to(block_RV.device) != 0, -torch.inf)
 
 
-def copy_rows_triton(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
+def copy_rows_triton(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor) -> None:
     """The same as a Triton kernel, a program a chunk of a row."""
     num_rows, vocab_size = block_RV.shape
     assert rows_RF.shape[0] == num_rows, f"{rows_RF.shape=} must name a row for each of {num_rows}"
@@ -55,9 +56,7 @@ def copy_rows_triton(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: t
         _copy_kernel[grid](logits_SV, rows_RF, block_RV, *strides, FIELDS=NUM_FIELDS, CHUNK=CHUNK_TOKENS, num_warps=8)
 
 
-def restore_logits(
-    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
-) -> None:
+def restore_logits(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor, edits_E2: Tensor) -> None:
     """block.flat[place] = the raw logit that `copy_rows` left out there, for each edit; the edits' numbers do not matter."""
     if can_run(logits_SV):
         restore_logits_triton(logits_SV, rows_RF, block_RV, edits_E2)
@@ -65,18 +64,14 @@ def restore_logits(
         restore_logits_reference(logits_SV, rows_RF, block_RV, edits_E2)
 
 
-def restore_logits_reference(
-    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
-) -> None:
+def restore_logits_reference(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor, edits_E2: Tensor) -> None:
     """The same in plain torch."""
     place_E = edits_E2[edits_E2[:, 0] != PADDING[0], 0].to(torch.int64)
     row_E, token_E = place_E // block_RV.shape[1], place_E % block_RV.shape[1]
     block_RV[row_E, token_E] = logits_SV[rows_RF[:, 1].to(torch.int64)[row_E], token_E]
 
 
-def restore_logits_triton(
-    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
-) -> None:
+def restore_logits_triton(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor, edits_E2: Tensor) -> None:
     """The same as a Triton kernel."""
     num_edits = edits_E2.shape[0]
     assert num_edits % EDITS_PER_PROGRAM == 0, f"{num_edits=} is not a multiple of {EDITS_PER_PROGRAM}"
@@ -91,7 +86,7 @@ def restore_logits_triton(
         )
 
 
-def edit_logits(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: EditKind) -> None:
+def edit_logits(block_RV: Tensor, edits_E2: Tensor, kind: EditKind) -> None:
     """block.flat[place] = what the kind makes of it and the number, for each edit; no place may occur twice."""
     if can_run(block_RV):
         edit_logits_triton(block_RV, edits_E2, kind)
@@ -99,7 +94,7 @@ def edit_logits(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: EditKind) 
         edit_logits_reference(block_RV, edits_E2, kind)
 
 
-def edit_logits_reference(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: EditKind) -> None:
+def edit_logits_reference(block_RV: Tensor, edits_E2: Tensor, kind: EditKind) -> None:
     """The same in plain torch."""
     edits_E2 = edits_E2[edits_E2[:, 0] != PADDING[0]]
     place_E, number_E = edits_E2[:, 0].to(torch.int64), edits_E2[:, 1].contiguous().view(torch.float32)
@@ -113,7 +108,7 @@ def edit_logits_reference(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: 
     block_RV.view(-1)[place_E] = number_E
 
 
-def edit_logits_triton(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: EditKind) -> None:
+def edit_logits_triton(block_RV: Tensor, edits_E2: Tensor, kind: EditKind) -> None:
     """The same as a Triton kernel."""
     num_edits = edits_E2.shape[0]
     assert num_edits % EDITS_PER_PROGRAM == 0, f"{num_edits=} is not a multiple of {EDITS_PER_PROGRAM}"

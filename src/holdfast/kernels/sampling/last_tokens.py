@@ -7,6 +7,7 @@ yet, and `resolve_tokens` puts the token in its place before anything reads it. 
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, tl
 
@@ -18,7 +19,7 @@ BLOCK = 256
 """Rows of a program."""
 
 
-def keep_tokens(tokens_R: torch.Tensor, slots_R: torch.Tensor, last_N: torch.Tensor) -> None:
+def keep_tokens(tokens_R: Tensor, slots_R: Tensor, last_N: Tensor) -> None:
     """last[slot] = token for each row with a slot, none twice; 0 for NO_TOKEN, so that whatever is kept can be looked up."""
     if can_run(last_N):
         keep_tokens_triton(tokens_R, slots_R, last_N)
@@ -26,13 +27,13 @@ def keep_tokens(tokens_R: torch.Tensor, slots_R: torch.Tensor, last_N: torch.Ten
         keep_tokens_reference(tokens_R, slots_R, last_N)
 
 
-def keep_tokens_reference(tokens_R: torch.Tensor, slots_R: torch.Tensor, last_N: torch.Tensor) -> None:
+def keep_tokens_reference(tokens_R: Tensor, slots_R: Tensor, last_N: Tensor) -> None:
     """The same in plain torch."""
     is_kept_R = slots_R != NO_SLOT
     last_N[slots_R[is_kept_R]] = tokens_R[is_kept_R].clamp(min=0)
 
 
-def keep_tokens_triton(tokens_R: torch.Tensor, slots_R: torch.Tensor, last_N: torch.Tensor) -> None:
+def keep_tokens_triton(tokens_R: Tensor, slots_R: Tensor, last_N: Tensor) -> None:
     """The same as a Triton kernel, a program a block of rows."""
     num_rows = tokens_R.shape[0]
     assert slots_R.shape == (num_rows,), f"{slots_R.shape=} must be a slot a row of {num_rows}"
@@ -43,7 +44,7 @@ def keep_tokens_triton(tokens_R: torch.Tensor, slots_R: torch.Tensor, last_N: to
         _keep_kernel[(-(-num_rows // BLOCK),)](tokens_R, slots_R, last_N, num_rows, BLOCK=BLOCK, num_warps=1)
 
 
-def resolve_tokens(ids_T: torch.Tensor, last_N: torch.Tensor) -> None:
+def resolve_tokens(ids_T: Tensor, last_N: Tensor) -> None:
     """ids[i] = last[slot] wherever it is -1 - slot."""
     if can_run(ids_T):
         resolve_tokens_triton(ids_T, last_N)
@@ -51,12 +52,12 @@ def resolve_tokens(ids_T: torch.Tensor, last_N: torch.Tensor) -> None:
         resolve_tokens_reference(ids_T, last_N)
 
 
-def resolve_tokens_reference(ids_T: torch.Tensor, last_N: torch.Tensor) -> None:
+def resolve_tokens_reference(ids_T: Tensor, last_N: Tensor) -> None:
     """The same in plain torch."""
     ids_T.copy_(torch.where(ids_T < 0, last_N[(-1 - ids_T).clamp(min=0)], ids_T))
 
 
-def resolve_tokens_triton(ids_T: torch.Tensor, last_N: torch.Tensor) -> None:
+def resolve_tokens_triton(ids_T: Tensor, last_N: Tensor) -> None:
     """The same as a Triton kernel, a program a block of rows."""
     num_rows = ids_T.shape[0]
     assert {ids_T.dtype, last_N.dtype} == {torch.int64}, f"{ids_T.dtype=} and {last_N.dtype=} must be int64"

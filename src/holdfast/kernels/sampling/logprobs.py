@@ -3,7 +3,7 @@
 S rows of a step, R rows of a table, F fields, V vocabulary, C columns, K nearest tokens
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import NO_TOKEN, NUM_FIELDS, num_chunks
 from holdfast.kernels.sampling.argmax import LogitScratch
@@ -26,12 +26,7 @@ ROW_TILE = 4096
 
 
 def logprob_rows(
-    logits_SV: torch.Tensor,
-    argmax_S: torch.Tensor,
-    tokens_S: torch.Tensor,
-    rows_RF: torch.Tensor,
-    columns_RC: torch.Tensor,
-    scratch: LogitScratch,
+    logits_SV: Tensor, argmax_S: Tensor, tokens_S: Tensor, rows_RF: Tensor, columns_RC: Tensor, scratch: LogitScratch
 ) -> None:
     """columns[i] = numbers about tokens[target] in logits[source] for row i of the table, and its top_k nearest tokens.
 
@@ -45,12 +40,7 @@ def logprob_rows(
 
 
 def logprob_rows_reference(
-    logits_SV: torch.Tensor,
-    argmax_S: torch.Tensor,
-    tokens_S: torch.Tensor,
-    rows_RF: torch.Tensor,
-    columns_RC: torch.Tensor,
-    scratch: LogitScratch,
+    logits_SV: Tensor, argmax_S: Tensor, tokens_S: Tensor, rows_RF: Tensor, columns_RC: Tensor, scratch: LogitScratch
 ) -> None:
     """The same in plain torch, by sorting."""
     max_top = (columns_RC.shape[1] - FIXED_COLUMNS) // 2
@@ -71,12 +61,7 @@ def logprob_rows_reference(
 
 
 def logprob_rows_triton(
-    logits_SV: torch.Tensor,
-    argmax_S: torch.Tensor,
-    tokens_S: torch.Tensor,
-    rows_RF: torch.Tensor,
-    columns_RC: torch.Tensor,
-    scratch: LogitScratch,
+    logits_SV: Tensor, argmax_S: Tensor, tokens_S: Tensor, rows_RF: Tensor, columns_RC: Tensor, scratch: LogitScratch
 ) -> None:
     """The same as Triton kernels: two passes over each row by many programs, then a program a row."""
     num_rows, vocab_size = rows_RF.shape[0], logits_SV.shape[1]
@@ -88,53 +73,20 @@ def logprob_rows_triton(
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     max_listed = scratch.listed_ids_RC.shape[1]
     _logprob_kernel[(num_rows,)](
-        logits_SV,
-        argmax_S,
-        tokens_S,
-        rows_RF,
-        columns_RC,
-        scratch.chunk_weights_RP,
-        scratch.chunk_nearer_RP,
-        scratch.num_listed_R,
-        scratch.listed_logits_RC,
-        scratch.listed_ids_RC,
-        logits_SV.stride(0),
-        vocab_size,
-        chunks,
+        logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, scratch.chunk_weights_RP, scratch.chunk_nearer_RP,
+        scratch.num_listed_R, scratch.listed_logits_RC, scratch.listed_ids_RC, logits_SV.stride(0), vocab_size, chunks,
         max_listed,
-        FIELDS=NUM_FIELDS,
-        COLUMNS=columns_RC.shape[1],
-        FIXED=FIXED_COLUMNS,
-        LISTED=next_power_of_two(max_listed),
-        CHUNKS=next_power_of_two(chunks),
-        TILE=ROW_TILE,
-        num_warps=8,
-    )
+        FIELDS=NUM_FIELDS, COLUMNS=columns_RC.shape[1], FIXED=FIXED_COLUMNS, LISTED=next_power_of_two(max_listed),
+        CHUNKS=next_power_of_two(chunks), TILE=ROW_TILE, num_warps=8,
+    )  # fmt: skip
 
 
 @jit
 def _logprob_kernel(
-    p_logits,
-    p_argmax,
-    p_tokens,
-    p_rows,
-    p_columns,
-    p_weights,
-    p_nearer,
-    p_num_listed,
-    p_listed_logits,
-    p_listed_ids,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    max_listed,
-    FIELDS: constexpr,
-    COLUMNS: constexpr,
-    FIXED: constexpr,
-    LISTED: constexpr,
-    CHUNKS: constexpr,
-    TILE: constexpr,
-):
+    p_logits, p_argmax, p_tokens, p_rows, p_columns, p_weights, p_nearer, p_num_listed, p_listed_logits, p_listed_ids,
+    row_stride, vocab_size, num_chunks, max_listed,
+    FIELDS: constexpr, COLUMNS: constexpr, FIXED: constexpr, LISTED: constexpr, CHUNKS: constexpr, TILE: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     p_row = p_rows + i_row * FIELDS
     p_column = p_columns + i_row * COLUMNS

@@ -4,6 +4,7 @@ R rows of a block, V vocabulary, W words of 32 bits: bit t % 32 of word t // 32 
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, num_chunks
 from holdfast.kernels.native_library import native_for
@@ -14,7 +15,7 @@ from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
 WORD_BITS = 32
 
 
-def mask_logits(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
+def mask_logits(block_RV: Tensor, masks_RW: Tensor) -> None:
     """block[i, t] = -inf wherever bit t of masks[i] is 0; all other logits stay as they are, to the bit."""
     if can_run(block_RV):
         mask_logits_triton(block_RV, masks_RW)
@@ -28,7 +29,7 @@ def mask_logits(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
     library.holdfast_mask_logits(block_RV.data_ptr(), masks_RW.data_ptr(), num_rows, vocab_size)
 
 
-def mask_logits_reference(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
+def mask_logits_reference(block_RV: Tensor, masks_RW: Tensor) -> None:
     """The same in plain torch, through bytes, which lie in order on every machine that runs this."""
     bytes_RB1 = masks_RW.contiguous().view(torch.uint8).unsqueeze(-1)
     places_8 = torch.arange(8, dtype=torch.uint8, device=block_RV.device)
@@ -36,7 +37,7 @@ def mask_logits_reference(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> Non
     block_RV.masked_fill_(allowed_RX[:, : block_RV.shape[1]] == 0, -torch.inf)
 
 
-def mask_logits_triton(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
+def mask_logits_triton(block_RV: Tensor, masks_RW: Tensor) -> None:
     """The same as a Triton kernel, a program a chunk of a row. Nothing is read but bits, and only -inf is written."""
     num_rows, vocab_size = block_RV.shape
     _check(block_RV, masks_RW)
@@ -46,7 +47,7 @@ def mask_logits_triton(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
         _mask_kernel[grid](block_RV, masks_RW, vocab_size, masks_RW.shape[1], **sizes, num_warps=8)
 
 
-def _check(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
+def _check(block_RV: Tensor, masks_RW: Tensor) -> None:
     num_rows, num_words = block_RV.shape[0], -(-block_RV.shape[1] // WORD_BITS)
     assert masks_RW.shape == (num_rows, num_words), f"{masks_RW.shape=} must be {num_words} words a row of {num_rows}"
     assert masks_RW.dtype == torch.int32, f"{masks_RW.dtype=} must be int32"

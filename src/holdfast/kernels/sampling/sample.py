@@ -8,6 +8,7 @@ All sums are of whole numbers, so a row gives the same token alone and in any co
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import NO_TOKEN, NUM_FIELDS, LogitRow, num_chunks
 from holdfast.kernels.sampling.argmax import LogitScratch
@@ -32,12 +33,7 @@ NUM_WAYS = 8
 
 
 def sample_tokens(
-    logits_XV: torch.Tensor,
-    argmax_X: torch.Tensor,
-    rows_RF: torch.Tensor,
-    raw_argmax_S: torch.Tensor,
-    chosen_S: torch.Tensor,
-    scratch: LogitScratch,
+    logits_XV: Tensor, argmax_X: Tensor, rows_RF: Tensor, raw_argmax_S: Tensor, chosen_S: Tensor, scratch: LogitScratch
 ) -> None:
     """chosen[target] = a token of logits[source] for each row of the table; a temperature of 0 takes the argmax.
 
@@ -50,12 +46,7 @@ def sample_tokens(
 
 
 def sample_tokens_reference(
-    logits_XV: torch.Tensor,
-    argmax_X: torch.Tensor,
-    rows_RF: torch.Tensor,
-    raw_argmax_S: torch.Tensor,
-    chosen_S: torch.Tensor,
-    scratch: LogitScratch,
+    logits_XV: Tensor, argmax_X: Tensor, rows_RF: Tensor, raw_argmax_S: Tensor, chosen_S: Tensor, scratch: LogitScratch
 ) -> None:
     """The same in plain torch, by sorting."""
     for fields in rows_RF.tolist():
@@ -69,7 +60,7 @@ def sample_tokens_reference(
             chosen_S[row.target] = _reference_choice(reference_distances(logits_XV[row.source], top_token), row)
 
 
-def _reference_choice(distance_V: torch.Tensor, row: LogitRow) -> int:
+def _reference_choice(distance_V: Tensor, row: LogitRow) -> int:
     weight_V = reference_weights(distance_V, row.negative_temperature, row.min_p)
     order_V = distance_V.argsort(stable=True)
     if row.top_k:
@@ -85,12 +76,7 @@ def _reference_choice(distance_V: torch.Tensor, row: LogitRow) -> int:
 
 
 def sample_tokens_triton(
-    logits_XV: torch.Tensor,
-    argmax_X: torch.Tensor,
-    rows_RF: torch.Tensor,
-    raw_argmax_S: torch.Tensor,
-    chosen_S: torch.Tensor,
-    scratch: LogitScratch,
+    logits_XV: Tensor, argmax_X: Tensor, rows_RF: Tensor, raw_argmax_S: Tensor, chosen_S: Tensor, scratch: LogitScratch
 ) -> None:
     """The same as Triton kernels: two passes over each row by many programs, then a program a row."""
     num_rows, vocab_size = rows_RF.shape[0], logits_XV.shape[1]
@@ -100,53 +86,20 @@ def sample_tokens_triton(
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     max_listed = scratch.listed_ids_RC.shape[1]
     _choose_kernel[(num_rows,)](
-        logits_XV,
-        argmax_X,
-        rows_RF,
-        raw_argmax_S,
-        chosen_S,
-        scratch.chunk_weights_RP,
-        scratch.num_listed_R,
-        scratch.listed_logits_RC,
-        scratch.listed_ids_RC,
-        logits_XV.stride(0),
-        vocab_size,
-        chunks,
-        max_listed,
-        NO_TOKEN=NO_TOKEN,
-        FIELDS=NUM_FIELDS,
-        LISTED=next_power_of_two(max_listed),
-        CHUNKS=next_power_of_two(chunks),
-        CHUNK=scratch.chunk_tokens,
-        TILE=ROW_TILE,
-        WAYS=NUM_WAYS,
-        num_warps=16,
-    )
+        logits_XV, argmax_X, rows_RF, raw_argmax_S, chosen_S, scratch.chunk_weights_RP, scratch.num_listed_R,
+        scratch.listed_logits_RC, scratch.listed_ids_RC, logits_XV.stride(0), vocab_size, chunks, max_listed,
+        NO_TOKEN=NO_TOKEN, FIELDS=NUM_FIELDS, LISTED=next_power_of_two(max_listed), CHUNKS=next_power_of_two(chunks),
+        CHUNK=scratch.chunk_tokens, TILE=ROW_TILE, WAYS=NUM_WAYS, num_warps=16,
+    )  # fmt: skip
 
 
 @jit
 def _choose_kernel(
-    p_logits,
-    p_argmax,
-    p_rows,
-    p_raw_argmax,
-    p_chosen,
-    p_weights,
-    p_num_listed,
-    p_listed_logits,
-    p_listed_ids,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    max_listed,
-    NO_TOKEN: constexpr,
-    FIELDS: constexpr,
-    LISTED: constexpr,
-    CHUNKS: constexpr,
-    CHUNK: constexpr,
-    TILE: constexpr,
+    p_logits, p_argmax, p_rows, p_raw_argmax, p_chosen, p_weights, p_num_listed, p_listed_logits, p_listed_ids,
+    row_stride, vocab_size, num_chunks, max_listed,
+    NO_TOKEN: constexpr, FIELDS: constexpr, LISTED: constexpr, CHUNKS: constexpr, CHUNK: constexpr, TILE: constexpr,
     WAYS: constexpr,
-):
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     p_row = p_rows + i_row * FIELDS
     source = tl.load(p_row).to(tl.int64)
@@ -171,31 +124,12 @@ def _choose_kernel(
         num_listed = tl.load(p_num_listed + i_row)
         if num_listed >= 0:
             token = _choose_listed(
-                p_listed_logits + i_row * max_listed,
-                p_listed_ids + i_row * max_listed,
-                num_listed,
-                largest,
-                negative_temperature,
-                min_p,
-                top_p,
-                top_k,
-                uniform,
-                total,
-                LISTED,
-            )
+                p_listed_logits + i_row * max_listed, p_listed_ids + i_row * max_listed, num_listed, largest,
+                negative_temperature, min_p, top_p, top_k, uniform, total, LISTED,
+            )  # fmt: skip
         if token < 0:
             token = _choose_filtered(
-                p_source,
-                vocab_size,
-                largest,
-                negative_temperature,
-                min_p,
-                top_p,
-                top_k,
-                uniform,
-                total,
-                TILE,
-                WAYS,
+                p_source, vocab_size, largest, negative_temperature, min_p, top_p, top_k, uniform, total, TILE, WAYS
             )
     else:
         looked_for = _looked_for(total, uniform)
@@ -223,17 +157,7 @@ def _looked_for(total, uniform):
 
 @jit
 def _choose_listed(
-    p_logits,
-    p_ids,
-    num_listed,
-    largest,
-    negative_temperature,
-    min_p,
-    top_p,
-    top_k,
-    uniform,
-    total,
-    LISTED: constexpr,
+    p_logits, p_ids, num_listed, largest, negative_temperature, min_p, top_p, top_k, uniform, total, LISTED: constexpr
 ):
     """From the list of a row; -1 where the list proves too short for top_p."""
     o_listed = tl.arange(0, LISTED)
@@ -279,18 +203,9 @@ def _last_key(b_key, b_amount, needed):
 
 @jit
 def _choose_filtered(
-    p_row,
-    vocab_size,
-    largest,
-    negative_temperature,
-    min_p,
-    top_p,
-    top_k,
-    uniform,
-    total,
-    TILE: constexpr,
-    WAYS: constexpr,
-):
+    p_row, vocab_size, largest, negative_temperature, min_p, top_p, top_k, uniform, total,
+    TILE: constexpr, WAYS: constexpr,
+):  # fmt: skip
     """From a row without a list: cutoffs by passes over the whole of it."""
     kept = total
     last_key = 0x7F800000
@@ -349,16 +264,9 @@ def _weight_before(p_row, vocab_size, largest, negative_temperature, min_p, last
 
 @jit
 def _last_key_of_row(
-    p_row,
-    vocab_size,
-    largest,
-    negative_temperature,
-    min_p,
-    needed,
-    BY_WEIGHT: constexpr,
-    TILE: constexpr,
-    WAYS: constexpr,
-):
+    p_row, vocab_size, largest, negative_temperature, min_p, needed,
+    BY_WEIGHT: constexpr, TILE: constexpr, WAYS: constexpr,
+):  # fmt: skip
     """The smallest key with which weights, or mere tokens, up to it reach what is needed; and what comes before it."""
     o_way = tl.arange(0, WAYS)
     low = 0

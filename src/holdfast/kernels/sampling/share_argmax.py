@@ -8,6 +8,7 @@ The logit of a share that holds NaN is NaN, so that the row has no token whateve
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import NO_TOKEN, num_chunks
 from holdfast.kernels.sampling.argmax import LogitScratch, argmax_chunks
@@ -19,7 +20,7 @@ BLOCK = 64
 """Rows of a program."""
 
 
-def argmax_share(logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax_share(logits_SV: Tensor, first_token: int, out_SX: Tensor, scratch: LogitScratch) -> None:
     """out = the id of a row's largest logit, the smallest among equals, counted from `first_token`; and that logit."""
     if can_run(logits_SV):
         argmax_share_triton(logits_SV, first_token, out_SX, scratch)
@@ -27,16 +28,14 @@ def argmax_share(logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor
         argmax_share_reference(logits_SV, first_token, out_SX, scratch)
 
 
-def argmax_share_reference(
-    logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor, scratch: LogitScratch
-) -> None:
+def argmax_share_reference(logits_SV: Tensor, first_token: int, out_SX: Tensor, scratch: LogitScratch) -> None:
     """The same in plain torch."""
     largest_S, ids_S = logits_SV.max(dim=1)  # NaN counts as the largest, and the first of equals is found
     out_SX[:, 0] = ids_S + first_token
     out_SX[:, 1] = largest_S
 
 
-def argmax_share_triton(logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax_share_triton(logits_SV: Tensor, first_token: int, out_SX: Tensor, scratch: LogitScratch) -> None:
     """The same as two Triton kernels; the scratch may be one for more columns."""
     num_rows, share = logits_SV.shape
     assert out_SX.shape == (num_rows, 2), f"{out_SX.shape=} must be id and logit a row of {num_rows}"
@@ -48,10 +47,8 @@ def argmax_share_triton(logits_SV: torch.Tensor, first_token: int, out_SX: torch
     chunks = argmax_chunks(logits_SV, own)
     _share_kernel[(num_rows,)](
         *(own.chunk_largest_SP, own.chunk_argmax_SP, out_SX, first_token, share, chunks),
-        NO_TOKEN=NO_TOKEN,
-        CHUNKS=next_power_of_two(chunks),
-        num_warps=1,
-    )
+        NO_TOKEN=NO_TOKEN, CHUNKS=next_power_of_two(chunks), num_warps=1,
+    )  # fmt: skip
 
 
 def _narrowed(scratch: LogitScratch, chunks: int) -> LogitScratch:
@@ -62,7 +59,7 @@ def _narrowed(scratch: LogitScratch, chunks: int) -> LogitScratch:
     return replace(scratch, chunk_largest_SP=largest.view(rows, chunks), chunk_argmax_SP=ids.view(rows, chunks))
 
 
-def first_largest(all_NSX: torch.Tensor, out_S: torch.Tensor) -> None:
+def first_largest(all_NSX: Tensor, out_S: Tensor) -> None:
     """out = the id of the first share whose logit is the largest; NO_TOKEN where one is NaN, or all are -inf."""
     if can_run(all_NSX):
         first_largest_triton(all_NSX, out_S)
@@ -70,14 +67,14 @@ def first_largest(all_NSX: torch.Tensor, out_S: torch.Tensor) -> None:
         first_largest_reference(all_NSX, out_S)
 
 
-def first_largest_reference(all_NSX: torch.Tensor, out_S: torch.Tensor) -> None:
+def first_largest_reference(all_NSX: Tensor, out_S: Tensor) -> None:
     """The same in plain torch."""
     largest_S, shares_S = all_NSX[:, :, 1].max(dim=0)
     ids_S = all_NSX[:, :, 0].gather(0, shares_S.unsqueeze(0)).squeeze(0).to(torch.int64)
     out_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
 
 
-def first_largest_triton(all_NSX: torch.Tensor, out_S: torch.Tensor) -> None:
+def first_largest_triton(all_NSX: Tensor, out_S: Tensor) -> None:
     """The same as a Triton kernel, a program a block of rows."""
     num_shares, num_rows, num_fields = all_NSX.shape
     assert num_fields == 2, f"{all_NSX.shape=} must be id and logit of every share and row"
