@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.kernels.operation import operation
 from holdfast.kernels.stream_geometry import (
     MANY_ROWS_BLOCK,
     MAX_SPLITS,
@@ -119,26 +120,14 @@ def _mixed(
     return finish_mix_triton(x_TSH, parts, mix, numbers, shares_TM)
 
 
-def collapse_streams(x_TSH: Tensor, shares_TX: Tensor, out_TH: Tensor) -> Tensor:
-    """sum_j pre_j X_j, of which pre are the first S columns; rows of shares and of the result may lie apart."""
-    launch = collapse_streams_triton if can_run(x_TSH) else collapse_streams_reference
-    return launch(x_TSH, shares_TX, out_TH)
-
-
 def collapse_streams_reference(x_TSH: Tensor, shares_TX: Tensor, out_TH: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """sum_j pre_j X_j, of which pre are the first S columns; rows of shares and of the result may lie apart."""
     pre_TS1 = shares_TX[:, : x_TSH.shape[1], None]
     return out_TH.copy_((pre_TS1 * x_TSH.float()).sum(dim=1))
 
 
-def combine_streams(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, out_TSH: Tensor) -> Tensor:
-    """post_k y + sum_j comb_jk X_j as stream k of `out_TSH`, which may be x itself; rows of y and shares may lie apart."""
-    launch = combine_streams_triton if can_run(x_TSH) else combine_streams_reference
-    return launch(x_TSH, y_TH, shares_TM, out_TSH)
-
-
 def combine_streams_reference(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, out_TSH: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """post_k y + sum_j comb_jk X_j as stream k of `out_TSH`, which may be x itself; rows of y and shares may lie apart."""
     num_streams = x_TSH.shape[1]
     post_TS1 = shares_TM[:, num_streams : 2 * num_streams, None]
     comb_TSS = shares_TM[:, 2 * num_streams :].unflatten(1, (num_streams, num_streams))
@@ -162,33 +151,12 @@ def add_up_reference(x_TSH: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
     return parts
 
 
-def combine_add_up(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
-    """`combine_streams` in place, and `add_up_streams` of what it gives by the weight of the next mix."""
-    launch = combine_add_up_triton if can_run(x_TSH) else combine_add_up_reference
-    return launch(x_TSH, y_TH, shares_TM, weight_MX, parts)
-
-
 def combine_add_up_reference(
     x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, weight_MX: Tensor, parts: Tensor
 ) -> Tensor:
-    """The same in plain torch."""
+    """`combine_streams` in place, and `add_up_streams` of what it gives by the weight of the next mix."""
     combine_streams_reference(x_TSH, y_TH, shares_TM, x_TSH)
     return add_up_reference(x_TSH, weight_MX, parts)
-
-
-def enter_block(
-    x_TSH: Tensor,
-    parts: Tensor,
-    mix: StreamMix | HeadMix,
-    numbers: MixNumbers,
-    shares_TM: Tensor,
-    norm_weight_H: Tensor,
-    rms_eps: float,
-    out_TH: Tensor,
-) -> Tensor:
-    """Shares from the sums that lie in `parts`, and the RMSNorm of the collapsed streams, which are rounded before it."""
-    launch = enter_block_triton if can_run(x_TSH) else enter_block_reference
-    return launch(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH)
 
 
 def enter_block_reference(
@@ -201,7 +169,7 @@ def enter_block_reference(
     rms_eps: float,
     out_TH: Tensor,
 ) -> Tensor:
-    """The same in plain torch."""
+    """Shares from the sums that lie in `parts`, and the RMSNorm of the collapsed streams, which are rounded before it."""
     sums_TP = view_parts(x_TSH, len(mix[0]), parts).sum(dim=0)[:, : len(mix[0]) + 1]
     shares_TM.copy_(_shares_reference(sums_TP, x_TSH, mix, numbers))
     block_TH = collapse_streams_reference(x_TSH, shares_TM, torch.empty_like(x_TSH[:, 0])).float()
@@ -246,7 +214,7 @@ def _shares_reference(sums_TP: Tensor, x_TSH: Tensor, mix: StreamMix | HeadMix, 
 
 
 def collapse_streams_triton(x_TSH: Tensor, shares_TX: Tensor, out_TH: Tensor) -> Tensor:
-    """The same as a Triton kernel, a program for some columns of a row."""
+    """Launch a program for some columns of a row."""
     num_rows, num_streams, hidden_size = x_TSH.shape
     _check_streams(x_TSH, shares_TX, out_TH)
     if num_rows:
@@ -258,9 +226,14 @@ def collapse_streams_triton(x_TSH: Tensor, shares_TX: Tensor, out_TH: Tensor) ->
     return out_TH
 
 
+collapse_streams = operation(reference=collapse_streams_reference, triton=collapse_streams_triton)
+
+
 def combine_streams_triton(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, out_TSH: Tensor) -> Tensor:
-    """The same as a Triton kernel."""
     return _combine_launch(x_TSH, y_TH, shares_TM, out_TSH, None, None)
+
+
+combine_streams = operation(reference=combine_streams_reference, triton=combine_streams_triton)
 
 
 def add_up_triton(x_TSH: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
@@ -270,9 +243,12 @@ def add_up_triton(x_TSH: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
 
 
 def combine_add_up_triton(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
-    """The same as one Triton kernel, a program for a split and some rows."""
+    """Launch a program for a split and some rows."""
     _combine_launch(x_TSH, y_TH, shares_TM, x_TSH, weight_MX, parts)
     return parts
+
+
+combine_add_up = operation(reference=combine_add_up_reference, triton=combine_add_up_triton)
 
 
 def _combine_launch(
@@ -321,11 +297,14 @@ def enter_block_triton(
     rms_eps: float,
     out_TH: Tensor,
 ) -> Tensor:
-    """The same as one Triton kernel: of each row a program has the block's input, and another all shares."""
+    """Launch of each row a program has the block's input, and another all shares."""
     _check_streams(x_TSH, shares_TM, out_TH)
     assert norm_weight_H.shape == (x_TSH.shape[2],), f"{norm_weight_H.shape=} {x_TSH.shape=}"
     _enter_launch(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH)
     return out_TH
+
+
+enter_block = operation(reference=enter_block_reference, triton=enter_block_triton)
 
 
 def finish_mix_triton(

@@ -15,8 +15,8 @@ from holdfast.kernels.gemm.gemv import LEAST_SCALE
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, OperandKind
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
 from holdfast.kernels.moe.deep_gemv import DeepBlocks, column_blocks, deep_load, deep_products
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     is_interpreted,
     jit,
@@ -67,7 +67,7 @@ def _operands(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor]:
     return (weight, weight) if isinstance(weight, Tensor) else (kernel_codes(weight.codes), weight.scales)
 
 
-def down_row_add(
+def down_row_add_reference(
     active_SK: Tensor,
     weight: Tensor | QuantizedWeight,
     expert_ids_1S: Tensor,
@@ -84,25 +84,7 @@ def down_row_add(
     On a GPU ids and shares are read before the kernel ahead has ended, so that one has to have waited for them: as deep GEMVs
     do, which let this launch begin only at their end.
     """
-    launch = down_row_add_triton if can_run(x_1N) else down_row_add_reference
-    return launch(
-        active_SK, weight, expert_ids_1S, shares_1S, bias_EN, x_1N, norm_weight_N, eps, scaled_1N, scratch
-    )  # fmt: skip
-
-
-def down_row_add_reference(
-    active_SK: Tensor,
-    weight: Tensor | QuantizedWeight,
-    expert_ids_1S: Tensor,
-    shares_1S: Tensor,
-    bias_EN: Tensor | None,
-    x_1N: Tensor,
-    norm_weight_N: Tensor,
-    eps: float,
-    scaled_1N: Tensor,
-    scratch: SmallBatchScratch,
-) -> NormedRows:
-    """The same in plain torch; the squares are summed as one block."""
+    # TODO The same in plain torch; the squares are summed as one block.
     rows_SK = active_SK.float()
     if _kind(weight) == OperandKind.FP8_ROWS:
         scales_S1 = (rows_SK.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(LEAST_E4M3_SCALE)
@@ -138,7 +120,7 @@ def down_row_add_triton(
     scaled_1N: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """The same as a Triton kernel, a program for some outputs of all experts, which are summed in a fixed order."""
+    """Launch a program for some outputs of all experts, which are summed in a fixed order."""
     (top_k, size_k), size_n = active_SK.shape, x_1N.shape[1]
     assert weight.shape[1:] == (size_n, size_k), f"{weight.shape=} {active_SK.shape=} {x_1N.shape=}"
     assert expert_ids_1S.shape == shares_1S.shape == (1, top_k), f"{expert_ids_1S.shape=} {shares_1S.shape=}"
@@ -156,6 +138,9 @@ def down_row_add_triton(
         PLAIN=is_interpreted(), PDL=pdl, num_warps=blocks.num_warps, **pdl_launch(pdl),
     )  # fmt: skip
     return NormedRows(scaled_1N, num_blocks, eps)
+
+
+down_row_add = operation(reference=down_row_add_reference, triton=down_row_add_triton)  # was decided by x_1N
 
 
 @jit

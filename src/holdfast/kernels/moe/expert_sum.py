@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, pdl_launch, supports_pdl, tl
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import constexpr, jit, pdl_launch, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 
@@ -22,7 +23,7 @@ def row_form(num_rows: int) -> int:
     return SMALL_BATCH_COLUMNS if num_rows <= SMALL_BATCH_TOKENS else LARGE_BATCH_COLUMNS
 
 
-def sum_experts(
+def sum_experts_reference(
     routed_PH: Tensor,
     shares_TS: Tensor,
     shared_TH: Tensor | None,
@@ -35,19 +36,6 @@ def sum_experts(
     With `local_ids_TS` (`local_ids` of kernels/moe/routing.py) pairs of experts that are not here count nothing, whatever lies
     in their rows.
     """
-    launch = sum_experts_triton if can_run(routed_PH) else sum_experts_reference
-    return launch(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH, local_ids_TS)
-
-
-def sum_experts_reference(
-    routed_PH: Tensor,
-    shares_TS: Tensor,
-    shared_TH: Tensor | None,
-    shared_logit_T1: Tensor | None,
-    out_TH: Tensor,
-    local_ids_TS: Tensor | None = None,
-) -> Tensor:
-    """The same in plain torch."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     num_rows, top_k = shares_TS.shape
     routed_TSH = routed_PH.view(num_rows, top_k, out_TH.shape[1])
@@ -93,7 +81,7 @@ def sum_experts_triton(
     out_TH: Tensor,
     local_ids_TS: Tensor | None = None,
 ) -> Tensor:
-    """The same as a Triton kernel, a program for some columns of a token."""
+    """Launch a program for some columns of a token."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     (num_rows, top_k), size = shares_TS.shape, out_TH.shape[1]
     if not out_TH.numel():
@@ -108,6 +96,9 @@ def sum_experts_triton(
         HAS_GATE=shared_logit_T1 is not None, BLOCK=columns, PDL=pdl, num_warps=columns // 256, **pdl_launch(pdl),
     )  # fmt: skip
     return out_TH
+
+
+sum_experts = operation(reference=sum_experts_reference, triton=sum_experts_triton)
 
 
 @jit
@@ -158,22 +149,6 @@ def _given(p_pair, p_shares, p_ids, i_pair, m_h, HAS_IDS: constexpr):
     return b_y
 
 
-def add_experts(
-    routed_PH: Tensor,
-    shares_TS: Tensor,
-    shared_TH: Tensor | None,
-    shared_logit_T1: Tensor | None,
-    x_TH: Tensor,
-    norm_weight_H: Tensor,
-    eps: float,
-    scaled_TH: Tensor,
-    scratch: SmallBatchScratch,
-) -> NormedRows:
-    """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred as an epilogue leaves it."""
-    launch = add_experts_triton if can_run(routed_PH) else add_experts_reference
-    return launch(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH, norm_weight_H, eps, scaled_TH, scratch)
-
-
 def add_experts_reference(
     routed_PH: Tensor,
     shares_TS: Tensor,
@@ -185,7 +160,8 @@ def add_experts_reference(
     scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """The same in plain torch; the squares of a row are summed as one block."""
+    """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred as an epilogue leaves it."""
+    # TODO The same in plain torch; the squares of a row are summed as one block.
     sum_experts_reference(routed_PH, shares_TS, shared_TH, shared_logit_T1, scaled_TH)
     return defer_rms_norm_reference(x_TH, norm_weight_H, eps, scaled_TH, scratch, scaled_TH.clone())
 
@@ -201,7 +177,7 @@ def add_experts_triton(
     scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """The same as a Triton kernel, a program for some columns of a token, each of which leaves a sum of squares."""
+    """Launch a program for some columns of a token, each of which leaves a sum of squares."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH)
     (num_rows, top_k), size = shares_TS.shape, x_TH.shape[1]
     pdl, num_blocks = supports_pdl(routed_PH), -(-size // SMALL_BATCH_COLUMNS)
@@ -213,6 +189,9 @@ def add_experts_triton(
         HAS_AMAX=scratch.amax is not None, BLOCK=SMALL_BATCH_COLUMNS, PDL=pdl, num_warps=1, **pdl_launch(pdl),
     )  # fmt: skip
     return NormedRows(scaled_TH, num_blocks, eps)
+
+
+add_experts = operation(reference=add_experts_reference, triton=add_experts_triton)
 
 
 @jit
