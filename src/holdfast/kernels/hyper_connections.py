@@ -33,8 +33,10 @@ from holdfast.kernels.triton_compat import (
     jit_counting,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
+    wait_then_release,
 )
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -367,9 +369,7 @@ def _collapse_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     m_h = o_h < hidden_size
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_y = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for j in tl.static_range(NUM_STREAMS):
         b_x = tl.load(p_x + (i_row * NUM_STREAMS + j) * hidden_size + o_h, mask=m_h, other=0.0).to(tl.float32)
@@ -396,9 +396,7 @@ def _combine_kernel(
         p_w = p_weight + o_m[:, None] * (NUM_STREAMS * hidden_size) + o_h[None, :]
         # The weight waits for nobody: it is on the way before the block has ended.
         b_w = _of_streams(p_w, m_m & (o_h < hidden_size)[None, :], hidden_size, NUM_STREAMS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     b_shares = (0.0, 0.0, 0.0, 0.0)
     b_post = (0.0, 0.0, 0.0, 0.0)
     if COMBINES:
@@ -495,9 +493,7 @@ def _combine_row_kernel(
         m_w = (o_m < NUM_SUMS)[:, None] & (m_s & (o_h < hidden_size))[None, :]
         b_w = tl.load(p_w, mask=m_w, other=0.0)
         b_sums = tl.zeros((SUM_COLUMNS, BLOCK_S * BLOCK_H), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     b_squares = tl.zeros((BLOCK_S * BLOCK_H,), dtype=tl.float32)
     p_row_shares = p_shares
     if COMBINES:
@@ -544,9 +540,7 @@ def _enter_kernel(
     m_s = o_s < NUM_STREAMS
     b_bias = tl.load(p_bias + o_s, mask=m_s, other=0.0)
     scale = tl.load(p_scale)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     p_sums = p_parts + i_row * SUM_COLUMNS + o_c * num_rows.to(tl.int64) * SUM_COLUMNS
     # All loads of a program are on their way before it adds anything up.
     b_squares = tl.load(p_sums + NUM_SUMS, mask=m_c, other=0.0)

@@ -146,6 +146,22 @@ def pdl_launch(pdl: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if pdl else {}
 
 
+@jit
+def wait_then_release(PDL: constexpr):  # noqa: ANN201 a piece of kernels
+    """Wait for the kernel before this one, then let the next one start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def release_then_wait(PDL: constexpr):  # noqa: ANN201 a piece of kernels
+    """Let the next kernel start, then wait for the one before this."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 def shared_bytes(tensor: Tensor) -> int:
     """Return the shared memory that one program may use on this tensor's device: 227 KiB on Hopper, 99 KiB on Ada."""
     return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18

@@ -15,6 +15,7 @@ from holdfast.kernels.triton_compat import (
     jit,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -89,9 +90,7 @@ def _add_rms_norm_coded_kernel(
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < size
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_x = tl.load(p_x + i_row * x_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_delta = tl.load(p_delta + i_row * delta_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_stored = (b_x + b_delta).to(p_x.dtype.element_ty)

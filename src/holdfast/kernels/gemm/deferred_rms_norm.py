@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 
 
 class AmaxScratch(NamedTuple):
@@ -135,9 +143,7 @@ def row_amax_reference(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax
 def _amax_kernel(p_x, p_amax, p_cleared, size, share, num_cleared, BLOCK: constexpr, PDL: constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_x = tl.load(p_x + i_row * size + o_k, mask=o_k < size, other=0.0).to(tl.float32)
     tl.store(p_amax + i_row, tl.max(tl.abs(b_x), axis=0))
     o_c = i_row * share + o_k

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
-from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, release_then_wait, tl
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
@@ -103,9 +103,7 @@ def gemv_kernel(
     b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
     if GATED:
         b_first_up = tl.load(p_w + up_offset, mask=m_w, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)

@@ -18,6 +18,7 @@ from holdfast.kernels.triton_compat import (
     kernel_constant,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -164,9 +165,7 @@ def _quantize_rows_kernel(
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_x = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     p_row = p_x + i_row * x_stride
     if IS_ONE_SWEEP:
         b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
@@ -197,9 +196,7 @@ def _quantize_by_amax_kernel(
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o_p = tl.arange(0, BLOCK_P)
     m_x = o_x < num_columns
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_amax = tl.load(p_amax + i_row * num_amax + o_p, mask=o_p < num_amax, other=0)
     b_x = float32_of(tl.load(p_x + i_row * x_stride + o_x, mask=m_x, other=0))
     b_scale = scale_of(tl.max(b_amax, axis=0))
@@ -215,9 +212,7 @@ def _quantize_blocks_kernel(
     WIDTH: constexpr, BLOCKS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     i_block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     i_column = i_block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_x = i_column < num_columns

@@ -36,6 +36,7 @@ from holdfast.kernels.triton_compat import (
     jit_counting,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -249,9 +250,7 @@ def _small_batch_kernel(
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + k_start + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         m_j = m_m[:, None] & (o_j < num_squares)[None, :]

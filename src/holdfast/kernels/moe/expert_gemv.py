@@ -25,6 +25,7 @@ from holdfast.kernels.triton_compat import (
     jit,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -134,9 +135,7 @@ def _expert_gemv_kernel(
     m_n = o_n < size_n
     b_sum = tl.zeros((BLOCK_N, BLOCK_G, GROUP), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_G, GROUP), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
         return  # of another rank
@@ -220,9 +219,7 @@ def _mxfp4_gemv_kernel(
     num_groups = size_k // 32
     b_sum = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
         return  # of another rank

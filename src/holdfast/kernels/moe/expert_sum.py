@@ -8,7 +8,15 @@ from torch import Tensor
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import constexpr, jit, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+    wait_then_release,
+)
 
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 
@@ -109,9 +117,7 @@ def _sum_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < size
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_sum = _summed(
         p_routed, p_shares, p_shared, p_logit, p_ids, size, i_row, o_h, m_h, TOP_K, HAS_IDS, HAS_SHARED, HAS_GATE
     )
@@ -204,9 +210,7 @@ def _add_kernel(
     o_h = i_h * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < size
     b_norm = tl.load(p_norm_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     b_sum = _summed(
         p_routed, p_shares, p_shared, p_logit, p_shares, size, i_row, o_h, m_h, TOP_K, False, HAS_SHARED, HAS_GATE
     )

@@ -21,6 +21,7 @@ from holdfast.kernels.triton_compat import (
     jit,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -134,9 +135,7 @@ def _route_by_table_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < TOP_K
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     token = tl.load(p_tokens + i_row).to(tl.int64)
     token = tl.maximum(tl.minimum(token, vocab_size - 1), 0)
     b_ids = tl.load(p_table + token * TOP_K + o_s, mask=m_s, other=0).to(tl.int64)

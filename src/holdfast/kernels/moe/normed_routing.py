@@ -25,6 +25,7 @@ from holdfast.kernels.triton_compat import (
     pdl_launch,
     supports_pdl,
     tl,
+    wait_then_release,
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 
@@ -173,9 +174,7 @@ def _route_one_kernel(
     i_r = tl.program_id(0) - 1
     o_k = tl.arange(0, BLOCK_K)
     if i_r < 0:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_then_release(PDL)
         _finish_row(
             p_scaled, p_squares, p_amax, p_finished, p_finished_scales, 0, size_k, num_squares, eps, IS_CODED, BLOCK_K,
             BLOCK_J, PLAIN,
@@ -186,9 +185,7 @@ def _route_one_kernel(
         m_k = o_k < size_k
         # The router waits for nobody: it is on the way before the producer of the row has ended.
         b_w = tl.load(p_router + o_r[:, None] * size_k + o_k[None, :], mask=m_r[:, None] & m_k[None, :], other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_then_release(PDL)
         b_x = tl.load(p_scaled + o_k, mask=m_k, other=0.0).to(tl.float32)
         rms = _row_rms(p_squares, 0, size_k, num_squares, eps, BLOCK_J)
         b_y = tl.sum(b_w.to(tl.float32) * b_x[None, :], axis=1) * rms
@@ -213,9 +210,7 @@ def _route_rows_kernel(
     BLOCK_E: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     if tl.program_id(1) == 1:
         _finish_row(
             p_scaled, p_squares, p_amax, p_finished, p_finished_scales, i_row, size_k, num_squares, eps, IS_CODED,

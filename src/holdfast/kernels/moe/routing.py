@@ -31,6 +31,7 @@ from holdfast.kernels.triton_compat import (
     kernel_constant,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -224,9 +225,7 @@ def _route_kernel(
         o_m = o_e % BLOCK_M
         o_e = o_e // BLOCK_M * GROUP_SIZE + o_m
         m_e = (o_m < GROUP_SIZE) & (o_e < num_experts)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_logits = tl.load(p_logits + i_row * num_experts + o_e, mask=m_e, other=float("-inf"))
     if HAS_BIAS:
         b_logits += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
@@ -541,9 +540,7 @@ def order_experts_triton(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int =
 def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, CUT_PAIRS: constexpr, PDL: constexpr):
     i_cut = tl.program_id(0)
     o_e = tl.arange(0, BLOCK_E)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     o_p = i_cut * CUT_PAIRS + tl.arange(0, CUT_PAIRS)
     m_p = o_p < num_pairs
     b_ids = tl.load(p_ids + o_p, mask=m_p, other=-1)
@@ -561,9 +558,7 @@ def _order_kernel(
     i_cut = tl.program_id(1)
     o_e = tl.arange(0, BLOCK_E)
     o_p = tl.arange(0, BLOCK_P)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     # Pairs of every expert, and of this one in the cuts before.
     before = 0
     if COUNTED:
