@@ -196,8 +196,14 @@ class GateForm(NamedTuple):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether it is the sigmoid of 1.702 gates that counts, and up + 1."""
+        """True for gate * sigmoid(1.702 * gate) * (up + 1)."""
         return self.limit is not None and not self.is_silu
+
+    def flags(self, gated: bool) -> dict[str, bool | float]:
+        """Return the constants of kernels with a gate in their epilogue."""
+        is_interleaved = gated and self.is_interleaved
+        limit = self.limit or 0.0
+        return {"GATED": gated, "INTERLEAVED": is_interleaved, "LIMIT": limit, "IS_SCALED": self.is_scaled}
 
 
 SILU_HALVES = GateForm()

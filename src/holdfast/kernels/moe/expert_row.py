@@ -1,9 +1,9 @@
-"""Down of one token's experts: their products, by their shares, summed and added to the residual stream, in one launch.
+"""Down projection of one token's experts: products weighted by shares, summed and added to the residual, in one launch.
 
 S experts of the token, N outputs, K inputs
 
-Rows wait for no kernel between: what gate and up have left is quantized where it is read. A program has some outputs of all
-experts, whose weights are on the way before gate and up have ended (kernels/moe/deep_gemv.py says how they are loaded).
+The kernel quantizes its input while reading it. A program computes some outputs of all experts and loads their weights
+before the gate and up kernel ends (see kernels/moe/deep_gemv.py).
 """
 
 import torch
@@ -36,18 +36,15 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantiz
 
 
 MAX_REGISTERS = 100
-"""Of a thread, for weights and sums."""
+"""Registers of a thread for weights and sums."""
 
 
 def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) -> DeepBlocks:
-    """Of down: the rows of all experts for a few outputs, as many as registers hold with their sums."""
+    """Cut the launch so that the rows of all experts for a few outputs fit into registers with their sums."""
     block_k, depth = column_blocks(size_k)
     block_n, num_warps = 8, 8
-    registers = (
-        next_power_of_two(top_k)
-        * block_k
-        * (depth * element_bytes / 4 + (0.5 if kind == OperandKind.FP8_ROWS else 1.0))
-    )
+    sum_registers = 0.5 if kind == OperandKind.FP8_ROWS else 1.0
+    registers = next_power_of_two(top_k) * block_k * (depth * element_bytes / 4 + sum_registers)
     while block_n * registers > MAX_REGISTERS * 32 * num_warps and num_warps < 16:
         if block_n > GEMV_MIN_BLOCK_N:
             block_n //= 2
@@ -63,7 +60,7 @@ def _kind(weight: Tensor | QuantizedWeight) -> OperandKind:
 
 
 def _operands(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Codes and scales; a plain weight twice."""
+    """Return codes and scales; a plain weight twice."""
     return (weight, weight) if isinstance(weight, Tensor) else (kernel_codes(weight.codes), weight.scales)
 
 
@@ -81,10 +78,9 @@ def down_row_add_reference(
 ) -> NormedRows:
     """x += the sum of share * (active @ down.T + bias) over the experts of a token, with the next RMSNorm deferred.
 
-    On a GPU ids and shares are read before the kernel ahead has ended, so that one has to have waited for them: as deep GEMVs
-    do, which let this launch begin only at their end.
+    The Triton kernel reads ids and shares before its wait. So the kernel before it must have waited for them itself before
+    it triggers this one, as deep GEMVs do.
     """
-    # TODO The same in plain torch; the squares are summed as one block.
     rows_SK = active_SK.float()
     if _kind(weight) == OperandKind.FP8_ROWS:
         scales_S1 = (rows_SK.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(LEAST_E4M3_SCALE)
@@ -101,7 +97,7 @@ def down_row_add_reference(
 
 
 def _numbers(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
-    """An expert's weight in float32."""
+    """Return an expert's weight in float32."""
     if isinstance(weight, Tensor):
         return weight[expert].float()
     size_n = weight.shape[1]
@@ -120,7 +116,7 @@ def down_row_add_triton(
     scaled_1N: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """Launch a program for some outputs of all experts, which are summed in a fixed order."""
+    """Launch one program for some outputs of all experts, summed in a fixed order."""
     (top_k, size_k), size_n = active_SK.shape, x_1N.shape[1]
     assert weight.shape[1:] == (size_n, size_k), f"{weight.shape=} {active_SK.shape=} {x_1N.shape=}"
     assert expert_ids_1S.shape == shares_1S.shape == (1, top_k), f"{expert_ids_1S.shape=} {shares_1S.shape=}"
@@ -140,21 +136,15 @@ def down_row_add_triton(
     return NormedRows(scaled_1N, num_blocks, eps)
 
 
-down_row_add = operation(reference=down_row_add_reference, triton=down_row_add_triton)  # was decided by x_1N
+down_row_add = operation(reference=down_row_add_reference, triton=down_row_add_triton)
 
 
 @jit
 def _deep_amax(b_x, DEPTH: constexpr):
-    """Largest magnitudes of the columns of DEPTH blocks, float32 of each row."""
+    """Return the largest magnitudes over DEPTH blocks, column by column."""
     b_amax = tl.abs(b_x[0].to(tl.float32))
-    if DEPTH > 1:
-        b_amax = tl.maximum(b_amax, tl.abs(b_x[1].to(tl.float32)))
-    if DEPTH > 2:
-        b_amax = tl.maximum(b_amax, tl.abs(b_x[2].to(tl.float32)))
-    if DEPTH > 3:
-        b_amax = tl.maximum(b_amax, tl.abs(b_x[3].to(tl.float32)))
-    if DEPTH > 4:
-        b_amax = tl.maximum(b_amax, tl.abs(b_x[4].to(tl.float32)))
+    for i in tl.static_range(1, DEPTH):
+        b_amax = tl.maximum(b_amax, tl.abs(b_x[i].to(tl.float32)))
     return b_amax
 
 
@@ -166,17 +156,16 @@ def _down_kernel(
     TOP_K: constexpr, BLOCK_S: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, PLAIN: constexpr,
     PDL: constexpr,
 ):  # fmt: skip
-    # Blocks are [N, S, K], and weights are loaded as many columns at a time as the rows, which are wider: so that both lie
-    # in the same threads, and nothing but the sum of the experts goes through shared memory.
+    # Blocks are [N, S, K]. Weights are loaded as many columns at a time as the wider rows, so that both lie in the same
+    # threads and only the sum over experts goes through shared memory.
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_s = tl.arange(0, BLOCK_S)
     o_k = tl.arange(0, BLOCK_K)[None, None, :]
     m_n = o_n < size_n
     m_s = o_s < TOP_K
-    row_size = size_k // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME  # the same, and all that is to be known of its divisors
-    # Ids and shares are older than what this kernel waits for: the kernel before it has waited for them, and only then
-    # let this one begin. So the weights are on the way meanwhile.
+    row_size = size_k // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME  # size_k with a divisor that the compiler can see
+    # Before the wait: the kernel before this one waited for ids and shares, then triggered this one. So weights load early.
     b_ids = tl.load(p_ids + o_s, mask=m_s, other=0, cache_modifier=".cg").to(tl.int64)
     b_shares = tl.load(p_shares + o_s, mask=m_s, other=0.0, cache_modifier=".cg")
     m_ns = m_n[:, None] & m_s[None, :]

@@ -1,4 +1,4 @@
-"""The sum of what a token's experts give, by their shares: into a tensor, or onto the residual stream with the next RMSNorm deferred.
+"""Sum of a token's expert outputs weighted by shares: into a tensor, or onto the residual with the next RMSNorm deferred.
 
 T tokens, S experts of a token, P = T * S pairs, H columns, J blocks of H
 """
@@ -9,6 +9,7 @@ from torch import Tensor
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
 from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
+    check_dense,
     constexpr,
     jit,
     pdl_launch,
@@ -23,11 +24,11 @@ from holdfast.kernels.triton_compat import (
 
 SMALL_BATCH_TOKENS = 16
 SMALL_BATCH_COLUMNS, LARGE_BATCH_COLUMNS = 256, 1024
-"""Of a program that sums. A small batch is spread over many processors; a large one is read sixteen bytes a thread."""
+"""Columns of a program. A small batch is spread over many multiprocessors; a large one is read sixteen bytes a thread."""
 
 
 def row_form(num_rows: int) -> int:
-    """Columns of a program: what of a launch follows from the number of tokens."""
+    """Return the columns of a program: the specialization that depends on the number of tokens."""
     return SMALL_BATCH_COLUMNS if num_rows <= SMALL_BATCH_TOKENS else LARGE_BATCH_COLUMNS
 
 
@@ -39,10 +40,9 @@ def sum_experts_reference(
     out_TH: Tensor,
     local_ids_TS: Tensor | None = None,
 ) -> Tensor:
-    """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared where they are given.
+    """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared if these are given.
 
-    With `local_ids_TS` (`local_ids` of kernels/moe/routing.py) pairs of experts that are not here count nothing, whatever lies
-    in their rows.
+    If `local_ids_TS` (of `local_ids`) is given, the rows of other ranks' experts are ignored.
     """
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     num_rows, top_k = shares_TS.shape
@@ -62,7 +62,7 @@ def sum_experts_reference(
 
 
 def _sigmoid(x_T1: Tensor) -> Tensor:
-    """As a softmax of two: each row is computed alone, where torch's sigmoid rounds the last rows of many differently."""
+    """Compute sigmoid as a softmax of two: torch's sigmoid rounds the last elements of a tensor differently."""
     return F.pad(x_T1, (0, 1)).softmax(dim=1)[:, :1]
 
 
@@ -75,10 +75,9 @@ def _check(
         f"{routed_PH.shape=} {shares_TS.shape=} {out_TH.shape=}"
     )
     assert shared_TH is None or shared_TH.shape == out_TH.shape, f"{shared_TH.shape=} {out_TH.shape=}"
-    assert shared_logit_T1 is None or shared_TH is not None, "a gate, and no shared expert behind it"
+    assert shared_logit_T1 is None or shared_TH is not None, "a gate without a shared expert"
     assert shared_logit_T1 is None or shared_logit_T1.shape == (num_rows, 1), f"{shared_logit_T1.shape=}"
-    for tensor in (routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH):
-        assert tensor is None or tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+    check_dense(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
 
 
 def sum_experts_triton(
@@ -89,7 +88,7 @@ def sum_experts_triton(
     out_TH: Tensor,
     local_ids_TS: Tensor | None = None,
 ) -> Tensor:
-    """Launch a program for some columns of a token."""
+    """Launch one program for some columns of a token."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     (num_rows, top_k), size = shares_TS.shape, out_TH.shape[1]
     if not out_TH.numel():
@@ -129,7 +128,7 @@ def _summed(
     p_routed, p_shares, p_shared, p_logit, p_ids, size, i_row, o_h, m_h,
     TOP_K: constexpr, HAS_IDS: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr,
 ):  # fmt: skip
-    """float32 sum of some columns of a token."""
+    """Return the float32 sum of some columns of a token."""
     p_first = p_routed + i_row * TOP_K * size + o_h
     b_sum = _given(p_first, p_shares, p_ids, i_row * TOP_K, m_h, HAS_IDS)
     for s in tl.static_range(1, TOP_K):
@@ -144,7 +143,7 @@ def _summed(
 
 @jit
 def _given(p_pair, p_shares, p_ids, i_pair, m_h, HAS_IDS: constexpr):
-    """What a pair adds: nothing where its expert is not here, and then its row is not read either."""
+    """Return what a pair adds: 0 if its expert is on another rank, whose row is not read."""
     share = tl.load(p_shares + i_pair)
     if HAS_IDS:
         is_here = tl.load(p_ids + i_pair) >= 0
@@ -166,8 +165,7 @@ def add_experts_reference(
     scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred as an epilogue leaves it."""
-    # TODO The same in plain torch; the squares of a row are summed as one block.
+    """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred."""
     sum_experts_reference(routed_PH, shares_TS, shared_TH, shared_logit_T1, scaled_TH)
     return defer_rms_norm_reference(x_TH, norm_weight_H, eps, scaled_TH, scratch, scaled_TH.clone())
 
@@ -183,7 +181,7 @@ def add_experts_triton(
     scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """Launch a program for some columns of a token, each of which leaves a sum of squares."""
+    """Launch one program for some columns of a token; each stores a sum of squares."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH)
     (num_rows, top_k), size = shares_TS.shape, x_TH.shape[1]
     pdl, num_blocks = supports_pdl(routed_PH), -(-size // SMALL_BATCH_COLUMNS)
