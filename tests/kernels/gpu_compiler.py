@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from holdfast.kernels import hyper_connections, norm, up_projection  # noqa: E402
+from holdfast.kernels import hyper_connections, norm, operation, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     quantized_attention,
@@ -885,6 +885,7 @@ def main() -> None:
         latent_warpgroups,
         links,
         mask_logits,
+        operation,
         normed_routing,
         quantize_activations,
         quantized_attention,
