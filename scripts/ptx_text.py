@@ -43,7 +43,7 @@ def _code_lines(ptx: str) -> list[str]:
     code = re.sub(r"/\*.*?\*/", "", ptx, flags=re.DOTALL)
     code = re.sub(r"^\s*\.section\b.*?^\s*\}", "", code, flags=re.DOTALL | re.MULTILINE)
     lines = (re.sub(r"//.*", "", line).strip() for line in code.splitlines())
-    skipped = (".loc", ".file", ".version", ".target")
+    skipped = (".loc", ".file", ".version", ".target", "$L__tmp")  # the last is a label of debug sections only
     return [
         re.sub(r"\s+", " ", line)
         for line in lines

@@ -885,6 +885,7 @@ def main() -> None:
         latent_warpgroups,
         links,
         mask_logits,
+        operation,
         normed_routing,
         operation,
         quantize_activations,

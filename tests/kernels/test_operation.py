@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdfast.kernels import operation as module
-from holdfast.kernels.operation import operation
+from holdfast.kernels.operation import DECLINED, operation
 
 
 def scale_reference(factor: float, x: torch.Tensor, bias: float = 0.0) -> tuple[str, float, float]:
@@ -20,7 +20,7 @@ def scale_triton(factor: float, x: torch.Tensor, bias: float = 0.0) -> tuple[str
 
 
 def scale_native(factor: float, x: torch.Tensor, bias: float = 0.0) -> tuple[str, float, float]:
-    return ("native", factor, bias) if factor > 0 else NotImplemented
+    return ("native", factor, bias) if factor > 0 else DECLINED
 
 
 X = torch.zeros(1)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -11,6 +11,8 @@ from holdfast.kernels.triton_compat import can_run
 
 P = ParamSpec("P")
 R = TypeVar("R")
+DECLINED: Any = NotImplemented
+"""What `native` returns for arguments that it does not take."""
 
 
 class Operation(Generic[P, R]):
@@ -44,7 +46,7 @@ class Operation(Generic[P, R]):
             return self.triton(*args, **kwargs)
         if self.native is not None:
             result = self.native(*args, **kwargs)
-            if result is not NotImplemented:
+            if result is not DECLINED:
                 return result
         return self.reference(*args, **kwargs)
 
@@ -61,7 +63,7 @@ def operation(
 ) -> Operation[P, R]:
     """Join implementations with one signature; name and docstring come from `reference`, without its `_reference`.
 
-    `native` returns NotImplemented for arguments that it does not take. `place` returns the tensor whose device decides;
-    the default is the first parameter annotated as a tensor.
+    `native` returns DECLINED for arguments that it does not take. `place` returns the tensor whose device decides; the
+    default is the first parameter annotated as a tensor.
     """
     return Operation(reference, triton, native, place)
