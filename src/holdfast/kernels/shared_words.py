@@ -20,15 +20,13 @@ WORDS_ASM = kernel_constant(f".shared .align 16 .b32 holdfast_words[{MAX_WORDS}]
 GET_ASM = kernel_constant("ld.shared.b32 $0, [$1];")
 CLEAR_ASM = kernel_constant("st.shared.v4.b32 [$1], {0, 0, 0, 0}; mov.b32 $0, 0;")
 PUT_ASM = kernel_constant("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
-COUNT_ASM = kernel_constant(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }",
-)
+COUNT_ASM = kernel_constant("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }")
 SCATTER_ASM = kernel_constant(
-    "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $4, 0; mad.wide.s32 a, $2, 4, $1; @p st.global.b32 [a], $3; mov.b32 $0, 0; }",
+    "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $4, 0; mad.wide.s32 a, $2, 4, $1; @p st.global.b32 [a], $3; mov.b32 $0, 0; }"
 )
 
 GATHER_ASM = kernel_constant(
-    "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $3, 0; mad.wide.s32 a, $2, 4, $1; mov.b32 $0, 0; @p ld.global.b32 $0, [a]; }",
+    "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $3, 0; mad.wide.s32 a, $2, 4, $1; mov.b32 $0, 0; @p ld.global.b32 $0, [a]; }"
 )
 
 

@@ -21,6 +21,7 @@ keys are no sum of two parts, and KeyBias does not apply.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import BLOCK_TOKENS, key_turn_dtype, pair_columns
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
@@ -34,12 +35,12 @@ FRAGMENT = 16
 class KeyTurns(NamedTuple):
     """The rotations of all positions, for all layers with the same RoPE."""
 
-    cos_BC: torch.Tensor
+    cos_BC: Tensor
     """float32, of the middle of each block, times the magnitude of the RoPE table."""
-    sin_BC: torch.Tensor
-    near_2NC: torch.Tensor
+    sin_BC: Tensor
+    near_2NC: Tensor
     """cos - 1 and sin of the angle from the middle to each token, times NEAR_SCALE: float16, or float32 for float32 models."""
-    fragments_F: torch.Tensor | None
+    fragments_F: Tensor | None
     """`near_2NC` in the order of `near_fragments`; None for float32 models, which no kernel runs."""
 
     @property
@@ -50,7 +51,7 @@ class KeyTurns(NamedTuple):
 class KeyBias(NamedTuple):
     """The bias of one layer's keys."""
 
-    bias_KD: torch.Tensor
+    bias_KD: Tensor
     """float32, in the model's coordinates, before any rotation."""
     turns: KeyTurns
 
@@ -60,11 +61,7 @@ class KeyBias(NamedTuple):
 
 
 def make_key_turns(
-    inverse_frequency_C: torch.Tensor,
-    magnitude: float,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    inverse_frequency_C: Tensor, magnitude: float, max_model_len: int, dtype: torch.dtype, device: torch.device | str
 ) -> KeyTurns:
     """Make tables for positions below `max_model_len` of a model that computes in `dtype`; angles are float64."""
     frequency_C = inverse_frequency_C.double().cpu()
@@ -82,7 +79,7 @@ def make_key_turns(
     )
 
 
-def _fragments(near_2NC: torch.Tensor) -> torch.Tensor:
+def _fragments(near_2NC: Tensor) -> Tensor:
     """Order pieces of 16 x 16 by the lanes of a warp: a lane's 8 numbers are its part of an instruction."""
     num_pairs = near_2NC.shape[-1]
     padded_2NC = torch.nn.functional.pad(near_2NC, (0, pair_columns(2 * num_pairs) - num_pairs))
@@ -91,14 +88,14 @@ def _fragments(near_2NC: torch.Tensor) -> torch.Tensor:
     return pieces.permute(0, 1, 4, 3, 6, 5, 2, 7).flatten()
 
 
-def key_bias_rows(key_bias: KeyBias, positions_L: torch.Tensor) -> torch.Tensor:
+def key_bias_rows(key_bias: KeyBias, positions_L: Tensor) -> Tensor:
     """[K, L, D] float32: the bias of the keys at these positions, in the model's coordinates."""
     cos_LC, sin_LC = _turns_at(key_bias.turns, positions_L)
     first_K1C, second_K1C = key_bias.bias_KD.unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((first_K1C * cos_LC - second_K1C * sin_LC, second_K1C * cos_LC + first_K1C * sin_LC), dim=-1)
 
 
-def _turns_at(turns: KeyTurns, positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _turns_at(turns: KeyTurns, positions_L: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of positions, [L, C] each, from those of the block and of the token, as in kernels."""
     block_L, token_L = positions_L // BLOCK_TOKENS, positions_L % BLOCK_TOKENS
     near_cos_LC, near_sin_LC = (turns.near_2NC.float() / NEAR_SCALE)[:, token_L].unbind()

@@ -9,7 +9,7 @@ A page is laid out head by head, so the tokens of a head are contiguous.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.key_bias import KeyBias
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
@@ -23,15 +23,15 @@ class QuantizedPlanes:
     key_bits: int
     value_bits: int
     head_dim: int
-    k_codes_PKtB: torch.Tensor
-    k_signs_PKtS: torch.Tensor | None
-    k_scale_PKt: torch.Tensor
-    v_codes_PKtB: torch.Tensor
-    v_signs_PKtS: torch.Tensor | None
-    v_scale_PKt: torch.Tensor
-    rotation_DD: torch.Tensor
+    k_codes_PKtB: Tensor
+    k_signs_PKtS: Tensor | None
+    k_scale_PKt: Tensor
+    v_codes_PKtB: Tensor
+    v_signs_PKtS: Tensor | None
+    v_scale_PKt: Tensor
+    rotation_DD: Tensor
     """The table of quant/kv_quantize.py, [D + 1, D], in the compute type; one for all layers of a head dim."""
-    k_mean_KD: torch.Tensor | None = None
+    k_mean_KD: Tensor | None = None
     """float32, rotated like the keys: subtracted from every key before quantization, which softmax ignores."""
     key_bias: KeyBias | None = None
     """Added to the scores if keys are stored without the bias of their projection."""
@@ -39,18 +39,18 @@ class QuantizedPlanes:
     @classmethod
     def of(
         cls,
-        plane: Callable[[str], torch.Tensor],
+        plane: Callable[[str], Tensor],
         key_bits: int,
         value_bits: int,
         head_dim: int,
         page_tokens: int,
-        rotation_DD: torch.Tensor,
-        k_mean_KD: torch.Tensor | None = None,
+        rotation_DD: Tensor,
+        k_mean_KD: Tensor | None = None,
         key_bias: KeyBias | None = None,
     ) -> "QuantizedPlanes":
         """View the storage's planes, [slots, K, bytes] and [slots, K] by name, head by head."""
 
-        def by_head(name: str) -> torch.Tensor:
+        def by_head(name: str) -> Tensor:
             plane_SK = plane(name)
             num_pages, num_heads = plane_SK.shape[0] // page_tokens, plane_SK.shape[1]
             return plane_SK.view(num_pages, num_heads, page_tokens, *plane_SK.shape[2:])
@@ -79,19 +79,17 @@ class QuantizedPlanes:
         """True if values are rotated, so outputs are rotated back."""
         return self.value_bits < 8
 
-    def keys_at(self, pages_X: torch.Tensor, tokens_X: torch.Tensor) -> QuantizedHeads:
+    def keys_at(self, pages_X: Tensor, tokens_X: Tensor) -> QuantizedHeads:
         """The quantized keys of some tokens: [X, K, ...]."""
         signs = None if self.k_signs_PKtS is None else self.k_signs_PKtS[pages_X, :, tokens_X]
         return QuantizedHeads(self.k_codes_PKtB[pages_X, :, tokens_X], signs, self.k_scale_PKt[pages_X, :, tokens_X])
 
-    def values_at(self, pages_X: torch.Tensor, tokens_X: torch.Tensor) -> QuantizedHeads:
+    def values_at(self, pages_X: Tensor, tokens_X: Tensor) -> QuantizedHeads:
         """The quantized values of some tokens: [X, K, ...]."""
         signs = None if self.v_signs_PKtS is None else self.v_signs_PKtS[pages_X, :, tokens_X]
         return QuantizedHeads(self.v_codes_PKtB[pages_X, :, tokens_X], signs, self.v_scale_PKt[pages_X, :, tokens_X])
 
-    def store(
-        self, pages_X: torch.Tensor, tokens_X: torch.Tensor, keys: QuantizedHeads, values: QuantizedHeads
-    ) -> None:
+    def store(self, pages_X: Tensor, tokens_X: Tensor, keys: QuantizedHeads, values: QuantizedHeads) -> None:
         """Store the quantized keys and values of some tokens."""
         for plane, quantized in (
             (self.k_codes_PKtB, keys.codes_XB),

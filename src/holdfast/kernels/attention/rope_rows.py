@@ -14,6 +14,7 @@ would slow a step of one row by several us.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.operation import operation
@@ -28,18 +29,18 @@ MOST_WARPS = 4
 class RopeRows(NamedTuple):
     """Sets of rows at fixed addresses, and their frequencies."""
 
-    frequency_SP: torch.Tensor
+    frequency_SP: Tensor
     """float32: inverse frequencies."""
     magnitudes: tuple[float, ...]
     ratios: tuple[int, ...]
-    cos_STP: torch.Tensor
-    sin_STP: torch.Tensor
+    cos_STP: Tensor
+    sin_STP: Tensor
 
     def rotary(self, number: int) -> Rotary:
         return Rotary(self.cos_STP[number], self.sin_STP[number])
 
 
-def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
+def fill_rope_rows_reference(positions_T: Tensor, rows: RopeRows) -> None:
     """Fill rows [0, T) of every set from the step's positions; later rows stay. Negative positions give arbitrary finite rows."""
     num_rows = len(positions_T)
     for number, (magnitude, ratio) in enumerate(zip(rows.magnitudes, rows.ratios, strict=True)):
@@ -49,7 +50,7 @@ def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
         rows.sin_STP[number, :num_rows] = angle_TP.sin_().mul_(magnitude)
 
 
-def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
+def fill_rope_rows_triton(positions_T: Tensor, rows: RopeRows) -> None:
     """`fill_rope_rows` as one Triton kernel, a program per row.
 
     It launches without PDL: all kernels of the step rely on its rows, also after kernels that do not wait.

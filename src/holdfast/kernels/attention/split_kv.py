@@ -12,7 +12,7 @@ complete: at the end of an unsplit tile, or in the merge. If the sum becomes inf
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import TILE_FIELDS
 from holdfast.kernels.triton_compat import (
@@ -88,14 +88,14 @@ class MergeShape(NamedTuple):
 
 
 def merge_tiles(
-    rows_T2: torch.Tensor,
-    partials: tuple[torch.Tensor, torch.Tensor],
-    out_THD: torch.Tensor,
+    rows_T2: Tensor,
+    partials: tuple[Tensor, Tensor],
+    out_THD: Tensor,
     shape: MergeShape,
     block_splits: int = MERGED_SPLITS,
     num_warps: int = 4,
-    sinks_H: torch.Tensor | None = None,
-    rotation: tuple[torch.Tensor | None, float] | None = None,
+    sinks_H: Tensor | None = None,
+    rotation: tuple[Tensor | None, float] | None = None,
 ) -> None:
     """Merge rows that were split and write zeros to padded rows; rows of one split stay as their tile wrote them.
 

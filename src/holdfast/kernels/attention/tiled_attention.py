@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.split_kv import (
@@ -45,8 +46,8 @@ LARGE_PROGRAMS_PER_SM = 2
 class TileWork:
     """The work of one step on the device, and which kernels it needs."""
 
-    tiles_X8: torch.Tensor
-    rows_T2: torch.Tensor
+    tiles_X8: Tensor
+    rows_T2: Tensor
     has_small: bool
     has_large: bool
     has_merge: bool
@@ -56,17 +57,17 @@ class TileWork:
 class TileCall(NamedTuple):
     """What one attention launch over tiles reads and writes, besides the pages."""
 
-    q_THD: torch.Tensor
-    page_table_NP: torch.Tensor
+    q_THD: Tensor
+    page_table_NP: Tensor
     work: TileWork
     scoring: Scoring
-    partial_out_CX: torch.Tensor
-    partial_lse_CH: torch.Tensor
-    out_TX: torch.Tensor
+    partial_out_CX: Tensor
+    partial_lse_CH: Tensor
+    out_TX: Tensor
     num_sms: int
 
     @property
-    def partials(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def partials(self) -> tuple[Tensor, Tensor]:
         return self.partial_out_CX, self.partial_lse_CH
 
 
@@ -102,9 +103,7 @@ def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
     return (32, 2) if block_d <= 128 or shared_bytes >= 160 * 1024 else (16, 2)
 
 
-def tiled_attention(
-    call: TileCall, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int
-) -> torch.Tensor:
+def tiled_attention(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, page_tokens: int) -> Tensor:
     """Attend each row to the tokens of its sequence up to its own position: [T, H * D]."""
     (num_rows, num_heads, head_dim), num_kv_heads = call.q_THD.shape, k_plane_SKD.shape[1]
     group, pdl, form = num_heads // num_kv_heads, supports_pdl(call.q_THD), row_form(num_rows)
@@ -133,15 +132,13 @@ def tiled_attention(
     return call.out_TX
 
 
-def tiled_attention_reference(
-    call: TileCall, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int
-) -> torch.Tensor:
+def tiled_attention_reference(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, page_tokens: int) -> Tensor:
     """Like `tiled_attention` in plain torch, one tile at a time with its whole score matrix; merges partials as they come."""
     (num_rows, num_heads, _), q_THD, work = call.q_THD.shape, call.q_THD, call.work
     scale, window, sinks_H, softcap = call.scoring
     num_groups = num_heads // k_plane_SKD.shape[1]
     out_THD = call.out_TX.view(q_THD.shape)
-    merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    merged: dict[int, tuple[Tensor, Tensor]] = {}
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
     for table_row, row, count, position, low, high, first_partial, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
@@ -173,9 +170,7 @@ def tiled_attention_reference(
     return call.out_TX
 
 
-def add_partial(
-    old: tuple[torch.Tensor, torch.Tensor] | None, out_HD: torch.Tensor, lse_H: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_partial(old: tuple[Tensor, Tensor] | None, out_HD: Tensor, lse_H: Tensor) -> tuple[Tensor, Tensor]:
     """Merge a partial of a row into what its earlier splits gave, in plain torch."""
     old_HD, old_lse_H = old or (torch.zeros_like(out_HD), torch.full_like(lse_H, -torch.inf))
     merged_H = torch.logaddexp(old_lse_H, lse_H)

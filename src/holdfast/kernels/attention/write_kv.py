@@ -9,18 +9,12 @@ U updates, each (place in the flat block table, page id), N rows of the table, P
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.norm import rms_norm_reference
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import DECLINED, operation
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -38,8 +32,8 @@ NUM_WARPS = 4
 class HeadNorm:
     """RMS norms over head_dim for query and key heads; weights of any type."""
 
-    q_weight_D: torch.Tensor
-    k_weight_D: torch.Tensor
+    q_weight_D: Tensor
+    k_weight_D: Tensor
     eps: float
     offset: float = 0.0
     """Added to the weights, in float32."""
@@ -49,15 +43,15 @@ class HeadNorm:
 class Rotary:
     """cos and sin of a step's rows, a column per pair of elements. There may be more rows than the step has; padding is arbitrary."""
 
-    cos_TP: torch.Tensor
-    sin_TP: torch.Tensor
+    cos_TP: Tensor
+    sin_TP: Tensor
 
     @property
     def dim(self) -> int:
         """Elements that RoPE rotates."""
         return 2 * self.cos_TP.shape[1]
 
-    def at(self, rows_R: torch.Tensor | list[int] | slice) -> "Rotary":
+    def at(self, rows_R: Tensor | list[int] | slice) -> "Rotary":
         return Rotary(self.cos_TP[rows_R], self.sin_TP[rows_R])
 
     def back(self) -> "Rotary":
@@ -72,21 +66,21 @@ class Rotary:
 
 
 def _write_kv_native(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_THD: Tensor | None = None,
+) -> Tensor:
     """`write_kv` in C, for float32."""
     norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
     tables = (rotary.cos_TP, rotary.sin_TP) if rotary else (None, None)
     out = None if out_THD is None else out_THD[:0]
     library = native_for(qkv_TX[:0], k_plane_SKD, v_plane_SKD, *norms, *tables, out)
     if library is None:
-        return NotImplemented
+        return DECLINED
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     shape = (num_rows, num_heads, head_dim)
     q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
@@ -101,14 +95,14 @@ def _write_kv_native(
 
 
 def write_kv_reference(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_THD: Tensor | None = None,
+) -> Tensor:
     """Write keys and values of each row to its slot; return queries as [T, H, D], in `out_THD` if given.
 
     A row with a negative slot is padding: it stores nothing, and its queries are zeros. `out_THD` may be the query part of
@@ -126,12 +120,8 @@ def write_kv_reference(
 
 
 def turned_heads(
-    qkv_TX: torch.Tensor,
-    num_kv_heads: int,
-    head_dim: int,
-    head_norm: HeadNorm | None,
-    rotary: Rotary | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qkv_TX: Tensor, num_kv_heads: int, head_dim: int, head_norm: HeadNorm | None, rotary: Rotary | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate queries, keys and values of a fused projection in plain torch: [T, H, D] and twice [T, K, D]."""
     heads_TXD = qkv_TX.unflatten(-1, (-1, head_dim))
     num_heads = heads_TXD.shape[1] - 2 * num_kv_heads
@@ -148,14 +138,14 @@ def turned_heads(
 
 
 def write_kv_triton(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_THD: Tensor | None = None,
+) -> Tensor:
     """`write_kv` as one Triton kernel, a program per block of heads of a row; it rounds where the reference rounds."""
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
@@ -255,12 +245,12 @@ def _write_kv_kernel(
     tl.store(p_y + HALF, b_right.to(p_v_plane.dtype.element_ty), mask=m_x_right & m_value)
 
 
-def _rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+def _rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     swapped_THD = x_THD.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return torch.addcmul(x_THD * cos_T1D, swapped_THD, sin_T1D)
 
 
-def _num_heads(qkv_TX: torch.Tensor, k_plane_SKD: torch.Tensor) -> int:
+def _num_heads(qkv_TX: Tensor, k_plane_SKD: Tensor) -> int:
     _, num_kv_heads, head_dim = k_plane_SKD.shape
     return qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
 
@@ -271,13 +261,13 @@ BLOCK = 16
 """Updates per program. A list has whole blocks: as an argument, its length would add specializations."""
 
 
-def scatter_pages_reference(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
+def scatter_pages_reference(updates_U2: Tensor, table_NP: Tensor) -> None:
     """Set table.flat[place] = page for each update; places are unique."""
     places_U, pages_U = updates_U2[updates_U2[:, 0] != PADDING].unbind(1)
     table_NP.view(-1)[places_U] = pages_U.to(table_NP.dtype)
 
 
-def scatter_pages_triton(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
+def scatter_pages_triton(updates_U2: Tensor, table_NP: Tensor) -> None:
     """`scatter_pages` as a Triton kernel, a program per block of the list."""
     num_updates = updates_U2.shape[0]
     assert num_updates % BLOCK == 0, f"{num_updates=} is not a multiple of {BLOCK=}"

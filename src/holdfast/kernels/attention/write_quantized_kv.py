@@ -4,19 +4,13 @@ T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, R rows th
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
@@ -42,13 +36,13 @@ NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
 
 
 def write_quantized_kv_reference(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
     planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_THD: Tensor | None = None,
+) -> Tensor:
     """Quantize keys and values of each row into its slot; return queries as [T, H, D], in `out_THD` if given.
 
     Queries are rotated like the keys (quant/kv_quantize.py), so their products need no inverse. A row with a negative slot is
@@ -73,13 +67,13 @@ def write_quantized_kv_reference(
 
 
 def write_quantized_kv_triton(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
     planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_THD: Tensor | None = None,
+) -> Tensor:
     """`write_quantized_kv` as one Triton kernel, a program per block of heads of one kind; it rounds where the reference rounds."""
     num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
@@ -113,7 +107,7 @@ def write_quantized_kv_triton(
 write_quantized_kv = operation(reference=write_quantized_kv_reference, triton=write_quantized_kv_triton)
 
 
-def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: QuantizedPlanes, rotary: Rotary | None) -> None:
+def _check_layout(qkv_TX: Tensor, q_THD: Tensor, planes: QuantizedPlanes, rotary: Rotary | None) -> None:
     head_dim = planes.head_dim
     assert head_dim % 16 == 0, f"{head_dim=}: quantized heads are multiples of 16"
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
@@ -128,7 +122,7 @@ def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: QuantizedPl
         assert planes.k_mean_KD.is_contiguous(), f"{planes.k_mean_KD.stride()=}: the means must lie side by side"
 
 
-def _rotated(x_XD: torch.Tensor, planes: QuantizedPlanes) -> torch.Tensor:
+def _rotated(x_XD: Tensor, planes: QuantizedPlanes) -> Tensor:
     return x_XD.float() @ planes.rotation_DD[: planes.head_dim].float() * hadamard_block(planes.head_dim) ** -0.5
 
 

@@ -15,6 +15,7 @@ a window without its state has the true state again after that window.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.entry_rows import (
@@ -31,15 +32,7 @@ from holdfast.kernels.latent.entry_rows import (
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, bits_of_rope
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, pdl_launch, supports_pdl, tl
 from holdfast.quant.entry_state import num_sums, state_shape
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -57,9 +50,9 @@ class Compressor(NamedTuple):
 
     ratio: int
     is_overlapped: bool
-    positions_RX: torch.Tensor
+    positions_RX: Tensor
     """float32: added to the gates of a token by its position in its entry."""
-    weight_D: torch.Tensor
+    weight_D: Tensor
     """Weight of the RMSNorm of an entry."""
     eps: float
 
@@ -75,19 +68,19 @@ class Compressor(NamedTuple):
 class Sums(NamedTuple):
     """Running softmax sums of pooled tokens per channel, [..., D] each: what a state holds."""
 
-    m: torch.Tensor
-    l: torch.Tensor  # noqa: E741 the field's letter
-    acc: torch.Tensor
+    m: Tensor
+    l: Tensor  # noqa: E741 the field's letter
+    acc: Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, gates: torch.Tensor) -> "Sums":
+    def of(cls, x: Tensor, gates: Tensor) -> "Sums":
         """Pool the tokens of dimension -2."""
         m = gates.amax(-2)
         weights = (gates - _finite(m).unsqueeze(-2)).exp()
         return cls(m, weights.sum(-2), (weights * x).sum(-2))
 
     @classmethod
-    def empty(cls, like: torch.Tensor) -> "Sums":
+    def empty(cls, like: Tensor) -> "Sums":
         """Return the sums of no tokens."""
         return cls(torch.full_like(like, -torch.inf), torch.zeros_like(like), torch.zeros_like(like))
 
@@ -102,17 +95,17 @@ class Sums(NamedTuple):
         return Sums(self.m[index], self.l[index], self.acc[index])
 
 
-def _finite(m: torch.Tensor) -> torch.Tensor:
+def _finite(m: Tensor) -> Tensor:
     """Replace -inf, the maximum of no tokens, by any number: their weights are zero."""
     return torch.where(m == -torch.inf, 0.0, m)
 
 
 def compress_entries_reference(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
     rotary: Rotary,
     planes: LatentPlanes,
@@ -128,12 +121,12 @@ def compress_entries_reference(
 
 
 def compress_index_reference(
-    pooled_TX: torch.Tensor,
-    q_TID: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    q_TID: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
     rotary: Rotary,
     q_rotary: Rotary,
@@ -147,18 +140,18 @@ def compress_index_reference(
     rotate_index_queries(q_TID, states_T, q_rotary)
 
 
-def kept_slots(positions_T: torch.Tensor, slots_T: torch.Tensor, states_T: torch.Tensor, ratio: int) -> torch.Tensor:
+def kept_slots(positions_T: Tensor, slots_T: Tensor, states_T: Tensor, ratio: int) -> Tensor:
     """Slots of rows that end a window; -1 for the others and for padding."""
     return torch.where((states_T >= 0) & ((positions_T + 1) % ratio == 0), slots_T, -1)
 
 
 def compress_rows_reference(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    positions_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
-    entries_TD: torch.Tensor,
+    entries_TD: Tensor,
 ) -> None:
     """Add the rows of a step to their sequences' states; write the entry of each row that ends a window to `entries_TD`.
 
@@ -176,7 +169,7 @@ def compress_rows_reference(
 
 
 def _compress_sequence(
-    pooled_NX: torch.Tensor, start: int, state_K3D: torch.Tensor, compressor: Compressor, entries_ND: torch.Tensor
+    pooled_NX: Tensor, start: int, state_K3D: Tensor, compressor: Compressor, entries_ND: Tensor
 ) -> None:
     ratio, dim, num_rows = compressor.ratio, entries_ND.shape[1], len(pooled_NX)
     first, end = start % ratio, start + num_rows
@@ -202,9 +195,7 @@ def _compress_sequence(
         state_K3D[k] = torch.stack(tuple(sums[k]))
 
 
-def _windows(
-    pooled_NX: torch.Tensor, first: int, num_windows: int, compressor: Compressor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _windows(pooled_NX: Tensor, first: int, num_windows: int, compressor: Compressor) -> tuple[Tensor, Tensor]:
     """[W, R, X] of values and gates; gates of a window's tokens outside these rows are -inf."""
     width, ratio = pooled_NX.shape[1] // 2, compressor.ratio
     x_WRX = pooled_NX.new_zeros((num_windows * ratio, width))
@@ -221,9 +212,7 @@ def _put(sums: Sums, index: int | slice, values: Sums) -> None:
         mine[index] = value
 
 
-def _check_layout(
-    pooled_TX: torch.Tensor, state_PK3D: torch.Tensor, compressor: Compressor, entries_TD: torch.Tensor
-) -> None:
+def _check_layout(pooled_TX: Tensor, state_PK3D: Tensor, compressor: Compressor, entries_TD: Tensor) -> None:
     dim, width = entries_TD.shape[1], compressor.positions_RX.shape[1]
     wanted = state_shape(dim, compressor.is_overlapped)
     assert state_PK3D.shape[1:] == wanted, f"{state_PK3D.shape=} for states of {wanted}"
@@ -235,12 +224,12 @@ def _check_layout(
 
 
 def compress_rows_triton(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    positions_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
-    entries_TD: torch.Tensor,
+    entries_TD: Tensor,
 ) -> None:
     """`compress_rows` as a Triton kernel: that of `compress_entries` without its last step."""
     _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
@@ -252,11 +241,11 @@ compress_rows = operation(reference=compress_rows_reference, triton=compress_row
 
 
 def compress_entries_triton(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
     rotary: Rotary,
     planes: LatentPlanes,
@@ -275,12 +264,12 @@ compress_entries = operation(reference=compress_entries_reference, triton=compre
 
 
 def compress_index_triton(
-    pooled_TX: torch.Tensor,
-    q_TID: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    q_TID: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
     rotary: Rotary,
     q_rotary: Rotary,
@@ -301,12 +290,12 @@ compress_index = operation(reference=compress_index_reference, triton=compress_i
 class Target(NamedTuple):
     """Where entries go: rows, and the other planes of their format."""
 
-    rows: torch.Tensor
-    scales: torch.Tensor | None = None
-    rope: torch.Tensor | None = None
+    rows: Tensor
+    scales: Tensor | None = None
+    rope: Tensor | None = None
 
 
-Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """pooled_TX, positions_T, slots_T, states_T, state_PK3D."""
 
 
@@ -316,7 +305,7 @@ def _launch(
     rotary: Rotary | None,
     kind: str,
     target: Target,
-    q_TID: torch.Tensor | None,
+    q_TID: Tensor | None,
     q_rotary: Rotary | None,
 ) -> None:
     pooled_TX, positions_T, slots_T, states_T, state_PK3D = step
@@ -342,7 +331,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _tables(rotary: Rotary | None, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+def _tables(rotary: Rotary | None, dim: int) -> tuple[Tensor | None, Tensor | None, int]:
     """Return cos, sin and the stride of their rows."""
     if rotary is None:
         return None, None, 0

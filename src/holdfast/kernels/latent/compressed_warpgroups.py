@@ -8,6 +8,7 @@ half of the tokens of a block for scores, and half of the columns for outputs. A
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM
 from holdfast.kernels.attention.split_kv import PER_NAT
@@ -65,7 +66,7 @@ def attend_warpgroups(call: CompressedCall, num_splits: int) -> None:
     )  # fmt: skip
 
 
-def _words_of(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor]:
+def _words_of(planes: LatentPlanes) -> tuple[Tensor, Tensor]:
     """Return rows and scales, as 32-bit words if they are codes."""
     if planes.kind == "plain":
         return planes.rows_SX, planes.rows_SX

@@ -8,6 +8,7 @@ float32 and rounded once, to the stored type. TurboQuant stores the elements bef
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, size_bits
@@ -29,13 +30,7 @@ LEAST = kernel_constant(LEAST_TILE)
 LEAST_INDEX = kernel_constant(LEAST_KEY)
 
 
-def write_entries(
-    entries_TD: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: LatentPlanes,
-) -> None:
+def write_entries(entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes) -> None:
     """Write each row's float32 entry to its slot, in plain torch; rows with slot -1 are not read."""
     is_kept_T = slots_T >= 0
     rows_XD = _finished(entries_TD[is_kept_T], norm, rotary.at(is_kept_T.nonzero().squeeze(1)))
@@ -43,11 +38,7 @@ def write_entries(
 
 
 def write_index_entries(
-    entries_TD: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: IndexPlanes,
+    entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: IndexPlanes
 ) -> None:
     """Like `write_entries` for an index."""
     is_kept_T = slots_T >= 0
@@ -60,7 +51,7 @@ def write_index_entries(
         planes.rows_SD.view(torch.uint8)[slots_X] = codes_XD.view(torch.uint8)
 
 
-def rotate_index_queries(q_TID: torch.Tensor, states_T: torch.Tensor, rotary: Rotary) -> None:
+def rotate_index_queries(q_TID: Tensor, states_T: Tensor, rotary: Rotary) -> None:
     """Rotate the last R elements of index heads by the row's position, in place, in plain torch; skip rows without a state."""
     is_row_T = states_T >= 0
     q_TIR = q_TID[..., q_TID.shape[-1] - rotary.dim :]
@@ -68,20 +59,20 @@ def rotate_index_queries(q_TID: torch.Tensor, states_T: torch.Tensor, rotary: Ro
     q_TIR.copy_(torch.where(is_row_T[:, None, None], turned_TIR, q_TIR))
 
 
-def rotate_last(x_TXD: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def rotate_last(x_TXD: Tensor, rotary: Rotary) -> Tensor:
     """Apply RoPE to the last R elements, [T, D] or [T, N, D], in float32, in plain torch."""
     before = x_TXD.shape[-1] - rotary.dim
     turned = rotate_neighbours(x_TXD[..., before:].float(), rotary)
     return torch.cat((x_TXD[..., :before].float(), turned), dim=-1)
 
 
-def normed(x_TXD: torch.Tensor, eps: float) -> torch.Tensor:
+def normed(x_TXD: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm without a weight to the last dimension, in float32, in plain torch."""
     x = x_TXD.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _finished(entries_XD: torch.Tensor, norm: LatentNorm, rotary: Rotary) -> torch.Tensor:
+def _finished(entries_XD: Tensor, norm: LatentNorm, rotary: Rotary) -> Tensor:
     return rotate_last(normed(entries_XD, norm.eps) * norm.weight_L.float(), rotary)
 
 

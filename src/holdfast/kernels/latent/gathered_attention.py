@@ -11,6 +11,7 @@ latent_warpgroups.py. They exchange p through shared memory. Each token has one 
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LOG2_ASM
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
@@ -65,7 +66,7 @@ def takes_gathering(call: LatentCall) -> bool:
     )
 
 
-def gathered_memory(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gathered_memory(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales and rotated elements as 32-bit words; plain rows as they are."""
     rows_SX = planes.rows_SX
     if planes.kind == "plain":
@@ -97,7 +98,7 @@ def attend_gathered_tiles(call: LatentCall, work: TileWork, large: bool) -> None
     )  # fmt: skip
 
 
-def attend_gathered_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def attend_gathered_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step, without the merge; return the number of splits."""
     constants, splits = _constants(call, large=False), ListSplits.of(call, tokens_TK.shape[1], BLOCK_TOKENS)
     _attend_kernel[(len(call.q_TNX) * constants["NUM_BLOCKS"], splits.num_splits)](

@@ -8,6 +8,7 @@ T rows, I index heads, D elements of a head, C tokens of the longest context, S 
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
 from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
@@ -79,7 +80,7 @@ def pages_of_block(page_tokens: int, block_tokens: int) -> int:
     return num_pages if rest == 0 and num_pages <= MAX_PAGES else 0
 
 
-def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
+def choose_operands(q_TID: Tensor, planes: IndexPlanes) -> Operands:
     """Choose by the types of queries and keys, and by what the device multiplies."""
     if planes.is_quantized:
         is_known = not q_TID.is_cuda or torch.cuda.get_device_capability(q_TID.device) >= (8, 9)
@@ -90,13 +91,8 @@ def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
 
 
 def index_scores_reference(
-    q_TID: torch.Tensor,
-    weights_TI: torch.Tensor,
-    planes: IndexPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    out_TC: torch.Tensor,
-) -> torch.Tensor:
+    q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, rows: SparseRows, out_TC: Tensor
+) -> Tensor:
     """Write float32 scores of every token that a row sees; the rest of `out_TC`, and rows that select none, stay as they are.
 
     `weights_TI`: float32, with all factors (head_dim ** -0.5 * heads ** -0.5, and the scale of quantized queries). The launch
@@ -121,7 +117,7 @@ def index_scores_reference(
     return out_TC
 
 
-def read_index(planes: IndexPlanes, pages_P: torch.Tensor, low: int, high: int) -> torch.Tensor:
+def read_index(planes: IndexPlanes, pages_P: Tensor, low: int, high: int) -> Tensor:
     """float32 [high - low, D]: read the index keys of a range of a sequence's tokens, in plain torch."""
     token_S = torch.arange(low, high, device=pages_P.device)
     slot_S = pages_P[token_S // planes.page_tokens].long() * planes.page_tokens + token_S % planes.page_tokens
@@ -132,13 +128,8 @@ def read_index(planes: IndexPlanes, pages_P: torch.Tensor, low: int, high: int) 
 
 
 def index_scores_triton(
-    q_TID: torch.Tensor,
-    weights_TI: torch.Tensor,
-    planes: IndexPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    out_TC: torch.Tensor,
-) -> torch.Tensor:
+    q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, rows: SparseRows, out_TC: Tensor
+) -> Tensor:
     """`index_scores` as one Triton kernel: tokens are rows of a product and heads its columns, so a sum over heads stays in a thread.
 
     A program strides over the blocks of a row's tokens, together with the next row if that is of the same sequence.
@@ -166,16 +157,12 @@ def index_scores_triton(
 index_scores = operation(reference=index_scores_reference, triton=index_scores_triton)
 
 
-def _num_sms(tensor: torch.Tensor) -> int:
+def _num_sms(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 1
 
 
 def _check_layout(
-    q_TID: torch.Tensor,
-    weights_TI: torch.Tensor,
-    planes: IndexPlanes,
-    page_table_NP: torch.Tensor,
-    out_TC: torch.Tensor,
+    q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, out_TC: Tensor
 ) -> None:
     num_heads, dim = q_TID.shape[1:]
     assert num_heads <= MAX_HEADS, f"{num_heads=}: a product takes up to {MAX_HEADS} index heads"

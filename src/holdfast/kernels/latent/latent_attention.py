@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork, add_partial
@@ -91,7 +92,7 @@ def latent_blocks(
     return choices[height][-1]
 
 
-def latent_attention(call: LatentCall, work: TileWork) -> torch.Tensor:
+def latent_attention(call: LatentCall, work: TileWork) -> Tensor:
     """Attend each row to the tokens of its sequence up to its own position: [T, N, L]; zeros in padded rows.
 
     Outputs over TurboQuant pages are in the rotated space.
@@ -111,7 +112,7 @@ def latent_attention(call: LatentCall, work: TileWork) -> torch.Tensor:
     return call.out_TNL
 
 
-def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> torch.Tensor:
+def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> Tensor:
     """Attend the rows that select tokens to their lists: [T, N, L]; other rows stay as they are.
 
     `tokens_TK`: int32 positions, -1 for none. Partials hold the rows times heads of `sparse_splits`. Outputs over TurboQuant
@@ -131,10 +132,10 @@ def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor
     return call.out_TNL
 
 
-def latent_attention_reference(call: LatentCall, work: TileWork) -> torch.Tensor:
+def latent_attention_reference(call: LatentCall, work: TileWork) -> Tensor:
     """Like `latent_attention` in plain torch, one tile at a time with its whole score matrix; merges partials as they come."""
     q_TNX, planes, out_TNL = call.q_TNX, call.planes, call.out_TNL
-    merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    merged: dict[int, tuple[Tensor, Tensor]] = {}
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
     for table_row, row, count, position, low, high, first_partial, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
@@ -158,7 +159,7 @@ def latent_attention_reference(call: LatentCall, work: TileWork) -> torch.Tensor
     return out_TNL
 
 
-def unsplit_attention_reference(call: LatentCall, work: TileWork) -> torch.Tensor:
+def unsplit_attention_reference(call: LatentCall, work: TileWork) -> Tensor:
     """Like `latent_attention` in plain torch, one row at a time over all its tokens, without splits."""
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
@@ -172,7 +173,7 @@ def unsplit_attention_reference(call: LatentCall, work: TileWork) -> torch.Tenso
     return call.out_TNL
 
 
-def sparse_attention_reference(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> torch.Tensor:
+def sparse_attention_reference(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> Tensor:
     """Like `sparse_attention` in plain torch, one row at a time, without splits. Places that name no token are ignored."""
     table_rows, counts = (tensor[: len(call.q_TNX)].tolist() for tensor in rows)
     for row, (table_row, num_tokens) in enumerate(zip(table_rows, counts, strict=True)):
@@ -182,13 +183,13 @@ def sparse_attention_reference(call: LatentCall, rows: SparseRows, tokens_TK: to
     return call.out_TNL
 
 
-def _read_tokens(call: LatentCall, table_row: int, token_S: torch.Tensor) -> torch.Tensor:
+def _read_tokens(call: LatentCall, table_row: int, token_S: Tensor) -> Tensor:
     page_tokens = call.planes.page_tokens
     slot_S = call.page_table_NP[table_row, token_S // page_tokens].long() * page_tokens + token_S % page_tokens
     return read_latents(call.planes, slot_S, torch.float32)
 
 
-def _attend_row(call: LatentCall, row: int, table_row: int, token_S: torch.Tensor) -> None:
+def _attend_row(call: LatentCall, row: int, table_row: int, token_S: Tensor) -> None:
     latents_SX = _read_tokens(call, table_row, token_S)
     weights_NS = (call.q_TNX[row].float() @ latents_SX.T * call.scale).softmax(-1)
     call.out_TNL[row] = (weights_NS @ latents_SX[:, : call.planes.latent_dim]).to(call.out_TNL.dtype)
@@ -217,7 +218,7 @@ def _attend_tiles(call: LatentCall, work: TileWork, large: bool) -> None:
     )  # fmt: skip
 
 
-def _attend_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def _attend_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step over plain pages, without the merge; return the number of splits."""
     constants = _constants(call, False, LIST_BLOCKS)
     splits = ListSplits.of(call, tokens_TK.shape[1], constants["BLOCK_N"])

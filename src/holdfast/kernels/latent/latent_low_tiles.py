@@ -15,6 +15,7 @@ In fp8_ds_mla a group is 128 elements that share a scale. It multiplies their sc
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LATENTS_4_ASM, LOG2_ASM
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
@@ -60,7 +61,7 @@ def plane_kind(planes: LatentPlanes) -> int:
     return 0 if planes.kind == "plain" else 1
 
 
-def plane_pointers(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plane_pointers(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, rotated elements and scales, as 32-bit words except half-precision scales."""
     words_SX = planes.rows_SX.view(torch.int32)
     if planes.kind == "plain":

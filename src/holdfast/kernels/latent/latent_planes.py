@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.quant.formats import KVFormat
 from holdfast.quant.kv_quantize import rotate_heads
@@ -39,13 +40,13 @@ class LatentPlanes(NamedTuple):
     latent_dim: int
     rope_dim: int
     page_tokens: int
-    rows_SX: torch.Tensor
-    scales_SC: torch.Tensor | None = None
-    rope_SR: torch.Tensor | None = None
+    rows_SX: Tensor
+    scales_SC: Tensor | None = None
+    rope_SR: Tensor | None = None
 
     @classmethod
     def of(
-        cls, planes: Mapping[str, torch.Tensor], kv_format: KVFormat, latent_dim: int, rope_dim: int, page_tokens: int
+        cls, planes: Mapping[str, Tensor], kv_format: KVFormat, latent_dim: int, rope_dim: int, page_tokens: int
     ) -> "LatentPlanes":
         """Take the storage's planes of a layer by name (`KVFormat.planes`)."""
         shape = latent_dim, rope_dim, page_tokens
@@ -67,13 +68,13 @@ class IndexPlanes(NamedTuple):
     """One layer's index, with the slots of its latents."""
 
     page_tokens: int
-    rows_SD: torch.Tensor
+    rows_SD: Tensor
     """float8_e4m3fn if there are `scales_S1`."""
-    scales_S1: torch.Tensor | None = None
+    scales_S1: Tensor | None = None
     """float32, powers of two: 2 ** ceil(log2(max(amax, 1e-4) / 448)). A key is its codes times its scale."""
 
     @classmethod
-    def of(cls, planes: Mapping[str, torch.Tensor], page_tokens: int) -> "IndexPlanes":
+    def of(cls, planes: Mapping[str, Tensor], page_tokens: int) -> "IndexPlanes":
         """Take the storage's planes of a layer by name (`index_planes` of quant/formats.py)."""
         return cls(page_tokens, planes["index"], planes.get("index_scale"))
 
@@ -85,35 +86,35 @@ class IndexPlanes(NamedTuple):
 class LatentCall(NamedTuple):
     """What one attention launch over latents reads and writes, besides its source of tokens."""
 
-    q_TNX: torch.Tensor
+    q_TNX: Tensor
     planes: LatentPlanes
-    page_table_NP: torch.Tensor
+    page_table_NP: Tensor
     scale: float
-    partial_out_CX: torch.Tensor
-    partial_lse_CH: torch.Tensor
-    out_TNL: torch.Tensor
+    partial_out_CX: Tensor
+    partial_lse_CH: Tensor
+    out_TNL: Tensor
     num_sms: int
 
     @property
-    def partials(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def partials(self) -> tuple[Tensor, Tensor]:
         return self.partial_out_CX, self.partial_lse_CH
 
 
 class SparseRows(NamedTuple):
     """Which rows of a step select tokens, on the device, at fixed addresses."""
 
-    table_rows_T: torch.Tensor
+    table_rows_T: Tensor
     """int32: the page table row of each row's sequence."""
-    num_tokens_T: torch.Tensor
+    num_tokens_T: Tensor
     """int32: tokens that a row sees, its own included; 0: it selects none (short context, or padding)."""
 
 
-def bits_of_rope(planes: LatentPlanes) -> torch.Tensor | None:
+def bits_of_rope(planes: LatentPlanes) -> Tensor | None:
     """View the plane of rotated elements as bits of bfloat16, if there is one."""
     return None if planes.rope_SR is None else planes.rope_SR.view(torch.int16)
 
 
-def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def read_latents(planes: LatentPlanes, slots_L: Tensor, dtype: torch.dtype) -> Tensor:
     """[L, latent_dim + rope_dim]: read some slots in plain torch; TurboQuant latents stay in the rotated space."""
     rows_LX = planes.rows_SX[slots_L]
     if planes.kind == "plain":
@@ -130,7 +131,7 @@ def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype
     return dequantize_latents(QuantizedLatents(rows_LX, planes.scales_SC[slots_L], rope_LR)).to(dtype)
 
 
-def store_latents(planes: LatentPlanes, slots_L: torch.Tensor, latent_LX: torch.Tensor, rope_LR: torch.Tensor) -> None:
+def store_latents(planes: LatentPlanes, slots_L: Tensor, latent_LX: Tensor, rope_LR: Tensor) -> None:
     """Store normed latents and rotated elements in some slots, in plain torch."""
     if planes.kind == "plain":
         rows_LX = torch.cat((latent_LX.float(), rope_LR.float()), dim=-1)

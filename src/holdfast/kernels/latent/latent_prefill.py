@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
@@ -34,15 +35,15 @@ MERGED_ROWS = 16
 
 
 def attend_up_projected_reference(
-    q_TND: torch.Tensor,
-    kv_b_NXL: torch.Tensor,
+    q_TND: Tensor,
+    kv_b_NXL: Tensor,
     planes: LatentPlanes,
-    page_row_P: torch.Tensor,
+    page_row_P: Tensor,
     start: int,
     scale: float,
-    scratch: Mapping[str, torch.Tensor],
-    out_TNV: torch.Tensor,
-) -> torch.Tensor:
+    scratch: Mapping[str, Tensor],
+    out_TNV: Tensor,
+) -> Tensor:
     """Attend rows of one sequence, the first at position `start`, to all tokens up to their own; both may be strided.
 
     Queries are rotated, and the rows' own latents are in their pages. `scratch` holds the tensors of `expanded_specs`.
@@ -66,21 +67,21 @@ class _Chunk(NamedTuple):
     """Some tokens, up-projected for a group of heads."""
 
     first: int
-    rows_WX: torch.Tensor
-    expanded_WX: torch.Tensor
+    rows_WX: Tensor
+    expanded_WX: Tensor
     """[W, G * (P + V)]."""
 
 
 def attend_up_projected_triton(
-    q_TND: torch.Tensor,
-    kv_b_NXL: torch.Tensor,
+    q_TND: Tensor,
+    kv_b_NXL: Tensor,
     planes: LatentPlanes,
-    page_row_P: torch.Tensor,
+    page_row_P: Tensor,
     start: int,
     scale: float,
-    scratch: Mapping[str, torch.Tensor],
-    out_TNV: torch.Tensor,
-) -> torch.Tensor:
+    scratch: Mapping[str, Tensor],
+    out_TNV: Tensor,
+) -> Tensor:
     """`attend_up_projected` as Triton kernels around one product per chunk and group of heads."""
     shape = _shape_of(q_TND, kv_b_NXL, planes, out_TNV)
     room, state = scratch["up_projected"], scratch["up_projected_state"]
@@ -116,7 +117,7 @@ def attend_up_projected_triton(
 attend_up_projected = operation(reference=attend_up_projected_reference, triton=attend_up_projected_triton)
 
 
-def _shape_of(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, planes: LatentPlanes, out_TNV: torch.Tensor) -> UpProjection:
+def _shape_of(q_TND: Tensor, kv_b_NXL: Tensor, planes: LatentPlanes, out_TNV: Tensor) -> UpProjection:
     num_heads, expanded_dim, latent_dim = kv_b_NXL.shape
     value_dim, nope_dim = out_TNV.shape[-1], q_TND.shape[-1] - planes.rope_dim
     assert latent_dim == planes.latent_dim, f"{kv_b_NXL.shape=} for latents of {planes.latent_dim}"
@@ -129,7 +130,7 @@ def _shape_of(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, planes: LatentPlanes,
     return UpProjection(num_heads, latent_dim, planes.rope_dim, nope_dim, value_dim)
 
 
-def _chunk(room: torch.Tensor, tokens: int, first: int, count: int, shape: UpProjection, num_outputs: int) -> _Chunk:
+def _chunk(room: Tensor, tokens: int, first: int, count: int, shape: UpProjection, num_outputs: int) -> _Chunk:
     """Return views. All chunks have their latent rows at the same place, so these stay for the next group of heads."""
     row_dim = shape.latent_dim + shape.rope_dim
     rows_WX = room[: count * row_dim].view(count, row_dim)
@@ -138,17 +139,15 @@ def _chunk(room: torch.Tensor, tokens: int, first: int, count: int, shape: UpPro
 
 
 def gather_latents_reference(
-    planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
-) -> torch.Tensor:
+    planes: LatentPlanes, page_row_P: Tensor, first: int, count: int, out_WX: Tensor
+) -> Tensor:
     """Dequantize `count` tokens of a sequence from `first` on: [W, L + R]; TurboQuant latents stay in the rotated space."""
     token_W = torch.arange(first, first + count, device=out_WX.device)
     slot_W = page_row_P[token_W // planes.page_tokens].long() * planes.page_tokens + token_W % planes.page_tokens
     return out_WX.copy_(read_latents(planes, slot_W, out_WX.dtype))
 
 
-def gather_latents_triton(
-    planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
-) -> torch.Tensor:
+def gather_latents_triton(planes: LatentPlanes, page_row_P: Tensor, first: int, count: int, out_WX: Tensor) -> Tensor:
     """`gather_latents_reference` as a Triton kernel, a program per GATHERED_TOKENS."""
     assert out_WX.shape == (count, planes.latent_dim + planes.rope_dim), f"{out_WX.shape=} for {count} of {planes}"
     assert out_WX.is_contiguous(), f"{out_WX.shape} with strides {out_WX.stride()}"
@@ -255,15 +254,15 @@ def _tile_of(blocks: _Blocks, element_bytes: int, shared_bytes: int) -> _Tile:
 
 
 def _attend_chunk(
-    q_TGD: torch.Tensor,
+    q_TGD: Tensor,
     chunk: _Chunk,
     position: int,
     scale: float,
     shape: UpProjection,
     splits: int,
     is_last: bool,
-    state: torch.Tensor,
-    out_TGV: torch.Tensor,
+    state: Tensor,
+    out_TGV: Tensor,
 ) -> None:
     """Attend rows from `position` on to a chunk; write the output if it is the last and not split."""
     (num_rows, num_heads, _), count = q_TGD.shape, len(chunk.rows_WX)
@@ -366,7 +365,7 @@ def _attend_kernel(
         tl.store(p_lse + o_state, b_m + tl.log2(b_l), mask=m_m)
 
 
-def _merge(state: torch.Tensor, splits: int, shape: UpProjection, out_TGV: torch.Tensor) -> None:
+def _merge(state: Tensor, splits: int, shape: UpProjection, out_TGV: Tensor) -> None:
     """Merge splits into the output."""
     num_rows, num_heads, value_dim = out_TGV.shape
     _merge_kernel[(-(-num_rows // MERGED_ROWS), num_heads)](

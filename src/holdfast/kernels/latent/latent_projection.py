@@ -9,16 +9,10 @@ their weights before the kernel that makes the rows has ended.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, pdl_launch, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
@@ -64,7 +58,7 @@ def row_form(num_rows: int) -> tuple[ProjectionForm, ProjectionForm]:
     return projection_form(num_rows, 1), projection_form(num_rows, MANY_HEADS)
 
 
-def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
+def absorb_queries_reference(q_TND: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> Tensor:
     """[T, N, L + R]: q[:P] @ W_UK of every head, then its rotated elements; rows and heads may be strided."""
     latent_dim = kv_b_NXL.shape[-1]
     nope_dim = q_TND.shape[-1] - (out_TNX.shape[-1] - latent_dim)
@@ -74,7 +68,7 @@ def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TN
     return out_TNX
 
 
-def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
+def absorb_queries_triton(q_TND: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> Tensor:
     """`absorb_queries` as a Triton kernel, a program per block of rows and columns of a head."""
     (num_rows, num_heads, _), latent_dim = q_TND.shape, kv_b_NXL.shape[-1]
     rope_dim = out_TNX.shape[-1] - latent_dim
@@ -97,14 +91,14 @@ def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: 
 absorb_queries = operation(reference=absorb_queries_reference, triton=absorb_queries_triton)
 
 
-def project_values_reference(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
+def project_values_reference(latent_TNL: Tensor, kv_b_NXL: Tensor, out_TNV: Tensor) -> Tensor:
     """[T, N, V]: the attention output of every head times W_UV; rows and heads may be strided."""
     value_dim = out_TNV.shape[-1]
     w_NVL = kv_b_NXL[:, kv_b_NXL.shape[1] - value_dim :].float()
     return out_TNV.copy_(torch.einsum("tnl,nvl->tnv", latent_TNL.float(), w_NVL).to(out_TNV.dtype))
 
 
-def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
+def project_values_triton(latent_TNL: Tensor, kv_b_NXL: Tensor, out_TNV: Tensor) -> Tensor:
     """`project_values` as a Triton kernel, a program per block of rows and columns of a head."""
     (num_rows, num_heads, latent_dim), value_dim = latent_TNL.shape, out_TNV.shape[-1]
     assert kv_b_NXL.shape[-1] == latent_dim, f"{latent_TNL.shape=} {kv_b_NXL.shape=}"
@@ -126,7 +120,7 @@ def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_
 project_values = operation(reference=project_values_reference, triton=project_values_triton)
 
 
-def _check(x_TNX: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> None:
+def _check(x_TNX: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> None:
     num_heads, _, latent_dim = kv_b_NXL.shape
     assert x_TNX.shape[:2] == out_TNX.shape[:2], f"{x_TNX.shape=} {out_TNX.shape=}"
     assert x_TNX.shape[1] == num_heads, f"{x_TNX.shape=} by the weights of {num_heads} heads"

@@ -11,6 +11,7 @@ their scale. The scale multiplies scores of keys and, for values, p of the softm
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
@@ -83,7 +84,7 @@ def quantized_blocks(height: int, planes: LatentPlanes, room: int) -> QuantizedB
     return choices[-1]
 
 
-def _planes_of(call: LatentCall) -> tuple[torch.Tensor | None, ...]:
+def _planes_of(call: LatentCall) -> tuple[Tensor | None, ...]:
     assert call.planes.kind != "plain", "plain pages have kernels of their own"
     return call.planes.rows_SX.view(torch.int16), call.planes.scales_SC, rope_plane(call.planes)
 
@@ -113,7 +114,7 @@ def attend_coded_tiles(call: LatentCall, work: TileWork, large: bool) -> None:
     )  # fmt: skip
 
 
-def attend_coded_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def attend_coded_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step over codes, without the merge; return the number of splits."""
     num_rows, num_heads, _ = call.q_TNX.shape
     num_blocks, group = head_blocks(num_heads)

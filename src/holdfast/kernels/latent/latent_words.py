@@ -12,6 +12,7 @@ a group, converted to half precision without the scale.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import latent_parts_4, value_parts_8
 from holdfast.kernels.fp8 import float32_of
@@ -49,7 +50,7 @@ def word_shape(planes: LatentPlanes) -> WordShape:
     )
 
 
-def rope_plane(planes: LatentPlanes) -> torch.Tensor:
+def rope_plane(planes: LatentPlanes) -> Tensor:
     """Return the plane with the rotated elements, as words; fp8_ds_mla has them in its rows."""
     if planes.rope_SR is None:
         return planes.rows_SX.view(torch.int16 if is_interpreted() else torch.bfloat16)

@@ -6,7 +6,7 @@ latent_low_tiles.py computes a block of tokens; lists, splits and partials are t
 three blocks ahead of the products, pages two and latents one.
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
@@ -40,7 +40,7 @@ TURN_KINDS = {"fp8_ds_mla", "plain"}
 """Kinds of pages for which alternating warpgroups (sparse_low_warpgroups.py) are faster."""
 
 
-def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step, without the merge; return the number of partials of a row."""
     if call.planes.kind in TURN_KINDS and takes_turns(call, tokens_TK.shape[1]):
         return attend_turns(call, rows, tokens_TK)

@@ -7,7 +7,7 @@ its own warpgroup, which multiplies with tokens as rows, as in latent_low_tiles.
 two, and each writes its own partial.
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
@@ -54,7 +54,7 @@ def takes_turns(call: LatentCall, num_places: int) -> bool:
     return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= call.partial_lse_CH.numel()
 
 
-def attend_turns(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def attend_turns(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step, without the merge; return the number of partials of a row, two for each split."""
     (num_rows, num_heads, _), num_places, pdl = call.q_TNX.shape, tokens_TK.shape[1], supports_pdl(call.q_TNX)
     planes, wanted = call.planes, low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)

@@ -15,6 +15,7 @@ selected so far. All ways give the same set.
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.latent.top_k_geometry import MAX_CHUNKS, TOP_K_FORM, TopKForm, num_warps, top_k_specs
@@ -52,11 +53,8 @@ SHIFTS = kernel_constant(2048)
 
 
 def top_k_tokens_reference(
-    scores_TC: torch.Tensor,
-    rows: SparseRows,
-    out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor] | None = None,
-) -> torch.Tensor:
+    scores_TC: Tensor, rows: SparseRows, out_TK: Tensor, scratch: Mapping[str, Tensor] | None = None
+) -> Tensor:
     """int32 positions of the K largest scores of each row among its first num_tokens_T, ascending, then -1.
 
     Ties go to the lower position. NaN counts as the lowest score, -0 as 0. Rows of at most K tokens take all of them, rows that
@@ -79,12 +77,12 @@ def top_k_tokens_reference(
 
 
 def top_k_tokens_triton(
-    scores_TC: torch.Tensor,
+    scores_TC: Tensor,
     rows: SparseRows,
-    out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor] | None = None,
+    out_TK: Tensor,
+    scratch: Mapping[str, Tensor] | None = None,
     form: TopKForm = TOP_K_FORM,
-) -> torch.Tensor:
+) -> Tensor:
     """`top_k_tokens` as one Triton kernel if no row is long, else as three."""
     assert scratch is not None, "top_k_tokens needs scratch on a GPU: pass the tensors of top_k_specs"
     _check(scores_TC, rows, out_TK, scratch, form)
@@ -120,13 +118,7 @@ def top_k_tokens_triton(
 top_k_tokens = operation(reference=top_k_tokens_reference, triton=top_k_tokens_triton)
 
 
-def _check(
-    scores_TC: torch.Tensor,
-    rows: SparseRows,
-    out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor],
-    form: TopKForm,
-) -> None:
+def _check(scores_TC: Tensor, rows: SparseRows, out_TK: Tensor, scratch: Mapping[str, Tensor], form: TopKForm) -> None:
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
     assert scores_TC.dtype == torch.float32, f"{scores_TC.dtype=}: scores must be float32"
     assert out_TK.dtype == torch.int32, f"{out_TK.dtype=}: positions must be int32"

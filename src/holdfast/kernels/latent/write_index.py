@@ -9,6 +9,7 @@ LayerNorm with a bias, then RoPE on the first R elements. Frequency i rotates el
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from holdfast.kernels.attention.write_kv import Rotary
@@ -16,14 +17,7 @@ from holdfast.kernels.fp8 import e4m3_of, size_bits
 from holdfast.kernels.latent.latent_planes import IndexPlanes
 from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
@@ -39,15 +33,15 @@ E4M3_MAX = 448.0
 class IndexNorm(NamedTuple):
     """The LayerNorm of index keys."""
 
-    weight_D: torch.Tensor
-    bias_D: torch.Tensor
+    weight_D: Tensor
+    bias_D: Tensor
     eps: float
 
 
 def write_index_reference(
-    k_TD: torch.Tensor,
-    q_TID: torch.Tensor,
-    slots_T: torch.Tensor,
+    k_TD: Tensor,
+    q_TID: Tensor,
+    slots_T: Tensor,
     norm: IndexNorm,
     rotary: Rotary,
     planes: IndexPlanes,
@@ -70,7 +64,7 @@ def write_index_reference(
         planes.rows_SD.view(torch.uint8)[slots_X] = codes_XD.view(torch.uint8)
 
 
-def rotate_halves(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def rotate_halves(x_TXR: Tensor, rotary: Rotary) -> Tensor:
     """Apply RoPE to the last dimension by halves, [T, R] or [T, I, R], in float32."""
     lift = (slice(len(x_TXR)), *(None,) * (x_TXR.dim() - 2))
     cos, sin = rotary.cos_TP.float()[lift], rotary.sin_TP.float()[lift]
@@ -78,7 +72,7 @@ def rotate_halves(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def quantize_index(x_XD: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_index(x_XD: Tensor, least: float) -> tuple[Tensor, Tensor]:
     """Return e4m3 codes and float32 scales [X, 1]: the least power of two that scales the amax to at most 448."""
     amax_X1 = x_XD.float().abs().amax(-1, keepdim=True).clamp(min=least)
     mantissa_X1, exponent_X1 = torch.frexp(amax_X1 / E4M3_MAX)
@@ -89,7 +83,7 @@ def quantize_index(x_XD: torch.Tensor, least: float) -> tuple[torch.Tensor, torc
 
 
 def quantize_index_queries_reference(
-    q_TID: torch.Tensor, weights_TI: torch.Tensor, codes_TID: torch.Tensor, out_weights_TI: torch.Tensor
+    q_TID: Tensor, weights_TI: Tensor, codes_TID: Tensor, out_weights_TI: Tensor
 ) -> None:
     """Quantize each head of a row to e4m3; fold its scale, a power of two, into its float32 weight.
 
@@ -101,9 +95,9 @@ def quantize_index_queries_reference(
 
 
 def write_index_triton(
-    k_TD: torch.Tensor,
-    q_TID: torch.Tensor,
-    slots_T: torch.Tensor,
+    k_TD: Tensor,
+    q_TID: Tensor,
+    slots_T: Tensor,
     norm: IndexNorm,
     rotary: Rotary,
     planes: IndexPlanes,
@@ -128,9 +122,7 @@ def write_index_triton(
 write_index = operation(reference=write_index_reference, triton=write_index_triton)
 
 
-def quantize_index_queries_triton(
-    q_TID: torch.Tensor, weights_TI: torch.Tensor, codes_TID: torch.Tensor, out_weights_TI: torch.Tensor
-) -> None:
+def quantize_index_queries_triton(q_TID: Tensor, weights_TI: Tensor, codes_TID: Tensor, out_weights_TI: Tensor) -> None:
     """`quantize_index_queries` as one Triton kernel, a program per block of heads of a row."""
     num_rows, num_heads, dim = q_TID.shape
     assert codes_TID.shape == q_TID.shape, f"{codes_TID.shape=} for {q_TID.shape=}"
@@ -151,7 +143,7 @@ def quantize_index_queries_triton(
 quantize_index_queries = operation(reference=quantize_index_queries_reference, triton=quantize_index_queries_triton)
 
 
-def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, planes: IndexPlanes) -> None:
+def _check_layout(k_TD: Tensor, q_TID: Tensor, rotary: Rotary, planes: IndexPlanes) -> None:
     (dim,), rope_dim = k_TD.shape[1:], rotary.dim
     assert dim == q_TID.shape[2] == planes.rows_SD.shape[1], f"{k_TD.shape=}, {q_TID.shape=}, {planes.rows_SD.shape=}"
     assert rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"

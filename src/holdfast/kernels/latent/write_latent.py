@@ -8,6 +8,7 @@ RoPE rotates neighbours: elements 2 i and 2 i + 1 by column i of the step's rows
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, nearest_magnitudes, size_bits
@@ -43,17 +44,12 @@ GAIN = kernel_constant(LATENT_CODEBOOK.gain)
 class LatentNorm(NamedTuple):
     """The RMSNorm of a latent."""
 
-    weight_L: torch.Tensor
+    weight_L: Tensor
     eps: float
 
 
 def write_latent_reference(
-    latent_TX: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: LatentPlanes,
+    latent_TX: Tensor, q_TND: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes
 ) -> None:
     """Write each row's latent to its slot (-1: none); rotate the last R elements of its query heads in place.
 
@@ -69,7 +65,7 @@ def write_latent_reference(
     store_latents(planes, slots_T[is_kept_T], normed_TL[is_kept_T], rope_TR[is_kept_T])
 
 
-def rotate_neighbours(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def rotate_neighbours(x_TXR: Tensor, rotary: Rotary) -> Tensor:
     """Apply RoPE to the last dimension by neighbours, [T, R] or [T, N, R], in float32 and back."""
     lift = (slice(len(x_TXR)), *(None,) * (x_TXR.dim() - 2))
     cos, sin = rotary.cos_TP.float()[lift], rotary.sin_TP.float()[lift]
@@ -78,12 +74,7 @@ def rotate_neighbours(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 
 
 def write_latent_triton(
-    latent_TX: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: LatentPlanes,
+    latent_TX: Tensor, q_TND: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes
 ) -> None:
     """`write_latent` as one Triton kernel: a program for the latent of a row, and more for its query heads."""
     (num_rows, num_heads, head_dim), rope_dim = q_TND.shape, planes.rope_dim
@@ -109,7 +100,7 @@ def write_latent_triton(
 write_latent = operation(reference=write_latent_reference, triton=write_latent_triton)
 
 
-def _check_layout(latent_TX: torch.Tensor, q_TND: torch.Tensor, rotary: Rotary, planes: LatentPlanes) -> None:
+def _check_layout(latent_TX: Tensor, q_TND: Tensor, rotary: Rotary, planes: LatentPlanes) -> None:
     assert latent_TX.shape[1] == planes.latent_dim + planes.rope_dim, f"{latent_TX.shape=} for {planes.latent_dim=}"
     assert planes.rope_dim % 2 == 0, f"{planes.rope_dim=}: rope turns pairs"
     assert latent_TX.stride(1) == 1, f"{latent_TX.stride()=}: the elements of a row must lie side by side"

@@ -8,6 +8,7 @@ the row's position.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.entry_rows import (
@@ -23,14 +24,7 @@ from holdfast.kernels.latent.entry_rows import (
 from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, store_latents
 from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 from holdfast.quant.kv_quantize import rotate_heads
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -41,10 +35,10 @@ NUM_WARPS = 4
 
 
 def write_window_reference(
-    kv_TD: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
+    kv_TD: Tensor,
+    q_TND: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
     norm: LatentNorm,
     q_eps: float,
     rotary: Rotary,
@@ -69,17 +63,17 @@ def write_window_reference(
     store_latents(planes, slots_T[is_kept_T], rows_XD[:, :latent_dim], rows_XD[:, latent_dim:])
 
 
-def rotate_back_reference(out_TND: torch.Tensor, rotary: Rotary) -> None:
+def rotate_back_reference(out_TND: Tensor, rotary: Rotary) -> None:
     """Rotate the last R elements of every head by minus the row's position, in place."""
     out_TNR = out_TND[..., out_TND.shape[-1] - rotary.dim :]
     out_TNR.copy_(rotate_neighbours(out_TNR, rotary.back()))
 
 
 def write_window_triton(
-    kv_TD: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
+    kv_TD: Tensor,
+    q_TND: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
     norm: LatentNorm,
     q_eps: float,
     rotary: Rotary,
@@ -110,7 +104,7 @@ def write_window_triton(
 write_window = operation(reference=write_window_reference, triton=write_window_triton)
 
 
-def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
+def rotate_back_triton(out_TND: Tensor, rotary: Rotary) -> None:
     """`rotate_back` as one Triton kernel: a program per block of heads of a row."""
     num_rows, num_heads, dim = out_TND.shape
     _check_layout(out_TND, rotary)
@@ -129,7 +123,7 @@ def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
 rotate_back = operation(reference=rotate_back_reference, triton=rotate_back_triton)
 
 
-def _check_layout(x_TND: torch.Tensor, rotary: Rotary) -> None:
+def _check_layout(x_TND: Tensor, rotary: Rotary) -> None:
     dim, rope_dim = x_TND.shape[2], rotary.dim
     assert dim % 2 == rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
     assert x_TND.stride(2) == 1, f"{x_TND.stride()=}: the elements of a head must lie side by side"
