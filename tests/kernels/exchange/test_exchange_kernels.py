@@ -9,7 +9,6 @@ from holdfast.distributed.exchange_plan import SIGNAL_BYTES
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_reference,
     gather_columns_triton,
-    gather_small_reference,
     gather_small_triton,
     share_first_triton,
 )
@@ -24,6 +23,7 @@ from holdfast.kernels.exchange.sum_rows import (
     takes_two_passes,
     tile_forms,
 )
+from kernels.gemm_references import gather_small_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Guarded = Callable[..., torch.Tensor]

@@ -5,7 +5,6 @@ T rows, X a rank's columns, Y all of them; N elements; S ranks
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from holdfast.kernels.exchange.signals import ASSEMBLER, begin_meeting, end_meeting
@@ -65,11 +64,6 @@ def _gather_columns_kernel(
                 b_x = tl.load(rooms[r] + i_row * width + o_x, mask=m_x, other=0)
                 tl.store(p_out + i_row * out_stride + r * share + o_x, b_x, mask=m_x)
     end_meeting(p_signals, epoch)
-
-
-def gather_small_reference(parts: Sequence[Tensor], out_SN: Tensor) -> Tensor:
-    """Part by part."""
-    return torch.stack(tuple(parts), out=out_SN)
 
 
 def gather_small_triton(part_N: Tensor, rooms: Sequence[Tensor], out_SN: Tensor, ranks: Ranks) -> Tensor:
