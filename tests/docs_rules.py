@@ -50,8 +50,12 @@ def pointers(line: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def defined_names(source: Source) -> set[str]:
-    """Functions and classes of a file, and methods as Class.method."""
-    names = set()
+    """List functions, classes and operations of a file, and methods as Class.method."""
+    names = {
+        ast.unparse(node.targets[0])
+        for node in source.tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("operation(")
+    }
     for node in source.tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
