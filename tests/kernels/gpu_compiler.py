@@ -254,7 +254,7 @@ def attention_of(
 
 
 def streams_of(num_rows: int, hidden: int) -> None:
-    """Both launches around a block, streams that are mixed first, and those that are collapsed last."""
+    """Compile both launches around a block, the first mix, and the head."""
     x, norm_weight = torch.empty(num_rows, 4, hidden, dtype=BF16), torch.empty(hidden, dtype=BF16)
     mix = hyper_connections.StreamMix(torch.empty(24, 4 * hidden), torch.empty(24), torch.empty(3))
     head = hyper_connections.HeadMix(torch.empty(4, 4 * hidden), torch.empty(4), torch.empty(1))
@@ -264,8 +264,7 @@ def streams_of(num_rows: int, hidden: int) -> None:
     hyper_connections.enter_block(x, parts, mix, numbers, shares, norm_weight, 1e-6, y)
     hyper_connections.combine_add_up(x, y, shares, mix.weight_MX, parts)
     hyper_connections.combine_streams(x, y, shares, x)
-    hyper_connections.mix_head(x, *head, 1e-6, 1e-6, shares[:, :4], parts)
-    hyper_connections.collapse_streams(x, shares, y)
+    hyper_connections.enter_block(x, parts, head, numbers, shares[:, :4], norm_weight, 1e-6, y)
 
 
 def layer_norm_of(dtype: torch.dtype) -> None:
