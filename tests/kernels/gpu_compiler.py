@@ -727,7 +727,7 @@ def exchange_of(size: int) -> None:
     ids = torch.zeros(64, dtype=torch.int64)
     gather_rows.gather_small_triton(ids, [ids] * size, torch.zeros(size, 64, dtype=torch.int64), ranks)
     gather_rows.share_first_triton(ids, [ids] * size, ranks)
-    gather_rows.meet_triton(ranks)
+    gather_rows.rendezvous_triton(ranks)
     end = links.offer_end(torch.zeros(4096, dtype=torch.int32), torch.zeros(4096, dtype=torch.int32), 0, 0)
     links.offer_rows(rooms[0], torch.zeros(size, 16 * 5120, dtype=BF16), end)
     links.fetch_rows(torch.zeros(1, 16 * 5120, dtype=BF16), rooms[0], end)

@@ -175,7 +175,7 @@ def test_words_of_links_do_not_overlap() -> None:
     for link, source in ((0, 0), *((1, 1 + rank) for rank in range(16))):
         for end in (offer_end(signals[0], signals[1], link, source), fetch_end(signals[1], signals[0], link, source)):
             number += 1
-            for words in (end.awaited, end.told, end.counted):
+            for words in (end.awaited, end.signaled, end.counted):
                 words += number
     assert END_WORD <= SIGNAL_BYTES // 4
     # Each word of the target is written by its own source and by nobody else; the source has two links.
