@@ -9,7 +9,7 @@ import torch
 from holdfast.models import activations
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, WeightRecipe
 from kernels.gemm_references import normed_linear_reference
 from models.fused_decode_steps import decode, make_rig, placed, use_references
