@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.kernels.operation import operation
+from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.stream_geometry import (
     MANY_ROWS_BLOCK,
     MAX_SPLITS,
@@ -32,8 +32,6 @@ from holdfast.kernels.triton_compat import (
     jit,
     jit_counting,
     next_power_of_two,
-    pdl_launch,
-    supports_pdl,
     tl,
     wait_then_release,
 )
@@ -211,14 +209,14 @@ def _combine_launch(
     assert num_streams <= MAX_STREAMS, f"{num_streams} streams; kernels take up to {MAX_STREAMS}"
     if not num_rows:
         return out_TSH
-    block_t, pdl = row_block(num_rows), supports_pdl(x_TSH)
+    block_t = row_block(num_rows)
     launch = _combine_row_kernel if block_t == 1 else _combine_kernel
     launch[(num_splits(num_rows, hidden_size), -(-num_rows // block_t))](
         x_TSH, y_TH, shares_TM, out_TSH, weight_MX, parts, num_rows, chunks_of_split(num_rows, hidden_size),
         hidden_size, 0 if y_TH is None else y_TH.stride(0), 0 if shares_TM is None else shares_TM.stride(0),
         COMBINES=y_TH is not None, NUM_SUMS=num_sums, SUM_COLUMNS=sum_columns(num_sums), NUM_STREAMS=num_streams,
-        BLOCK_S=next_power_of_two(num_streams), BLOCK_H=STREAM_COLUMNS, BLOCK_T=block_t, PDL=pdl,
-        num_warps=8 if block_t == MANY_ROWS_BLOCK else 4, **pdl_launch(pdl),
+        BLOCK_S=next_power_of_two(num_streams), BLOCK_H=STREAM_COLUMNS, BLOCK_T=block_t,
+        num_warps=8 if block_t == MANY_ROWS_BLOCK else 4, **pdl_flags(x_TSH),
     )  # fmt: skip
     return out_TSH
 
@@ -249,14 +247,13 @@ def enter_block_triton(
     assert numbers.eps > 0.0, f"{numbers.eps=}: a divisor may be 0 without it"
     if not num_rows:
         return out_TH
-    block_h, pdl = next_power_of_two(hidden_size), supports_pdl(x_TSH)
+    block_h = next_power_of_two(hidden_size)
     _enter_kernel[(num_rows, 2)](
         x_TSH, parts_CTP, bias, scale, norm_weight_H, shares_TM, out_TH, num_rows, len(parts_CTP), hidden_size,
         shares_TM.stride(0), out_TH.stride(0), numbers.norm_eps, numbers.eps, rms_eps,
-        IS_HEAD=is_head, NUM_ITERATIONS=numbers.num_iterations, NUM_SUMS=num_sums,
-        SUM_COLUMNS=parts_CTP.shape[2], NUM_STREAMS=num_streams, BLOCK_S=next_power_of_two(num_streams),
-        BLOCK_C=MAX_SPLITS, BLOCK_H=block_h, PDL=pdl, num_warps=max(1, min(8, block_h // COLUMNS_PER_WARP)),
-        **pdl_launch(pdl),
+        IS_HEAD=is_head, NUM_ITERATIONS=numbers.num_iterations, NUM_SUMS=num_sums, SUM_COLUMNS=parts_CTP.shape[2],
+        NUM_STREAMS=num_streams, BLOCK_S=next_power_of_two(num_streams), BLOCK_C=MAX_SPLITS, BLOCK_H=block_h,
+        num_warps=max(1, min(8, block_h // COLUMNS_PER_WARP)), **pdl_flags(x_TSH),
     )  # fmt: skip
     return out_TH
 
@@ -427,8 +424,8 @@ def _combine_row_kernel(
 def _enter_kernel(
     p_x, p_parts, p_bias, p_scale, p_norm, p_shares, p_out,
     num_rows, num_splits, hidden_size, shares_stride, out_stride, norm_eps, eps, rms_eps,
-    IS_HEAD: constexpr, NUM_ITERATIONS: constexpr, NUM_SUMS: constexpr, SUM_COLUMNS: constexpr,
-    NUM_STREAMS: constexpr, BLOCK_S: constexpr, BLOCK_C: constexpr, BLOCK_H: constexpr, PDL: constexpr,
+    IS_HEAD: constexpr, NUM_ITERATIONS: constexpr, NUM_SUMS: constexpr, SUM_COLUMNS: constexpr, NUM_STREAMS: constexpr,
+    BLOCK_S: constexpr, BLOCK_C: constexpr, BLOCK_H: constexpr, PDL: constexpr,
 ):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)

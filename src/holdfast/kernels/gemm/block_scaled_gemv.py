@@ -14,16 +14,8 @@ from torch import Tensor
 
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_of, e4m3_value, float32_of, size_bits
 from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, scale_of
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    kernel_constant,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kernel_constant, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
@@ -115,7 +107,7 @@ def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | No
     assert weight.shape == (size_n, size_k), f"{weight.shape=} {x_MK.shape=}"
     assert out_MN.shape == (num_rows, size_n), f"{out_MN.shape=} {weight.shape=} {x_MK.shape=}"
     assert x_MK.stride(1) == 1, f"{x_MK.stride()=}: columns lie apart"
-    form, pdl = gemv_form(size_n, size_k), supports_pdl(x_MK)
+    form = gemv_form(size_n, size_k)
     # A program stays within a block of rows: the largest power of two that divides it.
     block_n, block_k = min(form.block_n, scheme.block_rows & -scheme.block_rows), WARP_COLUMNS * form.num_warps
     block_scaled_gemv_kernel[(-(-size_n // block_n), num_rows)](
@@ -123,7 +115,7 @@ def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | No
         bias_N if bias_N is not None else weight.scales, out_MN, size_n, weight.scales.shape[1], x_MK.stride(0),
         SIZE_K=size_k, BLOCK_ROWS=scheme.block_rows, EVEN_N=size_n % block_n == 0, HAS_BIAS=bias_N is not None,
         EVEN_K=size_k % block_k == 0, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=form.ahead, PLAIN=is_interpreted(),
-        PDL=pdl, num_warps=form.num_warps, **pdl_launch(pdl),
+        num_warps=form.num_warps, **pdl_flags(x_MK),
     )  # fmt: skip
     return out_MN
 

@@ -8,17 +8,8 @@ from torch import Tensor
 from holdfast.kernels.fp8 import as_bits, e4m3_quotients, size_bits
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, scale_of
 from holdfast.kernels.norm import add_rms_norm, num_warps_for
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import operation, pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, next_power_of_two, release_then_wait, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -52,14 +43,13 @@ def add_rms_norm_coded_triton(
     assert codes_TD.shape == x_TD.shape, f"{codes_TD.shape=} {x_TD.shape=}"
     assert scales_T1.shape == (num_rows, 1), f"{scales_T1.shape=}: a row has one scale"
     if x_TD.numel():
-        block, pdl = next_power_of_two(size), supports_pdl(x_TD)
+        block = next_power_of_two(size)
         rows = (x_TD, delta_TD, out_TD, codes_TD)
         assert all(row.stride(1) == 1 for row in rows), "the elements of a row must lie side by side"
         _add_rms_norm_coded_kernel[(num_rows,)](
             x_TD, delta_TD, weight_D, out_TD, as_bits(codes_TD), scales_T1,
             *(row.stride(0) for row in (*rows, scales_T1)), size, eps,
-            OFFSET=offset, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl, num_warps=num_warps_for(block),
-            **pdl_launch(pdl),
+            OFFSET=offset, BLOCK=block, PLAIN=is_interpreted(), num_warps=num_warps_for(block), **pdl_flags(x_TD),
         )  # fmt: skip
     return out_TD
 

@@ -12,15 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, release_then_wait, tl
 
 
 class AmaxScratch(NamedTuple):
@@ -123,10 +116,9 @@ def row_amax(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax:
     """Store one amax a row into `values`, and zero the amax of a later product (`cleared`)."""
     num_rows, size_k = x_MK.shape
     share = -(-cleared.numel() // num_rows)
-    pdl = supports_pdl(x_MK)
     _amax_kernel[(num_rows,)](
         x_MK, values, cleared, size_k, share, cleared.numel(),
-        BLOCK=next_power_of_two(max(size_k, share)), PDL=pdl, num_warps=8, **pdl_launch(pdl),
+        BLOCK=next_power_of_two(max(size_k, share)), num_warps=8, **pdl_flags(x_MK),
     )  # fmt: skip
     return RowAmax(values, 1)
 

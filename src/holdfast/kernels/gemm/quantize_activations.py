@@ -10,16 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, e4m3_quotients, float32_of, size_bits
-from holdfast.kernels.operation import operation
+from holdfast.kernels.operation import operation, pdl_flags
 from holdfast.kernels.triton_compat import (
     constexpr,
     is_interpreted,
     jit,
     kernel_constant,
     next_power_of_two,
-    pdl_launch,
     release_then_wait,
-    supports_pdl,
     tl,
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, E4M3_NAN, LEAST_E4M3_SCALE
@@ -98,18 +96,17 @@ def quantize_rows_triton(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRow
         return quantized
     strides = x_TK.stride(0), quantized.codes_TK.stride(0), *quantized.scales_TB.stride()
     arguments = as_kernels_read(x_TK), as_bits(quantized.codes_TK), quantized.scales_TB, num_columns, *strides
-    pdl = supports_pdl(x_TK)
     if num_blocks == 1:
         block = min(WHOLE_ROW, next_power_of_two(num_columns))
         _quantize_rows_kernel[(num_rows,)](
             *arguments,
-            IS_ONE_SWEEP=num_columns <= block, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl,
-            num_warps=max(1, min(16, block // 128)), **pdl_launch(pdl),
+            IS_ONE_SWEEP=num_columns <= block, BLOCK=block, PLAIN=is_interpreted(),
+            num_warps=max(1, min(16, block // 128)), **pdl_flags(x_TK),
         )  # fmt: skip
     else:
         _quantize_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
             *arguments,
-            WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, PDL=pdl, num_warps=4, **pdl_launch(pdl),
+            WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, num_warps=4, **pdl_flags(x_TK),
         )  # fmt: skip
     return quantized
 
@@ -125,12 +122,11 @@ def quantize_rows_by_amax(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedR
     assert x_TK.stride(1) == quantized.codes_TK.stride(1) == 1, "columns lie apart"
     if num_rows == 0:
         return quantized
-    pdl = supports_pdl(x_TK)
     _quantize_by_amax_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
         as_kernels_read(x_TK), amax.bits, as_bits(quantized.codes_TK), quantized.scales_TB, num_columns, amax.num_amax,
         x_TK.stride(0), quantized.codes_TK.stride(0), quantized.scales_TB.stride(0),
-        BLOCK=COLUMNS_PER_PROGRAM, BLOCK_P=next_power_of_two(amax.num_amax), PLAIN=is_interpreted(), PDL=pdl,
-        num_warps=8, **pdl_launch(pdl),
+        BLOCK=COLUMNS_PER_PROGRAM, BLOCK_P=next_power_of_two(amax.num_amax), PLAIN=is_interpreted(),
+        num_warps=8, **pdl_flags(x_TK),
     )  # fmt: skip
     return quantized
 

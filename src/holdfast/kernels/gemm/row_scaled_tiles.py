@@ -23,15 +23,8 @@ from holdfast.kernels.geometry import (
     ROW_SCALED_SPLIT_ROWS,
     row_scaled_splits,
 )
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit_counting, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
@@ -88,15 +81,14 @@ def _launch(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None,
         assert splits == 1 or num_blocks <= scratch.arrived.numel(), f"{scratch.arrived.shape=}"
         assert not kind or num_rows * num_blocks <= scratch.amax.numel(), f"{scratch.amax.shape=}"
     shared = (weight.scales,) * 3 if scratch is None else scratch
-    pdl = supports_pdl(out_MN)
     row_scaled_tile_kernel[(num_blocks, splits)](
         kernel_codes(rows.codes_TK), rows.scales_TB, kernel_codes(weight.codes), weight.scales,
         bias_N if bias_N is not None else weight.scales, out_MN, *shared, num_rows, size_n, size_k,
         -(-size_k // (splits * ROW_SCALED_BLOCK_K)) * ROW_SCALED_BLOCK_K,
         KIND=kind, HAS_BIAS=bias_N is not None, EVEN_K=size_k % ROW_SCALED_BLOCK_K == 0, NUM_SPLITS=splits,
         BLOCK_M=block_m, BLOCK_N=ROW_SCALED_BLOCK_N, BLOCK_K=ROW_SCALED_BLOCK_K,
-        NUM_STAGES=num_stages(block_m, num_blocks * splits), PLAIN=is_interpreted(), PDL=pdl,
-        num_warps=8 if block_m == 128 else 4, **pdl_launch(pdl),
+        NUM_STAGES=num_stages(block_m, num_blocks * splits), PLAIN=is_interpreted(),
+        num_warps=8 if block_m == 128 else 4, **pdl_flags(out_MN),
     )  # fmt: skip
     return num_blocks
 

@@ -30,15 +30,8 @@ from holdfast.kernels.gemm.gemv import (
 )
 from holdfast.kernels.gemm.small_batch_quantized import launch_quantized
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    release_then_wait,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, release_then_wait, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -110,7 +103,6 @@ def _launch(
     num_rows, size_k = x_MK.shape
     size_n = y_MN.shape[1]
     num_squares, eps = (rows.num_squares, rows.eps) if rows else (1, 0.0)
-    pdl = supports_pdl(x_MK)
     arguments = (
         x_MK, weight, bias_N if bias_N is not None else weight, y_MN,
         norm_weight_N if norm_weight_N is not None else weight, scaled_MN if scaled_MN is not None else y_MN,
@@ -118,7 +110,7 @@ def _launch(
     )  # fmt: skip
     flags = {
         "HAS_BIAS": bias_N is not None, "GATED": gated, "RESIDUAL": norm_weight_N is not None,
-        "DEFERRED_NORM": rows is not None, "BLOCK_J": next_power_of_two(num_squares), "PDL": pdl, **pdl_launch(pdl),
+        "DEFERRED_NORM": rows is not None, "BLOCK_J": next_power_of_two(num_squares), **pdl_flags(x_MK),
     }  # fmt: skip
     if row_form(num_rows):
         block_n, block_k, num_warps = gemv_blocks(size_k, gated)

@@ -22,15 +22,8 @@ from holdfast.kernels.gemm.gemv import (
     sum_partials,
 )
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, SMALL_BATCH_BLOCK_N
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    is_interpreted,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import pdl_flags
+from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit_counting, next_power_of_two, tl
 from holdfast.quant.quantized_weight import QuantizedWeight
 
 # ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
@@ -71,7 +64,6 @@ def launch_quantized(
         amax = RowAmax(own.normed, rows.num_squares)
     assert amax is not None or not quantizes_rows, "rows that become codes need amax"
     num_squares, num_amax = rows.num_squares if rows else 1, amax.num_amax if amax else 1
-    pdl = supports_pdl(x_MK)
     arguments = (
         x_MK, kernel_codes(weight.codes), weight.scales, bias_N if bias_N is not None else weight.scales, y_MN,
         norm_weight_N if norm_weight_N is not None else weight.scales, scaled_MN if scaled_MN is not None else y_MN,
@@ -82,9 +74,9 @@ def launch_quantized(
         "HAS_BIAS": bias_N is not None, "GATED": gated, "RESIDUAL": norm_weight_N is not None,
         "DEFERRED_NORM": rows is not None, "QUANTIZES_ROWS": quantizes_rows,
         "BLOCK_J": next_power_of_two(num_squares), "BLOCK_P": next_power_of_two(num_amax),
-        "PLAIN": is_interpreted(), "PDL": pdl,
+        "PLAIN": is_interpreted(),
     }  # fmt: skip
-    eps, options = rows.eps if rows else 0.0, pdl_launch(pdl)
+    eps, options = rows.eps if rows else 0.0, pdl_flags(x_MK)
     if row_form(num_rows):
         blocks = quantized_gemv_blocks(size_k, gated, norm_weight_N is not None, quantizes_rows)
         num_blocks = -(-size_n // blocks.block_n)
