@@ -17,6 +17,7 @@ import pytest
 from cli.cli_models import make_model
 from engine.fake_core import CHANGE, TABLE
 from engine.fakes import make_engine, own_pulse, run_all, shared_template, shared_tokenizer, solo, text_of, tokens_of
+from error_codes import raises_code
 from holdfast import LLM, AsyncLLM, SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine import child_process, core_process
@@ -176,7 +177,7 @@ def test_the_queue_of_the_core_is_known_here(make_remote):
         while engine.stats().num_running < running:
             engine.step()
     add(8, 9, 10, 11)
-    with pytest.raises(QueueFullError, match="1 more completions were asked; 4 wait and the queue holds 4"):
+    with raises_code("request.queue_full", QueueFullError):
         engine.add_request("one more", "x", PARAMS)
     engine.abort_all()
     engine.add_request("after", "x", PARAMS)
@@ -499,7 +500,7 @@ def test_a_core_that_ends_in_the_middle_of_a_message(monkeypatch):
     code = "import socket, sys; socket.socket(fileno=int(sys.argv[2])).sendall(bytes.fromhex(sys.argv[1]))"
     said = (frames(READY) + frames(ONE, first=2)[:-3]).hex()
     core = CoreProcess(EngineConfig(), lambda done, total: None, command=(sys.executable, "-c", code, said))
-    with pytest.raises(EngineDeadError, match="cut short"):
+    with raises_code("engine.core_dead", EngineDeadError):
         core.watch()
     assert is_gone(core.pid, 10.0)
 

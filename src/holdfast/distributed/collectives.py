@@ -247,7 +247,7 @@ class CollectiveExchange:
             return part.unsqueeze(0).expand(self.size, *part.shape)
         gathered = self._held.tensors["exchange/gathered"].view(-1)[: self.size * part.nbytes]
         parts = gathered.view(part.dtype).view(self.size, *part.shape)
-        with lost_peers(f"rank {self.mesh.rank} called {verb} of {list(part.shape)}"):
+        with lost_peers(f"{verb} of {list(part.shape)} on rank {self.mesh.rank}"):
             self._open.gather(part, parts)
         return parts
 
@@ -260,7 +260,7 @@ class CollectiveExchange:
 
     def gather_logits(self, part_RV: torch.Tensor | None, out_RW: torch.Tensor | None) -> None:
         assert (out_RW is not None) == (self.mesh.rank == 0), f"rank {self.mesh.rank} passes {out_RW=}"
-        with lost_peers(f"rank {self.mesh.rank} gathered logits"):
+        with lost_peers(f"the gather of logits on rank {self.mesh.rank}"):
             if out_RW is None:
                 assert part_RV is not None, "a rank of the last stage has a part"
                 dense = part_RV if part_RV.is_contiguous() else self._held.share_room(*part_RV.shape).copy_(part_RV)
@@ -280,7 +280,7 @@ class CollectiveExchange:
         return list(out_RW.split([self._held.share_width(place) for place in range(self.size)], dim=1))
 
     def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
-        with lost_peers(f"rank {self.mesh.rank} gathered {list(out_SRX.shape)}"):
+        with lost_peers(f"the gather of {list(out_SRX.shape)} on rank {self.mesh.rank}"):
             if part_RX is not None:
                 out_SRX[self.rank].copy_(part_RX)
                 if self.size > 1:
@@ -293,13 +293,13 @@ class CollectiveExchange:
 
     def share_tokens(self, ids_T: torch.Tensor) -> None:
         if self.size > 1:
-            with lost_peers(f"rank {self.mesh.rank} shared {ids_T.shape[0]} tokens"):
+            with lost_peers(f"the broadcast of {ids_T.shape[0]} tokens on rank {self.mesh.rank}"):
                 self._open.share(ids_T)
 
     def send_rows(self, x_TH: torch.Tensor) -> None:
         slot = self._num_sent % self.mesh.num_stages
         self._num_sent += 1
-        with lost_peers(f"rank {self.mesh.rank} sent rows to the next stage"):
+        with lost_peers(f"the send of rows on rank {self.mesh.rank}"):
             if self._under_way[slot] is not None:
                 self._under_way[slot].wait()
             sent_TH = self._held.hidden_slot(slot, x_TH).copy_(x_TH)
@@ -307,7 +307,7 @@ class CollectiveExchange:
 
     def receive_rows(self, out_TH: torch.Tensor) -> torch.Tensor:
         assert out_TH.is_contiguous(), f"{out_TH.stride()=}: rows between stages are dense"
-        with lost_peers(f"rank {self.mesh.rank} waited for rows of the stage before"):
+        with lost_peers(f"the receive of rows on rank {self.mesh.rank}"):
             self._open.receive(out_TH, self.mesh.rank - self.size)
         return out_TH
 
@@ -389,7 +389,7 @@ def open_collectives(
 ) -> CollectiveExchange:
     """Among all ranks of the mesh, which call this together; memory is taken once all of them have come."""
     store = open_store(place, mesh, timeout_s, secret, check)
-    with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
+    with lost_peers(f"connecting rank {mesh.rank} to {mesh.num_ranks - 1} others"):
         peers, connected_bytes = open_peers(store, mesh, call_timeout_s, device)
     try:
         exchange = CollectiveExchange(mesh, needs, peers, device, ledger)

@@ -53,7 +53,7 @@ class LinkedExchange(CollectiveExchange):
     def gather_small(self, part_RX: torch.Tensor | None, out_SRX: torch.Tensor) -> torch.Tensor:
         if part_RX is not None:
             self._stage.gather_small(part_RX, out_SRX)
-        with lost_peers(f"rank {self.mesh.rank} gathered {list(out_SRX.shape)}"):
+        with lost_peers(f"the gather of {list(out_SRX.shape)} on rank {self.mesh.rank}"):
             if part_RX is None:
                 self._open.receive_head(out_SRX, 0)
             elif self.rank == 0:
@@ -97,7 +97,7 @@ def open_linked(
     from holdfast.distributed.symmetric import SymmetricExchange  # its kernels are for GPUs
 
     store = open_store(place, mesh, timeout_s, secret, check)
-    with lost_peers(f"rank {mesh.rank} connected to {mesh.num_ranks - 1} others"):
+    with lost_peers(f"connecting rank {mesh.rank} to {mesh.num_ranks - 1} others"):
         peers, connected_bytes = open_peers(store, mesh, CALL_SECONDS, device)
         own_needs, own_mesh = in_stage(needs, mesh)
         own_store = c10d.PrefixStore(f"stage{mesh.stage}", store)

@@ -9,18 +9,14 @@ experts in place of slices of all of them. Stages hold different layers; the fir
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError
 
 
 def _check(kind: str, rank: object, size: object, rank_name: str = "", size_name: str = "") -> None:
     rank_name, size_name = rank_name or f"{kind}_rank", size_name or f"{kind}_size"
     if type(rank) is int and type(size) is int and 0 <= rank < size:
         return
-    raise ConfigError(
-        f"{rank_name}={shown(rank)} of {size_name}={shown(size)} was asked",
-        "ranks are whole numbers from 0 to one less than their number",
-        f"take {rank_name}=0 and {size_name}=1 for a model on one device",
-    )
+    raise ConfigError("rank.not_a_rank", rank_name=rank_name, rank=rank, size_name=size_name, size=size)
 
 
 @dataclass(frozen=True, slots=True)

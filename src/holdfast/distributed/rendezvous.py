@@ -34,11 +34,7 @@ def listen_for_ranks(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     try:
         return serve_at(host, port)
     except OSError as error:
-        raise ConfigError(
-            f"ranks were to meet at {host}:{port}",
-            f"nobody can listen there: {error.strerror or error}",
-            "take another port, or 0 for any that is free",
-        ) from error
+        raise ConfigError("rank.cannot_listen", place=f"{host}:{port}", reason=error.strerror or error) from error
 
 
 def serve_at(host: str, port: int) -> socket.socket:
@@ -69,10 +65,10 @@ def open_store(
         store = c10d.PrefixStore(f"holdfast-{secret}", server)
         store.set(_key(mesh.rank), "here")
     except RuntimeError as error:
+        place, seconds = f"{host}:{port}", f"{timeout_s:g}"
+        reason = first_line(error)
         raise EngineDeadError(
-            f"rank {mesh.rank} looked for rank 0 at {host}:{port}",
-            f"nobody answered within {timeout_s:g} s: {told(error)}",
-            "look whether rank 0 lives and that its port can be reached",
+            "rank.rank_zero_silent", rank=mesh.rank, place=place, seconds=seconds, reason=reason
         ) from error
     _wait_for_all(store, mesh, timeout_s, check)
     return store
@@ -146,7 +142,7 @@ def _key(rank: int) -> str:
 
 def _wait_for_all(store: Store, mesh: Mesh, timeout_s: float, check: Check | None) -> None:
     missing, end = set(range(mesh.num_ranks)), time.monotonic() + timeout_s
-    with lost_peers(f"{mesh.num_ranks} ranks were to meet"):
+    with lost_peers(f"the rendezvous of {mesh.num_ranks} ranks"):
         while True:
             missing = {rank for rank in missing if not store.check([_key(rank)])}
             if not missing or time.monotonic() > end:
@@ -155,30 +151,25 @@ def _wait_for_all(store: Store, mesh: Mesh, timeout_s: float, check: Check | Non
                 check()
             time.sleep(POLL_SECONDS)
     if missing:
-        raise EngineDeadError(
-            f"{mesh.num_ranks} ranks were to meet",
-            f"{named(missing)} did not come within {timeout_s:g} s",
-            "look at what they said, and start all ranks again",
-        )
+        found = {"num_ranks": mesh.num_ranks, "seconds": f"{timeout_s:g}"}
+        raise EngineDeadError("rank.missing_ranks", missing=named(missing), **found)
 
 
 @contextmanager
-def lost_peers(asked: str) -> Iterator[None]:
-    """Whatever torch.distributed says about peers and connections, as our sentence."""
+def lost_peers(doing: str) -> Iterator[None]:
+    """Turn RuntimeError of torch.distributed into EngineDeadError."""
     try:
         yield
     except RuntimeError as error:
-        raise EngineDeadError(
-            asked, f"a peer is gone or does not answer: {told(error)}", "open the model again; all ranks start anew"
-        ) from error
+        raise EngineDeadError("rank.lost_peer", doing=doing, reason=first_line(error)) from error
 
 
-def told(error: BaseException) -> str:
-    """What a library says, on one line and without its advice."""
-    words = str(error).partition("\n")[0].partition(". This is")[0]
-    return words if len(words) <= 200 else f"{words[:197]}..."
+def first_line(error: BaseException) -> str:
+    """Return a library's message in one line, without its advice."""
+    text = str(error).partition("\n")[0].partition(". This is")[0]
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def named(ranks: set[int]) -> str:
-    """One or several, in words."""
+    """Name one rank or several."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

@@ -360,11 +360,7 @@ def open_symmetric(
     Where several are on one GPU, kernels that wait take no more than one in `waiting_share` of its processors.
     """
     if mesh.tensor_size > MAX_RANKS:
-        raise ConfigError(
-            f"{mesh.tensor_size} ranks were to share layers over symmetric memory",
-            f"signals have places for {MAX_RANKS}",
-            f"take tensor_parallel_size={MAX_RANKS} at most",
-        )
+        raise ConfigError("rank.too_many_for_signals", size=mesh.tensor_size, maximum=MAX_RANKS)
     store = open_store(place, mesh, timeout_s, secret, check)
-    with lost_peers(f"rank {mesh.rank} opened symmetric memory among {mesh.num_ranks}"):
+    with lost_peers(f"opening symmetric memory on rank {mesh.rank} of {mesh.num_ranks}"):
         return SymmetricExchange(mesh, needs, store, device, ledger, waiting_share)

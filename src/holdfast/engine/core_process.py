@@ -372,9 +372,9 @@ class CoreProcess:
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:
-            raise EngineDeadError(f"the core process {self.pid} was asked", self._death, "make a new engine")
+            raise EngineDeadError("engine.core_dead", pid=self.pid, reason=self._death)
         if not self._end.alive:
-            raise EngineDeadError(f"the core process {self.pid} was asked", "it was shut down", "make a new engine")
+            raise EngineDeadError("engine.core_dead", pid=self.pid, reason="it was shut down")
 
 
 def pulse(server: "CoreServer", channel: Channel, parent: int) -> NoReturn:

@@ -73,24 +73,14 @@ def find_launcher(config: EngineConfig, environment: Mapping[str, str] = os.envi
     num_ranks = check_world(config, environment)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:  # each of its processes would start all ranks again
-        raise ConfigError(
-            f"a launcher has set RANK={environment['RANK']} and WORLD_SIZE={num_ranks}",
-            f"where its ranks meet is not told: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-            "start with torchrun, which sets both, or unset RANK to have ranks started here",
-        )
+        rank = environment["RANK"]
+        raise ConfigError("rank.launcher_incomplete", rank=rank, size=num_ranks, missing=" and ".join(missing))
     rank, port = environment["RANK"], environment["MASTER_PORT"]
     if not rank.isdecimal() or int(rank) >= num_ranks or not port.isdecimal() or not 1 <= int(port) <= MAX_PORT:
-        raise ConfigError(
-            f"a launcher has set RANK={rank} and MASTER_PORT={port}",
-            f"ranks are 0 to {num_ranks - 1}, and a port is a number from 1 to {MAX_PORT}",
-            "start with torchrun, or unset RANK to have ranks started here",
-        )
+        largest = num_ranks - 1
+        raise ConfigError("rank.launcher_values", rank=rank, port=port, largest=largest, largest_port=MAX_PORT)
     if config.core_process:
-        raise ConfigError(
-            "core_process=True was asked of ranks that a launcher has started",
-            "each of its processes is one rank",
-            "add --no-core-process to holdfast serve, leave out core_process elsewhere; or do without the launcher",
-        )
+        raise ConfigError("rank.launcher_core_process")
     local_rank, num_local = _local(environment, int(rank), num_ranks)
     has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -107,11 +97,7 @@ def _local(environment: Mapping[str, str], rank: int, num_ranks: int) -> tuple[i
         known = int(own) + 1 if size is None else int(size) if size.isdecimal() else 0
         if int(own) < known <= num_ranks:
             return int(own), known
-    raise ConfigError(
-        f"a launcher has set LOCAL_RANK={own} and LOCAL_WORLD_SIZE={size}",
-        f"a node has 1 to {num_ranks} of the {num_ranks} ranks, and they are numbered from 0",
-        "start every node with torchrun, which sets both",
-    )
+    raise ConfigError("rank.local_rank", own=own, size=size, num_ranks=num_ranks)
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
@@ -189,9 +175,12 @@ def meet_ranks(launched: Launched) -> list[Peer]:
             if left_seconds <= 0:
                 missing = [number % _LIFE_LINE for number in due if number not in found]
                 raise EngineDeadError(
-                    f"{launched.num_ranks} ranks were to meet at {launched.host}:{port}",
-                    f"rank {missing[0]} did not come within {PEER_SECONDS:.0f} seconds{_unreachable(launched, listening)}",
-                    "look at what it said, and start all ranks again",
+                    "rank.missing_peer",
+                    rank=missing[0],
+                    num_ranks=launched.num_ranks,
+                    place=f"{launched.host}:{port}",
+                    seconds=f"{PEER_SECONDS:.0f}",
+                    detail=_unreachable(launched, listening),
                 )
             for connection, hello in door.callers(min(left_seconds, HEARTBEAT_SECONDS)):
                 told, number, place = _HELLO.unpack(hello)
@@ -270,11 +259,7 @@ def _listen(host: str) -> socket.socket:
     try:
         return serve_at(host, 0)
     except OSError as error:
-        raise ConfigError(
-            f"rank 0 was to listen at MASTER_ADDR={host}",
-            f"this machine cannot: {error.strerror or error}",
-            "name an address of the first node, on which rank 0 is",
-        ) from error
+        raise ConfigError("rank.cannot_listen", place=f"MASTER_ADDR={host}", reason=error.strerror or error) from error
 
 
 def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
@@ -290,11 +275,7 @@ def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         server.run(open_rank)
     if not server.num_received:
-        raise EngineDeadError(
-            f"rank {launched.rank} came to rank 0",
-            "it was turned away, or rank 0 ended: another process may have the same RANK",
-            "look at what rank 0 said, and give every process a RANK of its own",
-        )
+        raise EngineDeadError("rank.turned_away", rank=launched.rank)
     if not server.was_asked_to_end:
         log.error("rank 0 is gone: this rank ends")
     sys.exit(0 if server.was_asked_to_end else 1)  # by which a launcher knows whether all is to be started anew
@@ -302,14 +283,13 @@ def serve_launched(launched: Launched, open_rank: OpenRank) -> NoReturn:
 
 def _call_rank_zero(launched: Launched) -> tuple[socket.socket, socket.socket]:
     """Two connections, one for messages and one for signs of life, once rank 0 has left word where it listens."""
-    asked = f"rank {launched.rank} looked for rank 0 by the launcher's store at {launched.host}:{launched.port}"
-    do = "look at what rank 0 said, and start all ranks again"
+    looking = {"rank": launched.rank, "place": f"{launched.host}:{launched.port}"}
     store = _store(launched)
     try:
         port, _, secret = store.get(_key(launched)).decode().partition(":")
     except RuntimeError as error:
-        has = f"it has left no word there within {PEER_SECONDS:.0f} seconds, or has ended: {_first_line(error)}"
-        raise EngineDeadError(asked, has, do) from error
+        reason = f"no address within {PEER_SECONDS:.0f} seconds, or it ended: {_first_line(error)}"
+        raise EngineDeadError("rank.rank_zero_not_found", reason=reason, **looking) from error
     found = []
     try:
         for number in (launched.rank, _LIFE_LINE + launched.rank):
@@ -319,8 +299,8 @@ def _call_rank_zero(launched: Launched) -> tuple[socket.socket, socket.socket]:
     except OSError as error:
         for connection in found:
             connection.close()
-        has = f"nobody answers at port {port}, which it has named: {error.strerror or error}"
-        raise EngineDeadError(asked, has, do) from error
+        reason = f"no answer at its port {port}: {error.strerror or error}"
+        raise EngineDeadError("rank.rank_zero_not_found", reason=reason, **looking) from error
     found[0].settimeout(None)
     _prepare(found[0])
     return found[0], found[1]
@@ -348,11 +328,7 @@ _met: set[Launched] = set()
 def refuse_second(launched: Launched) -> None:
     """A launcher's ranks serve one engine."""
     if launched in _met:
-        raise ConfigError(
-            "a second engine was asked of ranks that a launcher has started",
-            f"its {launched.num_ranks} ranks came to the first one, and end with it",
-            "start once for every engine; or without a launcher on one node, where each engine starts its own ranks",
-        )
+        raise ConfigError("rank.second_engine", num_ranks=launched.num_ranks)
 
 
 def _key(launched: Launched) -> str:
@@ -373,11 +349,9 @@ def _store(launched: Launched):  # noqa: ANN202 torch's, whose stubs leave it ou
             launched.host, launched.port, is_master=is_master, wait_for_workers=False, timeout=patience
         )
     except (RuntimeError, OSError) as error:
-        raise EngineDeadError(
-            f"rank {launched.rank} looked for the launcher's store at {launched.host}:{launched.port}",
-            f"it could not be reached: {_first_line(error)}",
-            "look whether MASTER_ADDR and MASTER_PORT are those of the first node, and that the port is free",
-        ) from error
+        place = f"{launched.host}:{launched.port}"
+        reason = _first_line(error)
+        raise EngineDeadError("rank.store_unreachable", rank=launched.rank, place=place, reason=reason) from error
 
 
 def _await_store(launched: Launched) -> None:

@@ -298,16 +298,19 @@ def check_devices(config: EngineConfig, launched: Launched | None = None) -> Non
     if device == "cpu" or os.environ.get(OVERLAPPING) == "1":
         return
     first, count = int(device.partition(":")[2]), torch.cuda.device_count()
-    asked = config.num_ranks if launched is None else launched.num_local
+    num_local = config.num_ranks if launched is None else launched.num_local
     if launched is not None and count == 1:
         return  # a launcher may show each process one of its own; what they report says whether it did
-    if first + asked > count:
+    if first + num_local > count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         masked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise ConfigError(
-            f"{asked} ranks from {device} on were asked",
-            f"torch sees {count} CUDA devices here{masked}, and each rank takes one",
-            f"ask for {max(count - first, 1)} at the most, or let this process see more",
+            "rank.too_many_for_devices",
+            count=num_local,
+            device=device,
+            visible=count,
+            masked=masked,
+            maximum=max(count - first, 1),
         )
 
 
@@ -317,11 +320,7 @@ def check_places(config: EngineConfig, reports: Sequence[RankReport]) -> None:
     for report in reports:
         first = on_device.setdefault(report.device, report.rank)
         if first != report.rank and report.target.kind == "cuda" and os.environ.get(OVERLAPPING) != "1":
-            raise ConfigError(
-                f"ranks {first} and {report.rank} were to have a GPU each",
-                f"both are on {report.device}",
-                "have the launcher set LOCAL_RANK, or show every process a GPU of its own (CUDA_VISIBLE_DEVICES)",
-            )
+            raise ConfigError("rank.same_device", first=first, second=report.rank, device=report.device)
     size = config.tensor_parallel_size
     stages = [reports[start : start + size] for start in range(0, len(reports), size)]
     if any(len({report.node for report in stage}) > 1 for stage in stages):

@@ -90,11 +90,8 @@ class _Link:
 
     def _hear(self, message: RankMessage) -> None:
         if isinstance(message, Refused):
-            error = message.error
-            name = f"rank {self.rank}"
-            is_named = error.asked.startswith(f"{name} ")
-            self.refusal = type(error)(error.asked if is_named else f"{name}: {error.asked}", error.has, error.do)
-            self.trouble = str(error)
+            self.trouble = str(message.error)
+            self.refusal = message.error.within(f"rank {self.rank}")
         elif isinstance(message, Died):
             self.trouble = f"it stopped at {message.cause}"
         elif isinstance(message, Heartbeat):
@@ -163,7 +160,7 @@ class RankGroup:
         if self._refusal is not None:
             raise self._refusal
         if self._death is not None:
-            raise EngineDeadError("the ranks of this engine were asked", self._death, "make a new engine")
+            raise EngineDeadError("rank.dead", reason=self._death)
 
     def send(self, rank: int, message: RankMessage) -> None:
         """To one of them."""
@@ -436,16 +433,12 @@ class StepThread:
 
 
 def check_world(config: EngineConfig, environment: Mapping[str, str]) -> int:
-    """How many ranks there are to be; WORLD_SIZE of a launcher must agree."""
+    """Return the number of ranks; a launcher's WORLD_SIZE must agree."""
     num_ranks = config.num_ranks
-    told = environment.get("WORLD_SIZE")
-    if told is None or "RANK" not in environment:
+    found = environment.get("WORLD_SIZE")
+    if found is None or "RANK" not in environment:
         return num_ranks
-    if not told.isdecimal() or int(told) != num_ranks:
-        raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size} and "
-            f"pipeline_parallel_size={config.pipeline_parallel_size} were asked",
-            f"they make {num_ranks} ranks, and the launcher has started WORLD_SIZE={told}",
-            f"start {num_ranks} processes, or none: without a launcher ranks are started here",
-        )
+    if not found.isdecimal() or int(found) != num_ranks:
+        sizes = {"tensor": config.tensor_parallel_size, "pipeline": config.pipeline_parallel_size}
+        raise ConfigError("rank.world_size", needed=num_ranks, found=found, **sizes)
     return num_ranks
