@@ -195,7 +195,7 @@ def test_who_never_comes_is_named() -> None:
 
 def test_a_wait_that_is_in_vain_ends_at_once() -> None:
     def give_up() -> None:
-        raise EngineDeadError("rank 1", "it ended", "look at its words")
+        raise EngineDeadError("rank.dead", reason="rank 1 ended")
 
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="rank 1; it ended"):

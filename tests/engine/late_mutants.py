@@ -385,7 +385,7 @@ def one_that_starts_anew_is_not_released(patch):
 def outputs_before_a_preemption_are_not_told(patch):
     def admitted(sequence, fork_of):
         told = real(sequence, fork_of)
-        return replace(told, token_ids=told.token_ids[: told.num_prompt_tokens])
+        return told._replace(token_ids=told.token_ids[: told.num_prompt_tokens])
 
     real = holdfast.engine.scheduler.admitted
     patch.setattr(holdfast.engine.scheduler, "admitted", admitted)

@@ -35,11 +35,11 @@ def test_a_launcher_is_found_where_ranks_are_asked():
         (TWO, {"RANK": "2"}, "RANK=2"),
         (TWO, {"RANK": "-1"}, "RANK=-1"),
         (TWO, {"MASTER_PORT": "high"}, "MASTER_PORT=high"),
-        (TWO, {"MASTER_PORT": "0"}, "MASTER_PORT=0; ranks are 0 to 1, and a port is a number from 1 to 65535"),
+        (TWO, {"MASTER_PORT": "0"}, "MASTER_PORT=0. Ranks are 0 to 1, and a port is 1 to 65535"),
         (TWO, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
-        (TWO, {"MASTER_PORT": ""}, "where its ranks meet is not told: MASTER_PORT is missing"),
-        (TWO, {"MASTER_PORT": "", "MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT are missing"),
-        (TWO, {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=None and LOCAL_WORLD_SIZE=1; a node has 1 to 2 of the 2 ranks"),
+        (TWO, {"MASTER_PORT": ""}, "but not MASTER_PORT"),
+        (TWO, {"MASTER_PORT": "", "MASTER_ADDR": ""}, "but not MASTER_ADDR and MASTER_PORT"),
+        (TWO, {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=None and LOCAL_WORLD_SIZE=1. A node has 1 to 2 ranks"),
         (TWO, {"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE=3"),
         (TWO, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"}, "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=1"),
         (TWO, {"LOCAL_RANK": "first"}, "LOCAL_RANK=first"),
@@ -184,10 +184,10 @@ def serve(word: str | None, monkeypatch, attempt: str = "0") -> Told:
 
 
 def test_rank_0_that_is_not_there_is_told_in_a_sentence(monkeypatch):
-    assert "left no word there within 30 seconds" in str(serve(None, monkeypatch).word)
+    assert "no address within 30 seconds" in str(serve(None, monkeypatch).word)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    assert f"nobody answers at port {port}" in str(serve(f"{port}:{'00' * 32}", monkeypatch).word)
+    assert f"no answer at its port {port}" in str(serve(f"{port}:{'00' * 32}", monkeypatch).word)
 
 
 def test_a_store_that_nobody_keeps_is_told_in_a_sentence(monkeypatch):
@@ -205,7 +205,7 @@ def test_who_is_turned_away_says_so(monkeypatch):
         hanging_up.start()
         words = serve(f"{listening.getsockname()[1]}:{'00' * 32}", monkeypatch).word
         hanging_up.join(10)
-    assert "another process may have the same RANK" in str(words)
+    assert "Another process may have the same RANK" in str(words)
 
 
 def test_ranks_that_are_started_anew_do_not_find_the_word_of_those_before(monkeypatch):

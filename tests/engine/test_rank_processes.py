@@ -93,7 +93,7 @@ def test_ready_ranks_tell_what_they_hold():
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("refuses", UnsupportedModelError, "rank 2: a fake was asked; it has no weights; take another"),
+        ("refuses", UnsupportedModelError, "rank 2: weights must not be empty."),
         ("fails", EngineDeadError, "rank 2: it stopped at OSError: no weights today"),
         ("exits", EngineDeadError, "rank 2: it ended (exit status 3: what it said last)"),
     ],
@@ -139,7 +139,7 @@ def test_what_rank_0_has_built_is_given_back_where_another_is_lost_meanwhile(tmp
 
         def build(self) -> tuple[SimpleNamespace, tuple[()]]:
             if not is_built:
-                raise EngineDeadError("rank 0 was to meet all", "nobody came", "start again")
+                raise EngineDeadError("rank.missing_ranks", missing="rank 1", num_ranks=2, seconds=1)
             return SimpleNamespace(release=lambda: released.append(len(ended))), ()
 
     class Lost:
@@ -147,7 +147,7 @@ def test_what_rank_0_has_built_is_given_back_where_another_is_lost_meanwhile(tmp
             pass
 
         def wait(self, building: Future) -> None:
-            raise EngineDeadError("the ranks were asked", "rank 1 was killed", "make a new engine")
+            raise EngineDeadError("rank.dead", reason="rank 1 was killed")
 
         def end(self) -> None:
             ended.append(1)

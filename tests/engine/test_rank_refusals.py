@@ -68,10 +68,10 @@ def test_ranks_of_compressed_attention_name_one_gpu(tmp_path: Path, monkeypatch,
 @pytest.mark.parametrize(
     ("device", "num_devices", "mask", "size", "words"),
     [
-        ("cuda", 2, None, 4, "4 ranks from cuda:0 on were asked; torch sees 2 CUDA devices here, and each rank takes one; ask for 2"),
-        ("cuda:1", 2, None, 2, "2 ranks from cuda:1 on were asked; torch sees 2 CUDA devices here, and each rank takes one; ask for 1"),
-        ("cuda", 1, "3", 2, "torch sees 1 CUDA devices here (CUDA_VISIBLE_DEVICES=3), and each rank takes one"),
-        ("auto", 1, "0", 8, "8 ranks from cuda:0 on were asked; torch sees 1 CUDA devices here (CUDA_VISIBLE_DEVICES=0)"),
+        ("cuda", 2, None, 4, "4 ranks from cuda:0 on need a GPU each, but torch sees 2 CUDA devices. Use at most 2 ranks"),
+        ("cuda:1", 2, None, 2, "2 ranks from cuda:1 on need a GPU each, but torch sees 2 CUDA devices. Use at most 1 ranks"),
+        ("cuda", 1, "3", 2, "torch sees 1 CUDA devices (CUDA_VISIBLE_DEVICES=3)"),
+        ("auto", 1, "0", 8, "8 ranks from cuda:0 on need a GPU each, but torch sees 1 CUDA devices (CUDA_VISIBLE_DEVICES=0)"),
         ("cuda", 0, "", 2, "device='cuda' was asked; torch sees 0 CUDA devices here"),
     ],
 )  # fmt: skip

@@ -12,7 +12,6 @@ import pytest
 
 from engine.fake_rank import LIMITS, NUM_PAGES
 from engine.fakes import HashRunner, own_pulse
-from error_codes import raises_code
 from holdfast.config import EngineConfig
 from holdfast.engine import ranks
 from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
@@ -51,7 +50,7 @@ class Peer:
         self.num_kills = 0
         self.num_beats = 0
         self.process = SimpleNamespace(pid=0, poll=lambda: self.status, kill=self.kill, wait=self.wait)
-        self.last_lines = SimpleNamespace(join=lambda timeout: None, words=lambda: "")
+        self.last_lines = SimpleNamespace(join=lambda timeout: None, last=lambda: "")
         self.life_line = SimpleNamespace(beat=self.beat)
         self.pulse = own_pulse()
         self.pulse.beat()
@@ -162,10 +161,13 @@ def test_rank_group_refuses_what_is_not_due_and_what_is_late():
 
 DEATHS = {
     "killed": (lambda peer: setattr(peer, "status", -9), r"rank {} was killed \(signal SIGKILL\)"),
-    "refused": (lambda peer: peer.say(Refused((), ConfigError("x", "y", "z"))), r"rank {}: x; y; z"),
+    "refused": (
+        lambda peer: peer.say(Refused((), ConfigError("value.empty", name="x"))),
+        r"rank {}: x must not be empty",
+    ),
     "died": (lambda peer: peer.say(Died("no memory")), r"rank {}: it stopped at no memory"),
     "ended": (lambda peer: peer.other.close(), r"rank {}: it ended"),
-    "nonsense": (lambda peer: peer.other.send(lambda: b"GET / HTTP/1.1\r\n\r\n"), r"rank {}: .*does not begin as one"),
+    "nonsense": (lambda peer: peer.other.send(lambda: b"GET / HTTP/1.1\r\n\r\n"), r"rank {}: .*Not a Holdfast message"),
 }
 """How a rank goes, and what is said of it; each before those after it, if two go together."""
 
@@ -188,11 +190,11 @@ def test_rank_group_blames_the_cause_and_not_who_was_taken_along(first, second, 
             if "killed" in (first, second):
                 peers[(first, second).index("killed")].other.close()
         error = ConfigError if blamed[1] == "refused" else EngineDeadError
-        with raises_code("rank.dead", error):
+        with pytest.raises(error, match=DEATHS[blamed[1]][1].format(blamed[0])):
             group.expect(RankReported, 10)
         assert [peer.num_kills for peer in peers] == [1, 1], kinds
         for _ in range(2):
-            with raises_code("rank.dead", error):
+            with pytest.raises(error, match=DEATHS[blamed[1]][1].format(blamed[0])):
                 group.send_all(RankPlanned({}))
         group.end()
         assert [peer.num_kills for peer in peers] == [1, 1], "they die once"
@@ -201,8 +203,10 @@ def test_rank_group_blames_the_cause_and_not_who_was_taken_along(first, second, 
 def test_rank_group_hears_the_cause_that_comes_a_moment_later():
     with group_of(2) as (group, peers):
         peers[1].other.close()
-        threading.Timer(ranks.BLAME_SECONDS / 4, lambda: peers[0].say(Refused((), ConfigError("x", "y", "z")))).start()
-        with pytest.raises(ConfigError, match="rank 1: x; y; z"):
+        threading.Timer(
+            ranks.BLAME_SECONDS / 4, lambda: peers[0].say(Refused((), ConfigError("value.empty", name="x")))
+        ).start()
+        with pytest.raises(ConfigError, match="rank 1: x must not be empty"):
             group.expect(RankReported, 10)
 
 
@@ -389,7 +393,7 @@ def test_ranked_runner_begins_no_step_that_others_were_not_sent():
     ranked = RankedRunner(runner, group, StepThread())  # type: ignore[arg-type]
 
     def fail(frame: bytes) -> None:
-        raise EngineDeadError("a", "rank 1 was killed", "c")
+        raise EngineDeadError("rank.dead", reason="rank 1 was killed")
 
     group.send_frame = fail  # type: ignore[method-assign]
     with pytest.raises(EngineDeadError, match="rank 1 was killed"):

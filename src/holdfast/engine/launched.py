@@ -134,7 +134,7 @@ class _NoLines:
 
     def join(self, timeout: float) -> None: ...
 
-    def words(self) -> str:
+    def last(self) -> str:
         return ""
 
 

@@ -110,7 +110,7 @@ class _Link:
         status = self.child.process.wait()
         self.child.last_lines.join(0.2)
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return f"{how}{self.child.last_lines.words()}"
+        return f"{how}{self.child.last_lines.last()}"
 
 
 class RankGroup:

@@ -294,7 +294,7 @@ class Scheduler:
         for sequence, end in full:
             self._register(sequence, end, self._num_steps + 1)
         if self.num_waiting and self.num_preemptions == num_preemptions:
-            self._admit_waiting(items, min(budget, max(rows.left, not items)), ends_prompt)
+            self._admit_waiting(items, min(budget, max(rows.left, int(not items))), ends_prompt)
         if items:
             return self._launched(items)
         is_stuck = self._in_flight and self._quarantine and self.num_waiting
