@@ -13,7 +13,7 @@ import pytest
 from error_codes import raises_code
 from holdfast.config import EngineConfig
 from holdfast.engine import launched, life_line, vital_signs
-from holdfast.engine.launched import Launched, find_launcher, meet_ranks, node_name
+from holdfast.engine.launched import Launched, accept_ranks, find_launcher, node_name
 from holdfast.engine.life_line import LifeLine, ZeroSigns, own_place
 from holdfast.errors import ConfigError, EngineDeadError
 
@@ -107,7 +107,7 @@ def connect(port: int, data: bytes) -> socket.socket:
 
 def test_strangers_are_turned_away_and_ranks_are_not(store):
     found: list = []
-    meeting = threading.Thread(target=lambda: found.extend(meet_ranks(Launched(0, 3, "127.0.0.1", 1, True))))
+    meeting = threading.Thread(target=lambda: found.extend(accept_ranks(Launched(0, 3, "127.0.0.1", 1, True))))
     meeting.start()
     port, secret = address(store)
     connections = []
@@ -130,7 +130,7 @@ def test_strangers_are_turned_away_and_ranks_are_not(store):
 def test_strangers_without_a_word_hold_up_nobody(store):
     """More of them than two seconds each would leave time for; some have begun to speak, one has gone."""
     found: list = []
-    meeting = threading.Thread(target=lambda: found.extend(meet_ranks(Launched(0, 2, "127.0.0.1", 1, True))))
+    meeting = threading.Thread(target=lambda: found.extend(accept_ranks(Launched(0, 2, "127.0.0.1", 1, True))))
     begin = time.monotonic()
     meeting.start()
     port, secret = address(store)
@@ -151,7 +151,7 @@ def test_strangers_without_a_word_hold_up_nobody(store):
 
 def test_an_address_that_is_not_of_this_machine_is_refused(store):
     with raises_code("rank.cannot_listen", ConfigError):
-        meet_ranks(Launched(0, 2, "203.0.113.7", 1, True))
+        accept_ranks(Launched(0, 2, "203.0.113.7", 1, True))
     assert not store.told
 
 
@@ -268,9 +268,9 @@ def test_processes_of_one_machine_know_it():
 def test_a_rank_that_never_comes_is_named(store, monkeypatch):
     monkeypatch.setattr(launched, "PEER_SECONDS", 1.0)
     with raises_code("rank.missing_peer", EngineDeadError):
-        meet_ranks(Launched(0, 2, "127.0.0.1", 1, True, 0, 2))
+        accept_ranks(Launched(0, 2, "127.0.0.1", 1, True, 0, 2))
     monkeypatch.setattr(launched, "PEER_SECONDS", 0.2)
     with pytest.raises(
         EngineDeadError, match=r"seconds \(MASTER_ADDR=localhost is \S+ on this node, which no other node"
     ):
-        meet_ranks(Launched(0, 2, "localhost", 1, True, 0, 1))
+        accept_ranks(Launched(0, 2, "localhost", 1, True, 0, 1))

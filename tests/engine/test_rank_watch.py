@@ -88,7 +88,7 @@ class Peer:
 @contextmanager
 def group_of(count: int) -> Iterator[tuple[RankGroup, list[Peer]]]:
     peers = [Peer() for _ in range(count)]
-    group = RankGroup(EngineConfig(tensor_parallel_size=count + 1), count + 1, meet=lambda: peers)
+    group = RankGroup(EngineConfig(tensor_parallel_size=count + 1), count + 1, rendezvous=lambda: peers)
     try:
         for rank, peer in enumerate(peers, 1):
             number, start = peer.heard(1)[0]
