@@ -245,7 +245,7 @@ def test_owners_are_drawn_to_scale(opened: tuple[Page, World]) -> None:
     expect(page.locator("#accounts")).to_contain_text("1.90 GiB")
     expect(page.locator("#accounts")).to_contain_text("−38.1 MiB")
     page.click("#fold summary")
-    expect(page.locator("#owners tr").filter(has_text="staging")).to_contain_text("given back")
+    expect(page.locator("#owners tr").filter(has_text="staging")).to_contain_text("freed")
     expect(page.locator("#owners tr").filter(has_text="sampling")).to_contain_text("a bound")
 
 
