@@ -172,17 +172,17 @@ CALLS = "".join(f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_tool_choice_decides_the_calls(client, choice, called, stream):
     family = Messages()
-    told = ask(
+    found = ask(
         client,
         family,
         {**family.body([("user", said(CALLS))], ()), "tools": TOOLS, "tool_choice": choice},
         stream=stream,
     )
-    assert [call.name for call in told.only.calls] == called
+    assert [call.name for call in found.only.calls] == called
 
 
 def test_counted_tokens_are_those_of_the_answer(client):
-    """With tools, system blocks and what the template is told of thinking."""
+    """With tools, system blocks and the thinking options of the template."""
     body = {"messages": user(said("x")), "tools": TOOLS, "system": [text("one"), text("two")]}
     for more in ({}, {"tools": []}, {"system": ""}, {"thinking": {"type": "adaptive"}}):
         counted = client.post("/v1/messages/count_tokens", json={**body, **more}).json()["input_tokens"]
@@ -193,8 +193,8 @@ def test_counted_tokens_are_those_of_the_answer(client):
 @pytest.mark.parametrize("name", ["output_config", "output_format"])
 def test_output_format_holds_the_answer(client, held, name):
     form = {"type": "json_schema", "schema": {"type": "object", "title": "mine"}}
-    asked = {name: {"format": form} if name == "output_config" else form}
-    body = {"messages": user(said("{}")), "max_tokens": 9, **asked}
+    given = {name: {"format": form} if name == "output_config" else form}
+    body = {"messages": user(said("{}")), "max_tokens": 9, **given}
     assert client.post("/v1/messages", json=body).json()["content"] == [{"type": "text", "text": "{}"}]
     assert "mine" in held[-1].structured_outputs.grammar
 
@@ -203,7 +203,7 @@ def test_blocks_of_an_answer_keep_their_second():
     thoughts = [{"type": "thinking", "thinking": words, "signature": "s"} for words in ("t1", "t2")]
     answer = turn("assistant", *thoughts, text("a1"), text("a2"))
     results = [{"type": "tool_result", "tool_use_id": "a", "content": [text("r1"), text("r2")]}]
-    asked = turn("user", text("before"), *results, text("after1"), text("after2"))
-    messages = plain(read(*user("1"), answer, asked))
+    given = turn("user", text("before"), *results, text("after1"), text("after2"))
+    messages = plain(read(*user("1"), answer, given))
     assert (messages[1]["content"], messages[1]["reasoning_content"]) == ("a1\na2", "t1\nt2")
     assert [message["content"] for message in messages[2:]] == ["before", "r1\nr2", "after1\nafter2"]

@@ -38,8 +38,8 @@ def test_completion_without_a_limit_has_sixteen_tokens(client):
 def test_reasoning_is_left_out_if_the_request_says_so(client, stream):
     """It is counted all the same."""
     body = {"messages": user(said("<think>why</think>x")), "include_reasoning": False}
-    told = ask(client, Chat(), body, stream=stream)
-    assert (told.only.reasoning, told.only.content) == ("", "x")
+    reported = ask(client, Chat(), body, stream=stream)
+    assert (reported.only.reasoning, reported.only.content) == ("", "x")
     text = client.post(Chat.path, json={**body, "stream": stream}).text
     assert "why" not in text
     counted = client.post(Chat.path, json=body).json()["usage"]["completion_tokens_details"]
@@ -103,9 +103,9 @@ def test_tokenized_conversation_is_the_prompt_of_its_answer(client, more):
 
 
 def test_tokens_of_a_text_go_there_and_back(client):
-    told = client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
-    assert (told["tokens"], told["count"], len(told["token_strs"])) == ([97, 0xC3, 0xA9], 3, 3)
-    assert client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "aé"}
+    reported = client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
+    assert (reported["tokens"], reported["count"], len(reported["token_strs"])) == ([97, 0xC3, 0xA9], 3, 3)
+    assert client.post("/detokenize", json={"tokens": reported["tokens"]}).json() == {"prompt": "aé"}
     assert "token_strs" not in client.post("/tokenize", json={"prompt": "a"}).json()
     for body in ({}, {"prompt": "a", "messages": user("a")}):
         assert client.post("/tokenize", json=body).status_code == 400

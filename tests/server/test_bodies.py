@@ -1,4 +1,4 @@
-"""Bodies: bytes, time, JSON and fields with bounds; every fault is told with the name of its field."""
+"""Bodies: bytes, time, JSON and fields with bounds; every fault names its field."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ class Part(Body):
     content: str | list[int] = ""
 
 
-class Asked(Body):
+class Load(Body):
     model: str
     temperature: float = Field(1.0, ge=0, le=2)
     messages: list[Part] = Field(default_factory=list)
@@ -32,7 +32,7 @@ class Asked(Body):
 
 def fault_of(value: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        parse(Asked, value)
+        parse(Load, value)
     return caught.value
 
 

@@ -1,4 +1,4 @@
-"""Limits of time told apart: which one ends a connection in each of its phases, by a clock that the test moves."""
+"""Time limits: which one ends a connection in each of its phases, by a clock that the test moves."""
 
 import asyncio
 from collections.abc import Iterator
@@ -261,7 +261,7 @@ def test_lingering_connection_ends_by_its_own_limit(world: World):
         (LIMITS.max_connections + SURPLUS_CONNECTIONS, b"", True),
     ],
 )
-def test_connection_beyond_the_limit_is_told_or_dropped(world: World, num_before, status, is_aborted):
+def test_connection_beyond_the_limit_is_refused_or_dropped(world: World, num_before, status, is_aborted):
     state, wire = ServerState(), Wire()
     state.connections |= set(range(num_before))  # type: ignore[arg-type]
     late = GuardedProtocol(world.connection.config, state, {}, world.loop)  # type: ignore[arg-type]
@@ -386,5 +386,5 @@ WELL = {"is_alive": True, "core_silence_seconds": 1.9, "seconds_in_step": 4.9, "
 def test_trouble_names_the_limit_that_was_passed(health: dict[str, Any], state, words):
     llm = SimpleNamespace(health=lambda: SimpleNamespace(**{**WELL, **health}))
     limits = ServerLimits(silence_seconds=2.0, step_seconds=5.0)
-    told = trouble(SimpleNamespace(llm=llm, limits=limits, state=state))  # type: ignore[arg-type]
-    assert (told is None) if words is None else words in (told or "")
+    found = trouble(SimpleNamespace(llm=llm, limits=limits, state=state))  # type: ignore[arg-type]
+    assert (found is None) if words is None else words in (found or "")

@@ -97,7 +97,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bytes(server: Running, name: str) -> None:
-    """Refused with an error in the one shape, or cut; closed soon; nobody else notices."""
+    """Refused with an error in the one shape, or cut; closed soon; no other client notices."""
     started = time.monotonic()
     answer = talk(server.port, HOSTILE[name])
     assert time.monotonic() - started < 5
@@ -268,7 +268,7 @@ def resident_bytes() -> int:
 
 
 def test_connections_are_counted() -> None:
-    """Those above the limit are told, and it is over when others have gone."""
+    """Those above the limit are refused, until others have gone."""
     with running(ServerLimits(max_connections=8, header_seconds=5)) as server:
         held = [connect(server.port) for _ in range(8)]
         wait_for(lambda: len(server.server.guarded) == 8)

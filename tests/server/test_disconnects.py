@@ -23,7 +23,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def held():
-    """A server whose model runs one step each time that it is told to."""
+    """A server whose model runs one step at a time, when the test says so."""
     with served(max_num_seqs=2) as running:
         yield running, Gate(running.engine)
 
@@ -53,7 +53,7 @@ def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_step
     metrics = running.service.metrics
     aborted = metrics.finished["abort"] + num_requests
     connection = connect(running, path, {**BODIES[path], "stream": stream})
-    # The step in progress is held, and what it computes is a request that nobody waits for any more.
+    # The step in progress is held, and what it computes belongs to a request without a client.
     assert gate.started.acquire(timeout=20)
     for _ in range(num_steps):
         gate.allowed.release()
@@ -61,7 +61,7 @@ def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_step
     if num_steps:
         until(lambda: num_live(running) == num_requests, "the requests did not come")
     connection.close()
-    until(lambda: running.service.llm.health().num_commands >= 1, "the engine was not told")
+    until(lambda: running.service.llm.health().num_commands >= 1, "the engine got no command")
     gate.open()
     until(lambda: num_live(running) == 0, "the request goes on")
     until(lambda: not running.engine.has_unfinished(), "the engine goes on")

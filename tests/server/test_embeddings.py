@@ -48,7 +48,7 @@ def pooling(client: httpx.Client, monkeypatch: pytest.MonkeyPatch):
     return lambda value: monkeypatch.setattr(llm._live().engine, "pooling", value)
 
 
-def told(answer: httpx.Response, status: int, param: str | None, words: str) -> None:
+def reported(answer: httpx.Response, status: int, param: str | None, words: str) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param), error
     assert words in error["message"]
@@ -108,12 +108,12 @@ def test_more_inputs_than_the_queue_holds_are_answered(client):
 )
 def test_wrong_embedding_request_names_its_field(client, body, param, words):
     before = client.app.state.service.llm.stats().num_requests
-    told(client.post("/v1/embeddings", json=body), 400, param, words)
+    reported(client.post("/v1/embeddings", json=body), 400, param, words)
     assert client.app.state.service.llm.stats().num_requests == before, "none runs if one is wrong"
 
 
 def test_embedding_of_another_model_name_is_not_found(client):
-    told(client.post("/v1/embeddings", json={"input": "x", "model": "ada"}), 404, "model", "'ada' does not exist")
+    reported(client.post("/v1/embeddings", json={"input": "x", "model": "ada"}), 404, "model", "'ada' does not exist")
 
 
 def test_long_input_is_cut_if_the_request_says_so(client):
@@ -123,13 +123,13 @@ def test_long_input_is_cut_if_the_request_says_so(client):
 
 def test_embeddings_of_another_pooling_mode_are_refused(client, pooling):
     pooling(Pooling(PoolingSettings(is_embedding=True, refusal="modules.json asks for mean pooling"), MODEL))
-    told(client.post("/v1/embeddings", json={"input": "x"}), 400, "model", "mean pooling")
+    reported(client.post("/v1/embeddings", json={"input": "x"}), 400, "model", "mean pooling")
 
 
 def test_model_without_a_head_answers_no_chat(client, pooling):
     pooling(Pooling(PoolingSettings(has_head=False), MODEL, HIDDEN_SIZE))
-    asked = {"messages": [{"role": "user", "content": "hi"}]}
-    told(client.post("/v1/chat/completions", json=asked), 400, None, "no language-model head")
+    query = {"messages": [{"role": "user", "content": "hi"}]}
+    reported(client.post("/v1/chat/completions", json=query), 400, None, "no language-model head")
     assert client.post("/v1/embeddings", json={"input": "hi"}).status_code == 200
     shown = client.post("/api/show", json={"model": MODEL}).json()
     assert not {"completion", "tools", "thinking"} & set(shown["capabilities"])
@@ -165,11 +165,11 @@ def test_rerank_keeps_the_order_of_equal_documents(client):
 
 
 def test_rerank_paths_follow_jina_and_cohere(client):
-    asked = {"model": MODEL, "query": "hello", "documents": ["a", "hello"], "top_n": 1}
+    query = {"model": MODEL, "query": "hello", "documents": ["a", "hello"], "top_n": 1}
     for path, has_documents in (("/rerank", True), ("/v1/rerank", True), ("/v2/rerank", False)):
-        [result] = client.post(path, json=asked).json()["results"]
+        [result] = client.post(path, json=query).json()["results"]
         assert (result["index"], "document" in result) == (1, has_documents)
-    [result] = client.post("/v1/rerank", json={**asked, "return_documents": False}).json()["results"]
+    [result] = client.post("/v1/rerank", json={**query, "return_documents": False}).json()["results"]
     assert "document" not in result
 
 
@@ -187,13 +187,13 @@ def test_rerank_paths_follow_jina_and_cohere(client):
     ids=["none", "long", "long query", "no text", "top_n", "tokens", "no query"],
 )
 def test_wrong_rerank_request_names_its_field(client, body, param, words):
-    told(client.post("/v1/rerank", json=body), 400, param, words)
+    reported(client.post("/v1/rerank", json=body), 400, param, words)
 
 
 def test_rerank_of_a_chat_model_names_models_that_can(client, pooling):
     pooling(Pooling(PoolingSettings(), MODEL, HIDDEN_SIZE))
-    asked = {"query": "a", "documents": ["b"]}
-    told(client.post("/v1/rerank", json=asked), 400, "model", "Qwen/Qwen3-Reranker-0.6B")
+    query = {"query": "a", "documents": ["b"]}
+    reported(client.post("/v1/rerank", json=query), 400, "model", "Qwen/Qwen3-Reranker-0.6B")
     assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 200
 
 
@@ -202,7 +202,7 @@ def test_score_pairs_texts(client):
     assert [one["score"] for one in body["data"]] == pytest.approx([1.0, cosine("hello", "zz")], abs=1e-6)
     body = client.post("/score", json={"text_1": ["a", "b"], "text_2": ["a", "b"]}).json()
     assert [one["score"] for one in body["data"]] == pytest.approx([1.0, 1.0], abs=1e-6)
-    told(client.post("/v1/score", json={"text_1": ["a", "b"], "text_2": "c"}), 400, "text_2", "2 and 1 texts")
+    reported(client.post("/v1/score", json={"text_1": ["a", "b"], "text_2": "c"}), 400, "text_2", "2 and 1 texts")
 
 
 def test_ollama_client_embeds(ollama_api):
@@ -216,7 +216,7 @@ def test_ollama_client_embeds(ollama_api):
     assert list(client.embed(model=MODEL, input=[]).embeddings) == []
 
 
-def test_ollama_client_truncates_unless_told_otherwise(ollama_api):
+def test_ollama_client_truncates_by_default(ollama_api):
     client = ollama_api
     assert client.embed(model=MODEL, input="x" * 2000).prompt_eval_count == 1024
     with pytest.raises(ollama.ResponseError):

@@ -68,10 +68,10 @@ def fault_of(model: type[BaseModel], value: dict[str, Any]) -> ApiError:
 )
 def test_a_body_full_of_faults_costs_no_more_than_one(model, value, param) -> None:
     started = time.process_time()
-    told = fault_of(model, value)
+    found = fault_of(model, value)
     assert time.process_time() - started < CPU_SECONDS
-    assert told.status == 400
-    assert param is None or told.param == param
+    assert found.status == 400
+    assert param is None or found.param == param
 
 
 def test_an_object_of_too_many_names_is_refused_as_json() -> None:
@@ -97,10 +97,10 @@ def test_a_million_token_ids_are_read_at_once() -> None:
         ([1, True], "prompt[1]", "got a boolean"),
     ],
 )
-def test_the_fault_of_a_prompt_is_told_where_it_is(prompt, param, words) -> None:
-    told = fault_of(CompletionRequest, {"prompt": prompt})
-    assert told.param == param
-    assert words in str(told)
+def test_fault_of_a_prompt_names_its_place(prompt, param, words) -> None:
+    found = fault_of(CompletionRequest, {"prompt": prompt})
+    assert found.param == param
+    assert words in str(found)
 
 
 class Where(Body):
@@ -123,8 +123,8 @@ def test_a_large_body_is_read_beside_the_event_loop(is_large) -> None:
         return {"type": "http.request", "body": body, "more_body": False}
 
     scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "method": "POST", "path": "/"}
-    asked = asyncio.run(read_model(Request(scope, receive), Where, ServerLimits()))
-    assert (asked.thread != threading.get_ident()) == is_large
+    given = asyncio.run(read_model(Request(scope, receive), Where, ServerLimits()))
+    assert (given.thread != threading.get_ident()) == is_large
 
 
 def test_others_run_while_a_large_text_is_encoded() -> None:
@@ -255,9 +255,9 @@ def test_wrong_value_in_any_field_is_refused_in_words(path) -> None:
     for bad in HOSTILE:
         for body in spoiled(RICH[path], bad):
             with contextlib.suppress(ApiError):
-                asked = parse(MODELS[path], body)
-                if isinstance(asked, MessageRequest):
-                    conversation_of(asked)
+                given = parse(MODELS[path], body)
+                if isinstance(given, MessageRequest):
+                    conversation_of(given)
 
 
 SAMPLED: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
@@ -355,7 +355,7 @@ def test_a_token_that_cannot_be_detokenized_names_its_field(client) -> None:
     assert error["param"] == "tokens"
 
 
-def test_tokenize_adds_special_tokens_unless_told_otherwise(client, monkeypatch) -> None:
+def test_tokenize_adds_special_tokens_by_default(client, monkeypatch) -> None:
     from holdfast.api.chat_tokenizer import ChatTokenizer
 
     seen = []
@@ -367,7 +367,7 @@ def test_tokenize_adds_special_tokens_unless_told_otherwise(client, monkeypatch)
     assert seen == [True, True, True, False]
 
 
-def test_tools_that_cannot_be_told_name_their_field(client) -> None:
+def test_tools_that_cannot_be_rendered_name_their_field(client) -> None:
     twice = [{"type": "function", "function": {"name": "look"}}] * 2
     error = client.post("/tokenize", json={"messages": user("x"), "tools": twice}).json()["error"]
     assert error["param"] == "tools"

@@ -113,13 +113,13 @@ def _keys_of(guarded: Guarded) -> Keys:
 
 
 def test_cached_tokens_tell_of_the_own_key_alone(guarded: Guarded):
-    told = {}
-    body = Chat().body([("user", long_text("told"))])
+    reported = {}
+    body = Chat().body([("user", long_text("reported"))])
     for place, key in itertools.product((0, 1), KEYS[:2]):
         headers = {"x-api-key": key}
-        told[place, key] = ask(guarded.client, Chat(), body, stream=False, headers=headers).usage[1]
-    assert [told[0, key] for key in KEYS[:2]] == [0, 0]
-    assert min(told[1, key] for key in KEYS[:2]) > 0
+        reported[place, key] = ask(guarded.client, Chat(), body, stream=False, headers=headers).usage[1]
+    assert [reported[0, key] for key in KEYS[:2]] == [0, 0]
+    assert min(reported[1, key] for key in KEYS[:2]) > 0
 
 
 def test_salts_of_two_servers_differ():

@@ -59,13 +59,13 @@ def test_chat_stream_pieces_make_the_whole_answer(api):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_round_trip_gives_an_answer(api, rendered, stream):
-    asked = user(said(f"Let me see. {CALL}{CALL}"))
-    done = api.chat(MODEL, asked, tools=[look], stream=stream)
+    given = user(said(f"Let me see. {CALL}{CALL}"))
+    done = api.chat(MODEL, given, tools=[look], stream=stream)
     calls = [call for piece in (done if stream else [done]) for call in piece.message.tool_calls or ()]
     assert [(call.function.name, call.function.arguments) for call in calls] == [("look", {"city": "Rome"})] * 2
     answered = {"role": "assistant", "content": "", "tool_calls": calls, "thinking": "Hm"}
     results = [{"role": "tool", "tool_name": "look", "content": look(**call.function.arguments)} for call in calls]
-    after = api.chat(MODEL, [*asked, answered, *results, *user(said("It rains."))], tools=[look])
+    after = api.chat(MODEL, [*given, answered, *results, *user(said("It rains."))], tools=[look])
     assert after.message.content == "It rains."
     messages = rendered[-1]["messages"]
     ids = [call["id"] for call in messages[1]["tool_calls"]]
@@ -80,7 +80,7 @@ def test_call_that_is_cut_off_is_left_out(api):
 
 
 @pytest.mark.parametrize(
-    ("think", "told", "thinking"),
+    ("think", "found", "thinking"),
     [
         (None, {}, "Hm."),
         (True, {"enable_thinking": True, "thinking": True}, "Hm."),
@@ -88,11 +88,11 @@ def test_call_that_is_cut_off_is_left_out(api):
         ("high", {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}, "Hm."),
     ],
 )
-def test_think_is_told_and_shown_if_asked(api, rendered, think, told, thinking):
+def test_think_decides_template_and_answer(api, rendered, think, found, thinking):
     done = api.chat(MODEL, user(said(THOUGHT)), think=think)
     assert (done.message.content, done.message.thinking) == ("Hello", thinking)
     assert api.generate(MODEL, said(THOUGHT), think=think).thinking == thinking
-    assert [one["chat_template_kwargs"] for one in rendered] == [told, told]
+    assert [one["chat_template_kwargs"] for one in rendered] == [found, found]
 
 
 def test_options_become_sampling_params(api, rendered):

@@ -53,7 +53,7 @@ def test_nothing_in_the_files_leads_elsewhere() -> None:
         assert addresses <= allowed, f"{path.name}: {addresses}"
 
 
-def test_the_page_has_no_inline_script_or_style_and_the_scripts_write_no_markup() -> None:
+def test_page_has_no_inline_script_or_style_and_writes_no_markup() -> None:
     markup = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert re.findall(r"<script(?![^>]*\bsrc=)", markup) == []
     assert re.findall(r"<style|\sstyle=|\son\w+=", markup) == []
@@ -67,8 +67,8 @@ def test_every_id_that_the_scripts_ask_for_is_on_the_page_once() -> None:
     ids = re.findall(r'\bid="([\w-]+)"', (FOLDER / "index.html").read_text(encoding="utf-8"))
     assert len(ids) == len(set(ids))
     for path in FOLDER.glob("*.js"):
-        asked = set(re.findall(r'\bby\("([\w-]+)"\)', path.read_text(encoding="utf-8")))
-        assert asked <= set(ids), f"{path.name}: {asked - set(ids)}"
+        body = set(re.findall(r'\bby\("([\w-]+)"\)', path.read_text(encoding="utf-8")))
+        assert body <= set(ids), f"{path.name}: {body - set(ids)}"
 
 
 def test_every_field_has_a_label() -> None:

@@ -77,9 +77,9 @@ def test_answer_cut_in_its_second_call_keeps_the_first(client, family: Family, s
 @pytest.mark.parametrize("family", ALL, ids=names(ALL))
 @ways
 def test_second_request_owes_the_first_nothing(client, family: Family, stream):
-    """Of two requests, each has its own text, calls, counts and id."""
-    asked = [turns("One. é"), turns("Another one.")]
-    first, second, again = (ask(client, family, family.body(one), stream=stream) for one in (*asked, asked[0]))
+    """Two requests have their own text, calls, counts and id."""
+    query = [turns("One. é"), turns("Another one.")]
+    first, second, again = (ask(client, family, family.body(one), stream=stream) for one in (*query, query[0]))
     assert [one.only.content for one in (first, second, again)] == ["One. é", "Another one.", "One. é"]
     assert [one.usage[2] for one in (first, second, again)] == [8, 13, 8]
     assert first.usage[0] == again.usage[0] != second.usage[0]
@@ -90,23 +90,23 @@ def test_second_request_owes_the_first_nothing(client, family: Family, stream):
 @ways
 @pytest.mark.parametrize("stops", [["zz", " th"], [" th", "zz"], [" thr", " th"]], ids=["second", "first", "shorter"])
 def test_second_stop_string_ends_the_answer(client, family: Family, stream, stops):
-    told = ask(client, family, family.body(turns("one two three"), stop=stops), stream=stream).only
-    assert told.content == "one two"
+    reported = ask(client, family, family.body(turns("one two three"), stop=stops), stream=stream).only
+    assert reported.content == "one two"
     if isinstance(family, Chat | Messages):
-        assert (told.reason, told.stop) == ("stop" if isinstance(family, Chat) else "stop_sequence", " th")
+        assert (reported.reason, reported.stop) == ("stop" if isinstance(family, Chat) else "stop_sequence", " th")
 
 
 @pytest.mark.parametrize("family", ALL, ids=names(ALL))
 @ways
-def test_answer_carries_the_name_that_was_asked(client, family: Family, stream):
+def test_answer_carries_the_requested_name(client, family: Family, stream):
     for model in (None, *NAMES):
         body = {**family.body(turns("x")), "stream": stream, **({} if model is None else {"model": model})}
         text = client.post(family.path, json=body).text
         assert set(re.findall(r'"model": ?"([^"]+)"', text)) == {model or NAMES[0]}
 
 
-def test_response_repeats_what_was_asked(client):
-    asked: dict[str, Any] = {
+def test_response_repeats_the_request(client):
+    query: dict[str, Any] = {
         "instructions": "Be brief",
         "max_output_tokens": 9,
         "max_tool_calls": 3,
@@ -122,9 +122,9 @@ def test_response_repeats_what_was_asked(client):
         "store": False,
     }
     tools = [{"type": "function", "name": name, "parameters": None} for name in TOOLS]
-    body = {"input": said("x"), "tools": tools, "reasoning": {"effort": "low"}, **asked}
+    body = {"input": said("x"), "tools": tools, "reasoning": {"effort": "low"}, **query}
     response = client.post("/v1/responses", json=body).json()
-    assert {name: response[name] for name in asked} == asked
+    assert {name: response[name] for name in query} == query
     assert [tool["name"] for tool in response["tools"]] == [*TOOLS]
     assert (response["reasoning"]["effort"], response["text"]) == ("low", {"format": {"type": "text"}})
     plain = client.post("/v1/responses", json={"input": said("x")}).json()
@@ -275,8 +275,8 @@ def test_items_of_a_response_become_the_same_turns():
         {"type": "function_call", "call_id": "c3", "name": "now", "arguments": "{}"},
         {"role": "user", "content": "u"},
     ]
-    asked = parse(ResponseRequest, {"input": items, "instructions": "s"})
-    messages = [plain_message(message, "") for message in messages_of(asked)]
+    query = parse(ResponseRequest, {"input": items, "instructions": "s"})
+    messages = [plain_message(message, "") for message in messages_of(query)]
 
     def texts(content: Any) -> Any:
         return [part["text"] for part in content] if isinstance(content, list) else content
@@ -288,7 +288,7 @@ def test_items_of_a_response_become_the_same_turns():
     assert messages[1]["reasoning_content"] == "r1\nr2"
     calls = [[call["id"] for call in one.get("tool_calls", ())] for one in messages]
     assert calls == [[], [], ["c1", "c2"], [], [], ["c3"], []]
-    kept = [kept_item(item) for item in input_of(asked)]
+    kept = [kept_item(item) for item in input_of(query)]
     assert len({item["id"] for item in kept}) == len(items)
     assert [part["text"] for part in kept[2]["content"]] == ["a2", "a3"]
     assert [part["text"] for part in kept[0]["content"]] == ["r1", "r2"]
@@ -377,7 +377,7 @@ def sampled(family: Chat, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", [Chat(), Completions()], ids=["Chat", "Completions"])
-def test_every_choice_is_streamed_as_it_is_told_whole(client, family: Chat):
+def test_every_choice_streams_as_it_is_sent_whole(client, family: Chat):
     whole = ask(client, family, sampled(family), stream=False)
     streamed = ask(client, family, sampled(family), stream=True)
     assert streamed.choices == whole.choices
@@ -388,16 +388,16 @@ def test_every_choice_is_streamed_as_it_is_told_whole(client, family: Chat):
 @ways
 def test_second_prompt_has_its_own_choices(client, stream):
     body = {"prompt": [said("abc"), said("de"), said("fgh")], "n": 2, "max_tokens": 8, "temperature": 0}
-    told = ask(client, Completions(), body, stream=stream)
-    assert [choice.content for choice in told.choices] == ["abc", "abc", "de", "de", "fgh", "fgh"]
-    assert told.usage == (5 + 4 + 5, 0, 2 * (4 + 3 + 4))
+    reported = ask(client, Completions(), body, stream=stream)
+    assert [choice.content for choice in reported.choices] == ["abc", "abc", "de", "de", "fgh", "fgh"]
+    assert reported.usage == (5 + 4 + 5, 0, 2 * (4 + 3 + 4))
 
 
 @ways
 def test_second_prompt_of_token_ids_is_echoed(client, stream):
     prompts = [list(said("ab").encode()), list(said("é").encode())]
-    told = ask(client, Completions(), {"prompt": prompts, "echo": True}, stream=stream)
-    assert [choice.content for choice in told.choices] == [said("ab") + "ab", said("é") + "é"]
+    reported = ask(client, Completions(), {"prompt": prompts, "echo": True}, stream=stream)
+    assert [choice.content for choice in reported.choices] == [said("ab") + "ab", said("é") + "é"]
 
 
 @ways
@@ -428,7 +428,7 @@ def expected_logprobs(
 SPECIAL = ("<bos>", "<eos>", "<end>", "<pad>")
 
 
-def told_logprobs(entries: list[dict[str, Any]]) -> list[tuple[int, float, list[tuple[int, float]]]]:
+def written_logprobs(entries: list[dict[str, Any]]) -> list[tuple[int, float, list[tuple[int, float]]]]:
     def token(entry: dict[str, Any]) -> int:
         return entry["bytes"][0] if len(entry["bytes"]) == 1 else BOS + SPECIAL.index(entry["token"])
 
@@ -459,8 +459,8 @@ def test_logprobs_belong_to_their_own_position(client, path, stream):
         response = events(answer.text)[-1]["response"] if stream else answer.json()
         entries, count = response["output"][0]["content"][0]["logprobs"], response["usage"]["input_tokens"]
         if stream:
-            told = [event for event in events(answer.text) if event["type"] == "response.output_text.delta"]
-            streamed = [entry for event in told for entry in event["logprobs"]]
+            reported = [event for event in events(answer.text) if event["type"] == "response.output_text.delta"]
+            streamed = [entry for event in reported for entry in event["logprobs"]]
             assert streamed == entries[: max(len(streamed), len("aé bc".encode()))]  # the end token may come later
     elif stream:
         found = [one["logprobs"] for chunk in events(answer.text) for one in chunk["choices"]]
@@ -468,13 +468,13 @@ def test_logprobs_belong_to_their_own_position(client, path, stream):
         count = client.post(path, json={**body, "stream": False}).json()["usage"]["prompt_tokens"]
     else:
         entries, count = answer.json()["choices"][0]["logprobs"]["content"], answer.json()["usage"]["prompt_tokens"]
-    assert told_logprobs(entries) == expected_logprobs("aé bc", count, 2)
+    assert written_logprobs(entries) == expected_logprobs("aé bc", count, 2)
 
 
 @ways
 @pytest.mark.parametrize("n", [1, 2])
 def test_completion_logprobs_belong_to_their_own_position(client, stream, n):
-    """Of each choice of each prompt; with echo those of the prompt come first."""
+    """Log-probabilities of each choice of each prompt; with echo those of the prompt come first."""
     texts = ["ab", "xyz"]
     body = {"prompt": [said(text) for text in texts], "echo": True, "logprobs": 1, "n": n, "stream": stream}
     answer = client.post("/v1/completions", json=body)
@@ -501,9 +501,9 @@ def test_response_logprobs_are_those_of_its_messages(client, stream):
     body = {"input": said(text), "tools": [{"type": "function", "name": "look", "parameters": None}], "top_logprobs": 0}
     answer = client.post("/v1/responses", json={**body, "stream": stream})
     response = events(answer.text)[-1]["response"] if stream else answer.json()
-    told = [item["content"][0] for item in response["output"] if item["type"] == "message"]
-    assert [part["text"] for part in told] == ["cd", "ef"]
-    tokens = ["".join(entry["token"] for entry in part["logprobs"]) for part in told]
+    reported = [item["content"][0] for item in response["output"] if item["type"] == "message"]
+    assert [part["text"] for part in reported] == ["cd", "ef"]
+    tokens = ["".join(entry["token"] for entry in part["logprobs"]) for part in reported]
     assert tokens[0] == "cd" or (tokens[0].startswith("cd") and "ab" not in tokens[0])
     # Whose the tokens beside a call are depends on how many come at once.
     tail = tokens[1].replace("<eos>", "")
@@ -524,7 +524,7 @@ def test_response_that_is_cut_says_so_everywhere(client, num_tokens, stream):
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *batches: list[CompletionDelta]) -> None:
-    """Answers that come in this order, whatever was asked."""
+    """Answers in this order, whatever the request."""
 
     async def answer(llm: Any, prepared: Any, request_id: Any = None) -> Any:
         for batch in ([], *batches):
@@ -536,7 +536,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *batches: list[CompletionDelta]) -
 @pytest.mark.parametrize("family", ALL, ids=names(ALL))
 @ways
 @pytest.mark.parametrize(("reason", "status"), [("abort", 503), ("error", 500)])
-def test_answer_that_breaks_off_is_never_told_as_whole(client, monkeypatch, family: Family, stream, reason, status):
+def test_broken_answer_is_never_sent_as_complete(client, monkeypatch, family: Family, stream, reason, status):
     """After its first token; the stream ends with the error, and none of the usual last events comes."""
     scripted(
         monkeypatch,
@@ -572,7 +572,7 @@ def test_later_choice_waits_for_the_logprobs_of_the_prompt(client, monkeypatch):
 
 
 def test_logprob_writers_bound_and_merge_their_numbers():
-    """JSON has no infinity; of two tokens with one text the more likely one is told."""
+    """JSON has no infinity; of two tokens with the same text the more likely one counts."""
     tokenizer = byte_tokenizer()
     position = {
         97: Logprob(float("-inf"), 9, "a"),
@@ -581,8 +581,8 @@ def test_logprob_writers_bound_and_merge_their_numbers():
     }
     [entry] = ChatLogprobWriter(tokenizer, 2).entries([97], [position])
     assert (entry["logprob"], [one["logprob"] for one in entry["top_logprobs"]]) == (-9999.0, [-1.0, -2.0])
-    told = CompletionLogprobWriter(tokenizer, 2).entries([97], [position])
-    assert (told["token_logprobs"], told["top_logprobs"]) == ([-9999.0], [{"a": -9999.0, "\ufffd": -1.0}])
+    reported = CompletionLogprobWriter(tokenizer, 2).entries([97], [position])
+    assert (reported["token_logprobs"], reported["top_logprobs"]) == ([-9999.0], [{"a": -9999.0, "\ufffd": -1.0}])
 
 
 OFFSET_TEXTS = {
@@ -682,8 +682,8 @@ def test_request_after_a_refused_one_is_not_answered(server: Running):
 
 
 def test_second_list_of_prompts_finds_the_queue_as_the_first_did():
-    """Of a queue for three, each request gets all."""
+    """Each request may use the whole queue of three."""
     with app_client(make_served_engine(max_queue=3, max_num_seqs=3)) as client:
         for _ in range(3):
-            told = ask(client, Completions(), {"prompt": [said("a"), said("b"), said("c")]}, stream=False)
-            assert [choice.content for choice in told.choices] == ["a", "b", "c"]
+            reported = ask(client, Completions(), {"prompt": [said("a"), said("b"), said("c")]}, stream=False)
+            assert [choice.content for choice in reported.choices] == ["a", "b", "c"]

@@ -117,7 +117,7 @@ def test_api_key_header_opens_as_bearer_does(client: TestClient, pairs: list[tup
 @pytest.mark.parametrize(
     ("path", "kind"), [("/v1/messages", "authentication_error"), ("/api/chat", None), ("/echo", "authentication_error")]
 )
-def test_missing_key_is_told_in_the_shape_of_the_path(client: TestClient, path: str, kind: str | None) -> None:
+def test_missing_key_is_answered_in_the_shape_of_the_path(client: TestClient, path: str, kind: str | None) -> None:
     answer = client.post(path, json={})
     assert answer.status_code == 401
     error = answer.json()["error"]
@@ -134,7 +134,7 @@ def test_two_keys_at_once_are_none(client: TestClient) -> None:
 
 
 def test_prefixes_are_shared_by_requests_of_one_key() -> None:
-    """With one key there is nobody to hide them from."""
+    """With one key there is no other client to hide them from."""
     seen: list[str | None] = []
     router = APIRouter()
 
@@ -188,7 +188,7 @@ def test_hosts(host: str, status: int) -> None:
     assert answer.status_code == status, answer.text
 
 
-def test_any_host_where_told() -> None:
+def test_wildcard_allows_any_host() -> None:
     assert make_client(allowed_hosts=("*",)).get("/health", headers={"Host": "any.example"}).status_code == 200
 
 
@@ -206,9 +206,9 @@ def test_pages_of_other_origins() -> None:
     good = {"Origin": "https://good.example"}
     answer = opened.post("/echo", json={}, headers={**good, **KEY})
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://good.example")
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    assert opened.options("/echo", headers={**good, **asked}).status_code == 200
-    assert opened.options("/echo", headers={"Origin": "https://evil.example", **asked}).status_code == 400
+    query = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert opened.options("/echo", headers={**good, **query}).status_code == 200
+    assert opened.options("/echo", headers={"Origin": "https://evil.example", **query}).status_code == 400
     assert opened.post("/echo", json={}, headers={"Origin": "https://evil.example", **KEY}).status_code == 403
 
 
@@ -258,13 +258,13 @@ def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.L
     ],
 )
 def test_exceptions_become_statuses_and_codes(error: Exception, status: int, code: str | None) -> None:
-    told = from_exception(error)
-    assert (told.status, told.public_code) == (status, code)
-    body = json.loads(told.to_json())
+    found = from_exception(error)
+    assert (found.status, found.public_code) == (status, code)
+    body = json.loads(found.to_json())
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert not LEAK.search(body["error"]["message"])
     if status == 429:
-        assert told.headers["Retry-After"] == "1"
+        assert found.headers["Retry-After"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_exceptions_become_statuses_and_codes(error: Exception, status: int, cod
         ("and/or, 1/2, https://example.com/usr/x", "and/or, 1/2, https://example.com/usr/x"),
     ],
 )
-def test_nothing_of_this_machine_is_told(words: str, expected: str) -> None:
+def test_cleaned_removes_paths_and_addresses(words: str, expected: str) -> None:
     assert cleaned(words) == expected
 
 
@@ -296,7 +296,7 @@ def test_a_server_that_ends_takes_nothing_new() -> None:
 
 
 def test_a_line_for_each_request() -> None:
-    """With what is known, one line whatever a client sends; prompts only where asked; no key."""
+    """With what is known, one line whatever a client sends; prompts only with --log-requests; no key."""
     for log_format in ("text", "json"):
         stream = io.StringIO()
         client = make_client("key-1", log=RequestLog(log_format, stream=stream))  # type: ignore[arg-type]
@@ -316,7 +316,7 @@ def test_a_line_for_each_request() -> None:
             assert r'path="/a\nb\" c"' in lines[1]
 
 
-def test_a_broken_log_harms_nobody() -> None:
+def test_broken_log_fails_no_request() -> None:
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError("disk full")
@@ -337,7 +337,7 @@ class AdvisedLLM(StubLLM):
         return self.params
 
 
-def test_advice_of_the_server_is_for_models_whose_files_are_silent() -> None:
+def test_advice_of_the_server_needs_silent_model_files() -> None:
     silent, outspoken = (
         Service(AdvisedLLM(params), ("tiny",), advice={"temperature": 0.2})  # type: ignore[arg-type]
         for params in (SamplingParams(), SamplingParams(top_p=0.5))
