@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from for_each import for_each
 from holdfast.server import streams
 from server.served import MODEL, NAMES, Served, app_client, make_served_engine, said, user
 
@@ -112,8 +113,8 @@ def test_tool_results_come_back_in_the_next_turn(api, rendered):
     assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"] == call.id
 
 
-@pytest.mark.parametrize(
-    ("choice", "num_calls", "is_forced"),
+@for_each(
+    "choice, num_calls, is_forced",
     [
         ({"type": "auto"}, 2, False),
         ({"type": "auto", "disable_parallel_tool_use": True}, 1, False),
@@ -123,6 +124,7 @@ def test_tool_results_come_back_in_the_next_turn(api, rendered):
     ],
 )
 def test_tool_choice_decides_the_calls(api, held, choice, num_calls, is_forced):
+    held.clear()
     done = ask(api, f"{CALL}\n{CALL}", tools=TOOLS, tool_choice=choice)
     calls = [block for block in done.content if block.type == "tool_use"]
     assert len(calls) == len({call.id for call in calls}) == num_calls
@@ -164,8 +166,8 @@ def test_async_client_streams_texts_side_by_side(server):
     assert asyncio.run(main()) == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "kind", "error_type", "words"),
+@for_each(
+    "fields, kind, error_type, words",
     [
         ({"model": "claude-x"}, "NotFoundError", "not_found_error", "ANTHROPIC_MODEL=fake"),
         ({"max_tokens": 0}, "BadRequestError", "invalid_request_error", "max_tokens"),

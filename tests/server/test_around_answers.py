@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.request.outputs import CompletionDelta
 from holdfast.server.app import make_app
 from holdfast.server.logs import RequestLog
 from holdfast.server.service import Service
-from server.families import ALL, Chat, Family, Ollama, ask, events, names
+from server.families import ALL, Chat, Family, Ollama, ask, events
 from server.served import NAMES, make_served_engine, said, user
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("look", "now")]
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 def test_stream_has_headers_that_keep_it_flowing(client, family: Family):
     answer = client.post(family.path, json={**family.body([("user", said("x"))]), "stream": True})
     media_type = "application/x-ndjson" if isinstance(family, Ollama) else "text/event-stream"
@@ -34,7 +35,7 @@ def test_completion_without_a_limit_has_sixteen_tokens(client):
         assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == num_tokens
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@for_each("stream", [False, True])
 def test_reasoning_is_left_out_if_the_request_says_so(client, stream):
     """It is counted all the same."""
     body = {"messages": user(said("<think>why</think>x")), "include_reasoning": False}
@@ -65,8 +66,8 @@ def test_names_of_speakers_reach_the_template(client, rendered):
     assert [message["name"] for message in rendered[-1]["messages"]] == ["ann", "bob"]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "reason"),
+@for_each(
+    "path, body, reason",
     [
         ("/api/generate", {}, "load"),
         ("/api/generate", {"prompt": ""}, "load"),
@@ -91,9 +92,7 @@ def test_ollama_lists_tell_of_what_runs(client):
     assert [client.head(path).status_code for path in ("/", "/api/tags", "/api/version")] == [200] * 3
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"tools": TOOLS}, {"continue_final_message": True}, {"add_generation_prompt": False}]
-)
+@for_each("more", [{}, {"tools": TOOLS}, {"continue_final_message": True}, {"add_generation_prompt": False}])
 def test_tokenized_conversation_is_the_prompt_of_its_answer(client, more):
     messages = [*user(said("x")), {"role": "assistant", "content": said("é")}]
     counted = client.post("/tokenize", json={"messages": messages, **more}).json()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState
 
+from for_each import for_each
 from holdfast.server import bodies
 from holdfast.server.bodies import read_json
 from holdfast.server.connections import (
@@ -371,8 +372,8 @@ def test_slow_body_is_refused_by_its_limit_in_all(monkeypatch: pytest.MonkeyPatc
 WELL = {"is_alive": True, "core_silence_seconds": 1.9, "seconds_in_step": 4.9, "seconds_since_progress": 4.9}
 
 
-@pytest.mark.parametrize(
-    ("health", "state", "words"),
+@for_each(
+    "health, state, words",
     [
         ({}, "ready", None),
         ({}, "draining", None),

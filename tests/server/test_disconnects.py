@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from engine.fakes import Gate, assert_at_rest
+from for_each import for_each
 from server.served import MODEL, Served, said, served, until, user
 
 CHAT = {"model": MODEL, "messages": user("Hello"), "max_tokens": 200}
@@ -43,10 +44,11 @@ def num_live(running: Served) -> int:
     return running.service.llm.health().num_unfinished_requests
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("num_steps", [0, 3])
+@for_each("path", BODIES)
+@for_each("stream", [False, True])
+@for_each("num_steps", [0, 3])
 def test_a_client_that_goes_takes_its_request_along(held, path, stream, num_steps):
+    held.clear()
     running, gate = held
     num_requests = 2 if path == "/v1/completions" else 1
     gate.allowed = type(gate.allowed)(0)

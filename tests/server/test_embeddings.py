@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from engine.fakes import HIDDEN_SIZE, hidden_of
+from for_each import for_each
 from holdfast.engine.pooling import Pooling
 from holdfast.loading.planning.open_model import PoolingSettings
 from server.served import MODEL, Served, until
@@ -54,7 +55,7 @@ def reported(answer: httpx.Response, status: int, param: str | None, words: str)
     assert words in error["message"]
 
 
-@pytest.mark.parametrize("encoding", ["float", "base64", openai.NOT_GIVEN], ids=["float", "base64", "left out"])
+@for_each("encoding", ["float", "base64", openai.NOT_GIVEN])
 def test_openai_client_embeds_in_order(api, encoding):
     found = api.embeddings.create(model=MODEL, input=TEXTS, encoding_format=encoding)
     assert (found.object, found.model, [one.index for one in found.data]) == ("list", MODEL, [0, 1, 2])
@@ -91,8 +92,8 @@ def test_more_inputs_than_the_queue_holds_are_answered(client):
     assert data[150]["embedding"] == pytest.approx(unit("text 150"), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "words"),
+@for_each(
+    "body, param, words",
     [
         ({"input": ["fine", "x" * 2000]}, "input[1]", "maximum context length is 1024"),
         ({"input": ["fine", ""]}, "input[1]", "at least 1 character"),
@@ -104,7 +105,6 @@ def test_more_inputs_than_the_queue_holds_are_answered(client):
         ({"input": "x", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "-1"),
         ({"prompt": "x"}, "prompt", "Did you mean input?"),
     ],
-    ids=["long", "empty text", "vocabulary", "empty", "dimensions", "zero", "encoding", "truncate", "prompt"],
 )
 def test_wrong_embedding_request_names_its_field(client, body, param, words):
     before = client.app.state.service.llm.stats().num_requests
@@ -173,8 +173,8 @@ def test_rerank_paths_follow_jina_and_cohere(client):
     assert "document" not in result
 
 
-@pytest.mark.parametrize(
-    ("body", "param", "words"),
+@for_each(
+    "body, param, words",
     [
         ({"query": "a", "documents": []}, "documents", "at least 1 item"),
         ({"query": "a", "documents": ["b", "x" * 2000]}, "documents[1]", "maximum context length"),
@@ -184,7 +184,6 @@ def test_rerank_paths_follow_jina_and_cohere(client):
         ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", "scored whole"),
         ({"documents": ["b"]}, "query", "is required"),
     ],
-    ids=["none", "long", "long query", "no text", "top_n", "tokens", "no query"],
 )
 def test_wrong_rerank_request_names_its_field(client, body, param, words):
     reported(client.post("/v1/rerank", json=body), 400, param, words)

@@ -7,6 +7,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from for_each import for_each
 from holdfast.server import page
 
 FOLDER = Path(page.__file__).parent / page.FOLDER
@@ -25,7 +26,7 @@ def test_every_file_is_served_and_the_whole_is_small() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < MAX_BYTES
 
 
-@pytest.mark.parametrize("path", sorted(page.PATHS))
+@for_each("path", sorted(page.PATHS))
 def test_a_file_is_answered_with_its_type_and_policy(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200
@@ -81,7 +82,7 @@ def test_every_field_has_a_label() -> None:
         assert has_label, f"{name[1]} has no label"
 
 
-@pytest.mark.parametrize("known", ["{}", "W/{}", '"other", {}', '"other",W/{}'])
+@for_each("known", ["{}", "W/{}", '"other", {}', '"other",W/{}'])
 def test_page_that_the_browser_has_is_not_sent_again(client: TestClient, known: str) -> None:
     etag = client.get("/").headers["etag"]
     answer = client.get("/", headers={"If-None-Match": known.format(etag)})

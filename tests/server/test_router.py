@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from for_each import for_each
 from server.test_server_process import Process, started
 
 RECIPE = Path(__file__).parents[2] / "docs" / "deploy" / "router.md"
@@ -41,9 +42,7 @@ def test_what_the_router_adds_to_requests_is_taken(client: httpx.Client) -> None
     assert client.post("/v1/chat/completions", json={**chat, "continue_final_message": False}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False)]
-)
+@for_each("field, value", [("no_stop_trim", True), ("return_hidden_states", True), ("separate_reasoning", False)])
 def test_what_asks_for_something_in_those_fields_is_refused(client: httpx.Client, field: str, value: bool) -> None:
     chat = {"messages": [{"role": "user", "content": "go on"}], field: value}
     answer = client.post("/v1/chat/completions", json=chat)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.engine.engine import EngineStats
 from holdfast.engine.engine_thread import Health
@@ -25,13 +26,13 @@ from holdfast.server.metrics import Histogram
 from holdfast.server.ollama_answers import times_of
 from holdfast.server.service import Service
 from holdfast.server.status import map_facts
-from server.families import ALL, Chat, Completions, Family, Ollama, ask, events, names
+from server.families import ALL, Chat, Completions, Family, Ollama, ask, events
 from server.served import NAMES, make_served_engine, said
 from server.test_server_status import samples
 
 PAGE_TOKENS = 16
-family_cases = pytest.mark.parametrize("family", ALL, ids=names(ALL))
-ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+family_cases = for_each("family", ALL)
+ways = for_each("stream", [False, True])
 
 
 class Logged:
@@ -89,7 +90,7 @@ def test_usage_of_a_prompt_that_was_cached_says_so(logged, family: Family, strea
         assert 0 < line["first_token_seconds"] <= line["seconds"]
 
 
-@pytest.mark.parametrize("family", [Chat(), Completions()], ids=["Chat", "Completions"])
+@for_each("family", [Chat(), Completions()])
 @ways
 def test_usage_of_several_choices_counts_the_prompt_once(logged, family: Chat, stream):
     body = {**family.body([("user", f"{stream} several answers to one question {said('abc')}")]), "n": 3}
@@ -108,7 +109,7 @@ def test_usage_of_several_prompts_is_their_sum(logged, stream):
         assert usage == (*sums, 2 * (2 + 3 + 4))
 
 
-@pytest.mark.parametrize("family", [Chat(), Completions()], ids=["Chat", "Completions"])
+@for_each("family", [Chat(), Completions()])
 def test_stream_usage_follows_its_options(logged, family: Chat):
     body = {**family.body([("user", said("abcdef"))]), "n": 2, "stream": True}
 
@@ -149,7 +150,7 @@ def test_usage_counts_the_thoughts_of_every_choice(logged):
         assert usage["completion_tokens_details"]["reasoning_tokens"] == 2 * len("Well")
 
 
-@pytest.mark.parametrize("num_texts", [1, 3])
+@for_each("num_texts", [1, 3])
 def test_usage_of_embeddings_is_that_of_every_text(logged, num_texts):
     texts = ["one", "three", "seven"][:num_texts]
     total = sum(map(len, texts))
@@ -329,9 +330,7 @@ def test_log_cuts_long_texts_and_paths():
     assert not {"prompt", "answer", "client", "cut"} & set(quiet)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "reported"), [(None, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (float("inf"), "1")]
-)
+@for_each("seconds, reported", [(None, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (float("inf"), "1")])
 def test_full_queue_sends_retry_after(seconds, reported):
     error = QueueFullError("a", "b", "c")
     if seconds is not None:

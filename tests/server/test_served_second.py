@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.fakes import BOS, EOS, byte_tokenizer
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.request.outputs import CompletionDelta, Logprob
 from holdfast.request.sampling_params import SamplingParams
@@ -19,15 +20,15 @@ from holdfast.server.response_items import input_of, kept_item, messages_of
 from holdfast.server.sampling import sampling_params
 from holdfast.server.schemas import ResponseRequest
 from holdfast.server.service import Service
-from server.families import ALL, CHATS, Chat, Completions, Family, Messages, ask, events, names
+from server.families import ALL, CHATS, Chat, Completions, Family, Messages, ask, events
 from server.raw_server import SHORT, Running, connect, get, post, read_to_end, running, status_of, talk
 from server.served import NAMES, app_client, make_served_engine, said, user
 
 FIRST = '<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'
 SECOND = '<tool_call>{"name": "now", "arguments": {"b": [2]}}</tool_call>'
 TOOLS = ("look", "now")
-family_cases = pytest.mark.parametrize("family", CHATS, ids=names(CHATS))
-ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+family_cases = for_each("family", CHATS)
+ways = for_each("stream", [False, True])
 
 
 def turns(text: str) -> list[tuple[str, str]]:
@@ -51,7 +52,7 @@ def test_answer_with_two_calls_tells_both(client, family: Family, stream):
 
 @family_cases
 @ways
-@pytest.mark.parametrize("num_calls", [0, 1])
+@for_each("num_calls", [0, 1])
 def test_answer_says_whether_it_calls(client, family: Family, stream, num_calls):
     choice = ask(client, family, family.body(turns(FIRST * num_calls or "x"), TOOLS), stream=stream).only
     assert (len(choice.calls), choice.reason) == (num_calls, family.called if num_calls else family.stopped)
@@ -74,7 +75,7 @@ def test_answer_cut_in_its_second_call_keeps_the_first(client, family: Family, s
     assert (choice.calls[0].name, choice.calls[0].arguments) == ("look", {"a": 1})
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 @ways
 def test_second_request_owes_the_first_nothing(client, family: Family, stream):
     """Two requests have their own text, calls, counts and id."""
@@ -86,9 +87,9 @@ def test_second_request_owes_the_first_nothing(client, family: Family, stream):
     assert first.id != again.id or not first.id
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 @ways
-@pytest.mark.parametrize("stops", [["zz", " th"], [" th", "zz"], [" thr", " th"]], ids=["second", "first", "shorter"])
+@for_each("stops", [["zz", " th"], [" th", "zz"], [" thr", " th"]])
 def test_second_stop_string_ends_the_answer(client, family: Family, stream, stops):
     reported = ask(client, family, family.body(turns("one two three"), stop=stops), stream=stream).only
     assert reported.content == "one two"
@@ -96,7 +97,7 @@ def test_second_stop_string_ends_the_answer(client, family: Family, stream, stop
         assert (reported.reason, reported.stop) == ("stop" if isinstance(family, Chat) else "stop_sequence", " th")
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 @ways
 def test_answer_carries_the_requested_name(client, family: Family, stream):
     for model in (None, *NAMES):
@@ -137,6 +138,7 @@ def test_response_repeats_the_request(client):
 
 @family_cases
 def test_second_message_of_each_role_reaches_the_template(client, family: Family, rendered):
+    rendered.clear()
     said_by = [("system", "s1"), ("user", "u1"), ("assistant", "a1"), ("system", "s2"), ("user", "u2")]
     said_by += [("assistant", "a2"), ("user", said("x"))]
     ask(client, family, family.body(said_by, TOOLS), stream=False)
@@ -145,8 +147,8 @@ def test_second_message_of_each_role_reaches_the_template(client, family: Family
     assert [tool["function"]["name"] for tool in seen["tools"]] == [*TOOLS]
 
 
-@pytest.mark.parametrize(
-    ("path", "messages", "kind"),
+@for_each(
+    "path, messages, kind",
     [
         ("/v1/chat/completions", "messages", "text"),
         ("/v1/responses", "input", "input_text"),
@@ -154,6 +156,7 @@ def test_second_message_of_each_role_reaches_the_template(client, family: Family
     ],
 )
 def test_second_part_of_a_message_reaches_the_template(client, rendered, path, messages, kind):
+    rendered.clear()
     parts = [{"type": kind, "text": text} for text in ("one", "two", said("x"))]
     more = {"max_tokens": 9} if path != "/v1/responses" else {}
     assert client.post(path, json={messages: [{"role": "user", "content": parts}], **more}).status_code == 200
@@ -233,16 +236,17 @@ CALL_BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("path", CALL_BODIES)
+@for_each("path", CALL_BODIES)
 def test_second_call_and_result_reach_the_template(client, rendered, path):
+    rendered.clear()
     assert client.post(path, json=CALL_BODIES[path]).status_code == 200
     [seen] = rendered
     assert calls_in(seen["messages"]) == [*CALLED, *((own, "", text) for own, text in ANSWERED)]
     assert [message["role"] for message in seen["messages"]] == ["assistant", "tool", "tool", "user"]
 
 
-@pytest.mark.parametrize(
-    ("path", "choice"),
+@for_each(
+    "path, choice",
     [
         ("/v1/chat/completions", {"type": "function", "function": {"name": "now"}}),
         ("/v1/responses", {"type": "function", "name": "now"}),
@@ -250,6 +254,7 @@ def test_second_call_and_result_reach_the_template(client, rendered, path):
     ],
 )
 def test_second_tool_is_the_one_that_is_forced(client, held, path, choice):
+    held.clear()
     family = next(one for one in CHATS if one.path == path)
     ask(client, family, {**family.body(turns(SECOND), TOOLS), "tool_choice": choice}, stream=False)
     assert "now" in held[-1].structured_outputs.grammar
@@ -294,8 +299,9 @@ def test_items_of_a_response_become_the_same_turns():
     assert [part["text"] for part in kept[0]["content"]] == ["r1", "r2"]
 
 
-@pytest.mark.parametrize("names_of_it", [("reasoning_content",), ("reasoning",)])
+@for_each("names_of_it", [("reasoning_content",), ("reasoning",)])
 def test_thoughts_and_refusals_of_answers_reach_the_template(client, rendered, names_of_it):
+    rendered.clear()
     answers = [
         {"role": "assistant", "content": "a", **dict.fromkeys(names_of_it, "why")},
         {"role": "assistant", "content": None, "refusal": "no"},
@@ -340,7 +346,7 @@ def test_sampling_params_take_every_field(service):
     assert made == SamplingParams(**expected)
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@for_each("name", GIVEN)
 def test_sampling_params_take_each_field_alone(service, name):
     """A field that is left out keeps the model's advice, or its default."""
     made = sampling_params(service, SamplingFields(**{name: GIVEN[name]}), max_tokens=9, logprobs=None)
@@ -349,8 +355,8 @@ def test_sampling_params_take_each_field_alone(service, name):
     assert differing == {name}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@for_each(
+    "fields, param",
     [
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
@@ -376,7 +382,7 @@ def sampled(family: Chat, **more: Any) -> dict[str, Any]:
     return {**family.body([("user", "Hello")], max_tokens=6), "seed": 7, "n": 3, **more}
 
 
-@pytest.mark.parametrize("family", [Chat(), Completions()], ids=["Chat", "Completions"])
+@for_each("family", [Chat(), Completions()])
 def test_every_choice_streams_as_it_is_sent_whole(client, family: Chat):
     whole = ask(client, family, sampled(family), stream=False)
     streamed = ask(client, family, sampled(family), stream=True)
@@ -445,7 +451,7 @@ LOGPROB_ASKS = {
 }
 
 
-@pytest.mark.parametrize("path", LOGPROB_ASKS)
+@for_each("path", LOGPROB_ASKS)
 @ways
 def test_logprobs_belong_to_their_own_position(client, path, stream):
     family = next(one for one in CHATS if one.path == path)
@@ -472,7 +478,7 @@ def test_logprobs_belong_to_their_own_position(client, path, stream):
 
 
 @ways
-@pytest.mark.parametrize("n", [1, 2])
+@for_each("n", [1, 2])
 def test_completion_logprobs_belong_to_their_own_position(client, stream, n):
     """Log-probabilities of each choice of each prompt; with echo those of the prompt come first."""
     texts = ["ab", "xyz"]
@@ -511,7 +517,7 @@ def test_response_logprobs_are_those_of_its_messages(client, stream):
     assert "cd" not in tail
 
 
-@pytest.mark.parametrize("num_tokens", [3, 100])
+@for_each("num_tokens", [3, 100])
 @ways
 def test_response_that_is_cut_says_so_everywhere(client, num_tokens, stream):
     answer = client.post(
@@ -533,9 +539,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *batches: list[CompletionDelta]) -
     monkeypatch.setattr(AsyncLLM, "answer", answer)
 
 
-@pytest.mark.parametrize("family", ALL, ids=names(ALL))
+@for_each("family", ALL)
 @ways
-@pytest.mark.parametrize(("reason", "status"), [("abort", 503), ("error", 500)])
+@for_each("reason, status", [("abort", 503), ("error", 500)])
 def test_broken_answer_is_never_sent_as_complete(client, monkeypatch, family: Family, stream, reason, status):
     """After its first token; the stream ends with the error, and none of the usual last events comes."""
     scripted(
@@ -594,8 +600,8 @@ OFFSET_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", OFFSET_TEXTS.values(), ids=OFFSET_TEXTS)
-@pytest.mark.parametrize("echo", [False, True])
+@for_each("text", OFFSET_TEXTS.values())
+@for_each("echo", [False, True])
 @ways
 def test_text_offsets_count_characters_of_the_text(client, text, echo, stream):
     """As code points: what follows an offset in the text is what the token and those after it say."""
@@ -651,8 +657,8 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("pause", [False, True], ids=["pipelined", "in turn"])
+@for_each("name", PAIRS)
+@for_each("pause", [False, True])
 def test_request_after_another_is_answered(server: Running, name, pause):
     """What the first needed is not taken from the second: bytes, headers, time, state."""
     first = PAIRS[name]

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.testclient import TestClient
 
+from for_each import for_each
 from holdfast.errors import EngineDeadError, MemoryPlanError, PromptError, QueueFullError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.app import endpoint_routers, make_app
@@ -70,7 +71,7 @@ def test_what_is_public() -> None:
     assert {path for path in PUBLIC_PATHS if not path.startswith("/page/")} == {"/", "/health", "/ready"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "path",
     [
         "//echo",
@@ -91,14 +92,14 @@ def test_no_path_looks_public(client: TestClient, path: str) -> None:
     assert client.post(f"http://localhost{path}", json={}).status_code == 401
 
 
-@pytest.mark.parametrize("key", ["key-1", "key-2"])
+@for_each("key", ["key-1", "key-2"])
 def test_every_key_opens(client: TestClient, key: str) -> None:
     answer = client.post("/echo", json={"a": 1}, headers={"Authorization": f"bearer {key}"})
     assert answer.json() == {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("pairs", "status"),
+@for_each(
+    "pairs, status",
     [
         ([("x-api-key", "key-2")], 200),
         ([("x-api-key", " key-2 ")], 200),
@@ -114,8 +115,8 @@ def test_api_key_header_opens_as_bearer_does(client: TestClient, pairs: list[tup
     assert client.post("/echo", json={}, headers=pairs).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("path", "kind"), [("/v1/messages", "authentication_error"), ("/api/chat", None), ("/echo", "authentication_error")]
+@for_each(
+    "path, kind", [("/v1/messages", "authentication_error"), ("/api/chat", None), ("/echo", "authentication_error")]
 )
 def test_missing_key_is_answered_in_the_shape_of_the_path(client: TestClient, path: str, kind: str | None) -> None:
     answer = client.post(path, json={})
@@ -157,8 +158,8 @@ def test_prefixes_are_shared_by_requests_of_one_key() -> None:
     assert "a" != seen[0] != "b"
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
+@for_each(
+    "host, status",
     [
         *(
             (host, 200)
@@ -212,14 +213,14 @@ def test_pages_of_other_origins() -> None:
     assert opened.post("/echo", json={}, headers={"Origin": "https://evil.example", **KEY}).status_code == 403
 
 
-@pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
+@for_each("media_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx"])
 def test_forms_of_strangers_ask_nothing(client: TestClient, media_type: str) -> None:
     answer = client.post("/echo", content=b"{}", headers={**KEY, "Content-Type": media_type})
     assert answer.status_code == 415
 
 
-@pytest.mark.parametrize(
-    ("given", "is_kept"),
+@for_each(
+    "given, is_kept",
     [
         ("abc-1.2:3_4", True),
         ("x" * 64, True),
@@ -245,8 +246,8 @@ def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.L
     assert "x-request-id" in answer.headers
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
+@for_each(
+    "error, status, code",
     [
         (PromptError("a", "b", "c"), 400, None),
         (QueueFullError("a", "b", "c"), 429, "queue_full"),
@@ -267,8 +268,8 @@ def test_exceptions_become_statuses_and_codes(error: Exception, status: int, cod
         assert found.headers["Retry-After"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
+@for_each(
+    "words, expected",
     [
         ("a file /usr/lib/x.py is gone", "a file ... is gone"),
         ("object at 0xffff8a001230", "object at ..."),

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from for_each import for_each
 from holdfast.server.bodies import parse
 from holdfast.server.sampling import rule_of
 from holdfast.server.schemas import CompletionRequest
@@ -44,7 +45,7 @@ def given(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     return answer.json()["choices"][0]
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@for_each("choice", ["required", NAMED])
 def test_a_model_that_must_call_calls(real, choice):
     # Nothing ends a random model's thoughts, and without an h it cannot begin them.
     done = given(real, tools=TOOLS, tool_choice=choice, logit_bias={str(ord("h")): -100})
@@ -56,14 +57,13 @@ def test_a_model_that_must_call_calls(real, choice):
     assert values == {} if name == "now" else values["unit"] in ("c", "f")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "fields",
     [
         {"guided_grammar": 'start: "a" start'},
         {"response_format": {"type": "json_object"}, "allowed_token_ids": [65]},
         {"allowed_token_ids": [258], "min_tokens": 4},
     ],
-    ids=["no-end", "form-and-allowed", "allowed-and-min-tokens"],
 )
 def test_request_without_a_valid_answer_gets_400(real, fields):
     """500 would make clients retry, and page an operator."""
@@ -103,9 +103,10 @@ FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x"
 FORCED = {"tools": TOOLS, "tool_choice": "required"}
 
 
-@pytest.mark.parametrize(("options", "head"), [({}, "<think>hm</think>\n"), ({"think": True}, "hm</think>\n")])
-@pytest.mark.parametrize(("text", "fields"), [(ANSWER, FORMAT), (CALL, FORCED)], ids=["format", "forced"])
+@for_each("options, head", [({}, "<think>hm</think>\n"), ({"think": True}, "hm</think>\n")])
+@for_each("text, fields", [(ANSWER, FORMAT), (CALL, FORCED)])
 def test_answers_are_held_to_behind_their_thoughts(fake, held, options, head, text, fields):
+    held.clear()
     done = given(fake, messages=user(said(head + text)), chat_template_kwargs=options, **fields)
     assert done["message"]["reasoning_content"] == "hm"
     calls = done["message"].get("tool_calls")
@@ -114,8 +115,9 @@ def test_answers_are_held_to_behind_their_thoughts(fake, held, options, head, te
     assert takes(held[0].structured_outputs.grammar, text) == (not options)
 
 
-@pytest.mark.parametrize(("parallel", "takes_two"), [(None, False), (True, True), (False, False)])
+@for_each("parallel, takes_two", [(None, False), (True, True), (False, False)])
 def test_forced_call_ends_unless_parallel_calls_are_on(fake, held, parallel, takes_two):
+    held.clear()
     done = given(fake, messages=user(said(CALL)), **FORCED, parallel_tool_calls=parallel)
     assert (done["finish_reason"], len(done["message"]["tool_calls"])) == ("tool_calls", 1)
     grammar = held[0].structured_outputs.grammar
@@ -148,8 +150,8 @@ def test_a_grammar_says_all_of_the_answer(fake, held):
     assert held[0].structured_outputs.grammar == 'start: "a"'
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@for_each(
+    "fields, param",
     [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice"),
@@ -202,7 +204,7 @@ SHORT_ANALYSIS = {str(ord("a")): 90, str(259 + TOKENS.index("<|end|>")): 90}
 BOOLEAN = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("bias", [NO_ANALYSIS, SHORT_ANALYSIS], ids=["no-analysis", "analysis"])
+@for_each("bias", [NO_ANALYSIS, SHORT_ANALYSIS])
 def test_harmony_forced_call_with_special_tokens_is_read(channels, bias):
     done = given(channels, tools=TOOLS, tool_choice=NAMED, logit_bias=bias)
     (call,) = done["message"]["tool_calls"]
@@ -212,7 +214,7 @@ def test_harmony_forced_call_with_special_tokens_is_read(channels, bias):
     assert set(done["message"].get("reasoning_content", "")) == (set() if bias is NO_ANALYSIS else {"a"})
 
 
-@pytest.mark.parametrize("bias", [NO_ANALYSIS, SHORT_ANALYSIS], ids=["no-analysis", "analysis"])
+@for_each("bias", [NO_ANALYSIS, SHORT_ANALYSIS])
 def test_harmony_schema_holds_the_final_channel(channels, bias):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOOLEAN}}
     done = given(channels, response_format=form, logit_bias=bias)
@@ -220,7 +222,7 @@ def test_harmony_schema_holds_the_final_channel(channels, bias):
     assert set(done["message"].get("reasoning_content", "")) == (set() if bias is NO_ANALYSIS else {"a"})
 
 
-@pytest.mark.parametrize("skips", [True, False])
+@for_each("skips", [True, False])
 def test_harmony_markers_are_shown_only_when_special_tokens_are(channels, skips):
     word = {"structured_outputs": {"grammar": f'start: <[{259 + TOKENS.index("<|message|>")}]> "a"'}}
     done = given(channels, **word, skip_special_tokens=skips)
@@ -262,8 +264,8 @@ def test_kimi_k2_calls_keep_the_ids_of_the_model():
 SCHEMAS = {"type": "object", "title": "mine"}
 
 
-@pytest.mark.parametrize(
-    ("fields", "form", "rule"),
+@for_each(
+    "fields, form, rule",
     [
         ({}, None, None),
         ({"structured_outputs": {}}, None, None),
@@ -295,8 +297,8 @@ def test_rule_of_each_field_is_the_same_form(fields, form, rule):
     assert found is None or found.made().kind in found.value
 
 
-@pytest.mark.parametrize(
-    ("fields", "reported"),
+@for_each(
+    "fields, reported",
     [
         ({}, {}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
@@ -309,12 +311,13 @@ def test_rule_of_each_field_is_the_same_form(fields, form, rule):
     ],
 )
 def test_template_gets_thinking_and_other_options(client, rendered, fields, reported):
+    rendered.clear()
     assert client.post("/v1/chat/completions", json={"messages": user(said("x")), **fields}).status_code == 200
     assert rendered[-1]["chat_template_kwargs"] == reported
 
 
-@pytest.mark.parametrize(
-    ("fields", "flags"),
+@for_each(
+    "fields, flags",
     [
         ({}, (True, False)),
         ({"continue_final_message": True}, (False, True)),
@@ -323,13 +326,15 @@ def test_template_gets_thinking_and_other_options(client, rendered, fields, repo
     ],
 )
 def test_prompt_ends_as_the_request_says(client, rendered, fields, flags):
+    rendered.clear()
     messages = [*user("x"), {"role": "assistant", "content": said("y")}]
     assert client.post("/v1/chat/completions", json={"messages": messages, **fields}).status_code == 200
     assert (rendered[-1]["add_generation_prompt"], rendered[-1]["continue_final_message"]) == flags
 
 
-@pytest.mark.parametrize(("choice", "num_shown"), [(None, 2), ("auto", 2), ("none", None)])
+@for_each("choice, num_shown", [(None, 2), ("auto", 2), ("none", None)])
 def test_tools_are_shown_unless_none_may_be_called(client, rendered, choice, num_shown):
+    rendered.clear()
     body = {"messages": user(said("x")), "tools": TOOLS, "tool_choice": choice}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     tools = rendered[-1]["tools"]

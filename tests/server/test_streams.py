@@ -9,6 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from engine.fakes import Gate, assert_at_rest
+from for_each import for_each
 from holdfast.api.async_llm import AsyncLLM
 from holdfast.server import streams
 from holdfast.server.app import make_app
@@ -24,7 +25,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("path", BODIES)
+@for_each("path", BODIES)
 def test_an_engine_that_dies_ends_streams_with_an_error(path):
     engine = make_served_engine()
     num_steps = 0
@@ -133,7 +134,7 @@ def test_merged_streams_begin_and_end_together():
     assert {(0, "a"), (1, "b"), (2, "c")} <= set(found)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@for_each("path", ["/v1/chat/completions", "/tokenize"])
 def test_template_gets_only_its_own_options(client, path):
     """What chat_template_kwargs may set are variables of the template, and none that say how it is rendered."""
     for name in (*sorted(OWN_VARIABLES), "bos_token", "Upper", "a b"):
