@@ -24,7 +24,7 @@ from holdfast.loading.model_files import OpenModel, find_default_model, open_ggu
 from holdfast.loading.planning.plan import plan_load
 from holdfast.loading.sources.source import read_rows
 from holdfast.memory.ledger import Ledger
-from holdfast.models.families import read_spec
+from holdfast.models.grouped_readers import read_spec
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, FP8, WeightRecipe
 from kernels.exactness import same_bits

@@ -117,7 +117,7 @@ def _read_folder(folder: Path, label: str = "") -> DeclaredModel:
 
 
 def _names_type(config: dict[str, object]) -> bool:
-    from holdfast.models.families import model_settings
+    from holdfast.models.grouped_readers import model_settings
     from holdfast.models.settings import Settings
 
     values = model_settings(Settings(config, CONFIG_FILE)).values
@@ -160,7 +160,7 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
 def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel | None:
     """Declare a quantized model by its settings alone; None if they do not describe one."""
     from holdfast.loading.planning.stored_schemes import quantization_of, read_stored_schemes
-    from holdfast.models.families import FAMILIES, named_architecture
+    from holdfast.models.grouped_readers import FAMILIES, named_architecture
     from holdfast.models.settings import Settings
 
     architecture = named_architecture(Settings(config, CONFIG_FILE), known_architectures())

@@ -29,7 +29,7 @@ from holdfast.loading.sources.safetensors import (
 )
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.blueprints.read import refuse_planned_only
-from holdfast.models.families import (
+from holdfast.models.grouped_readers import (
     FAMILIES,
     Family,
     bare_renames,

@@ -9,7 +9,7 @@ from error_codes import raises_code
 from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.gguf.config import decimal, gguf_config
 from holdfast.loading.gguf.file import TYPES, GGUFFile, GGUFTensor
-from holdfast.models.families import read_spec
+from holdfast.models.grouped_readers import read_spec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 
 F32, F16, Q8_0, BF16 = TYPES[0], TYPES[1], TYPES[8], TYPES[30]

@@ -8,7 +8,7 @@ from holdfast.distributed.mesh import meshes
 from holdfast.errors import ModelFormatError
 from holdfast.loading.planning.plan import LoadPlan, plan_load
 from holdfast.loading.sources.source import TensorEntry
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.sharding import shard_parameters
 from loading.header_source import HeaderSource, entries_for, entry
 

@@ -21,7 +21,7 @@ from importlib import resources
 from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.gguf.file import GGUFFile, read_floats
 from holdfast.models.blueprints.read import PLANNED_FAMILIES
-from holdfast.models.families import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from holdfast.models.grouped_readers import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from holdfast.models.settings import MAX_EXPERT_WIDTH, MAX_EXPERTS, MAX_POSITIONS, Settings
 
 _TABLES = json.loads(resources.files("holdfast").joinpath("data", "gguf_settings.json").read_text(encoding="utf-8"))
