@@ -14,7 +14,7 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
 from holdfast.request.structured import StructuredOutputs
 from holdfast.text import grammar
-from holdfast.text.grammar import FormCheck, Grammars, Vocabulary, compile_form
+from holdfast.text.grammar import GrammarCheck, Grammars, Vocabulary, compile_grammar
 from holdfast.text.grammar_guard import GrammarGuard
 
 pytest.importorskip("llguidance")
@@ -28,7 +28,7 @@ def vocabulary() -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def check(vocabulary):
-    check = FormCheck(vocabulary, GrammarGuard(cpu_seconds=1))
+    check = GrammarCheck(vocabulary, GrammarGuard(cpu_seconds=1))
     yield check
     check.close()
 
@@ -250,9 +250,9 @@ def test_what_nobody_waits_for_is_not_compiled(monkeypatch, vocabulary):
         compiled.append(form.choice)
         begun.set()
         assert opened.wait(20.0)
-        return compile_form(form, vocabulary)
+        return compile_grammar(form, vocabulary)
 
-    monkeypatch.setattr(grammar, "compile_form", compile_slowly)
+    monkeypatch.setattr(grammar, "compile_grammar", compile_slowly)
     grammars = Grammars(vocabulary)
     for number, text in enumerate("abc"):
         grammars.begin([2 * number, 2 * number + 1], StructuredOutputs(choice=[text]))
@@ -347,7 +347,7 @@ def test_impossible_and_endless_forms_are_refused_in_time(check, form, words):
 def test_what_is_a_bomb_elsewhere_is_followed_in_time(vocabulary, check, regex):
     began = time.monotonic()
     check.check(StructuredOutputs(regex=regex))
-    matcher = compile_form(StructuredOutputs(regex=regex), vocabulary)
+    matcher = compile_grammar(StructuredOutputs(regex=regex), vocabulary)
     for _ in range(30):
         matcher.compute_bitmask()
         if not matcher.consume_token(ord("a")):
@@ -374,7 +374,7 @@ def test_verdict_of_a_form_is_not_that_of_another_kind(check):
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch, vocabulary):
-    check = FormCheck(vocabulary)
+    check = GrammarCheck(vocabulary)
     monkeypatch.setattr(grammar, "MAX_VERDICT_BYTES", 3000)
     for number in range(60):
         check.check(StructuredOutputs(choice=[f"number {number}"]))
@@ -389,7 +389,7 @@ def test_easy_forms_take_no_process(vocabulary):
         def error(self, kind, text):
             raise AssertionError(f"{kind} {text} went to the guard")
 
-    check = FormCheck(vocabulary, NoGuard())
+    check = GrammarCheck(vocabulary, NoGuard())
     check.check(StructuredOutputs(json_object=True))
     check.check(StructuredOutputs(choice=["a", "b"]))
     check.check(StructuredOutputs(json={"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}]}}}))
@@ -402,6 +402,6 @@ def test_without_the_library_a_form_is_refused_in_words(monkeypatch, vocabulary)
     monkeypatch.setattr(grammar.importlib.util, "find_spec", lambda name: None)
     words = r"structured_outputs.json was asked; llguidance is not installed; run pip install '\.\[server\]'"
     with pytest.raises(RequestError, match=words):
-        FormCheck(vocabulary).check(StructuredOutputs(json={}))
+        GrammarCheck(vocabulary).check(StructuredOutputs(json={}))
     with pytest.raises(RequestError, match=words):
         Grammars(vocabulary).begin([0], StructuredOutputs(json={}))

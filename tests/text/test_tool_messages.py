@@ -57,7 +57,7 @@ def test_the_caller_s_messages_are_not_touched():
     messages = chat()
     before = json.dumps(messages)
     for source in (DICTS, CHATML):
-        template(source).render_chat(messages, None, tools_in_words=True, tools=LISTED)
+        template(source).render_chat(messages, None, tools_as_text=True, tools=LISTED)
     assert json.dumps(messages) == before
 
 
@@ -110,7 +110,7 @@ def test_the_developer_is_the_system_where_the_template_knows_none():
 
 
 def test_a_template_without_tools_is_told_of_them_in_words():
-    text = template(CHATML).render_chat(chat(), None, tools_in_words=True, tools=LISTED).text
+    text = template(CHATML).render_chat(chat(), None, tools_as_text=True, tools=LISTED).text
     system, user, assistant, answers, end = text.split("<|im_start|>")[1:]
     assert system.startswith("system\n# Tools")
     assert json.dumps(LISTED[0], ensure_ascii=False) in system
@@ -124,26 +124,26 @@ def test_a_template_without_tools_is_told_of_them_in_words():
     )
     assert end == "assistant\n"
     assert "# Tools" not in template(CHATML).render(chat(), tools=LISTED)
-    without = template(CHATML).render_chat(chat(), None, tools_in_words=True).text
+    without = template(CHATML).render_chat(chat(), None, tools_as_text=True).text
     assert "# Tools" not in without
     assert "<tool_response>" in without
 
 
 def test_words_join_the_system_message_or_the_first_question():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    text = template(CHATML).render_chat(messages, None, tools_in_words=True, tools=LISTED).text
+    text = template(CHATML).render_chat(messages, None, tools_as_text=True, tools=LISTED).text
     assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
-    text = template(no_system).render_chat(messages[1:], None, tools_in_words=True, tools=LISTED).text
+    text = template(no_system).render_chat(messages[1:], None, tools_as_text=True, tools=LISTED).text
     assert text.startswith("<|im_start|>user\n# Tools")
     assert text.endswith("\n\nHi<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(TemplateError, match="no system role"):
-        template(no_system).render_chat(messages, None, tools_in_words=True, tools=LISTED)
+        template(no_system).render_chat(messages, None, tools_as_text=True, tools=LISTED)
 
 
-def test_tools_in_words_are_a_list():
+def test_tools_as_text_are_a_list():
     with pytest.raises(PromptError, match="tools are a list"):
-        template(CHATML).render_chat(chat(), None, tools_in_words=True, tools="look")
+        template(CHATML).render_chat(chat(), None, tools_as_text=True, tools="look")
 
 
 @pytest.mark.parametrize("in_words", [False, True])
@@ -162,7 +162,7 @@ def test_control_tokens_in_tools_calls_and_answers_are_text(source, in_words):
     counts = []
     for some_messages, some_tools in ((messages, tools), plain):
         rendered = template(source).render_chat(
-            some_messages, tokenizer.control_tokens, tools_in_words=in_words, tools=some_tools
+            some_messages, tokenizer.control_tokens, tools_as_text=in_words, tools=some_tools
         )
         ids = tokenizer.encode_chat(rendered.text, rendered.own)
         counts.append([token for token in ids if token in tokenizer.special_token_ids])
