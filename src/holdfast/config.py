@@ -357,7 +357,7 @@ def _checks() -> tuple[tuple[str, Callable[[object, str], object], bool], ...]:
     """List each field with its check, and True if None is accepted: exactly the fields whose default is None."""
     kinds = EngineConfig.__annotations__
     return tuple(
-        (field.name, *getattr(kinds[field.name], "__metadata__", (_check_bool,)), field.default is None)
+        (field.name, getattr(kinds[field.name], "__metadata__", (_check_bool,))[0], field.default is None)
         for field in dataclasses.fields(EngineConfig)
     )
 
