@@ -67,7 +67,7 @@ def links(text: str) -> set[str]:
 
 
 def environment_variables(source: Source) -> Iterator[str]:
-    """Names of variables that a file reads or writes; a name that cannot be told from the text is given as code."""
+    """Names of variables that a file reads or writes; a name that is computed appears as its expression."""
     constants = {
         target.id: node.value.value
         for node in source.tree.body

@@ -397,7 +397,7 @@ def _own_value(name: str, value: object) -> object:
         return value
     fix = MISSING_VALUES.get(name, {}).get(key) if isinstance(key, str) else None
     if fix is not None:
-        raise ConfigError("config.value_not_here", name=name, value=value, fix=fix)
+        raise ConfigError("value.unsupported_option", name=name, value=value, instead=fix)
     known = ENGINE_VALUES.get(name, {})
     if types and isinstance(key, str):
         small = key.lower()
