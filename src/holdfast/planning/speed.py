@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.memory.device_rates import (
-    SHEETS,
     Measured,
     Rates,
     assumed_cpu_rates,
@@ -151,7 +150,7 @@ def find_device_speed(target: Target, measured: tuple[Measured, ...] | None = No
         return DeviceSpeed(rates, *own, f"{_printed(rates)} as holdfast doctor measured on {found.date}")
     if gpu is H200:
         return DeviceSpeed(rates, *ON_H200, f"{_printed(rates)} as measured on an H200")
-    sheet = SHEETS[gpu.key]
+    sheet = gpu.sheet
     source = (
         f"{_printed(rates)}: an H200's share of the data sheet's {sheet.gigabytes:,.0f} GB/s, not measured on this GPU"
     )
