@@ -28,7 +28,7 @@ from holdfast.attention.declarations import (
 from holdfast.cache.storage import PageStorage, StateStorage
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention
-from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes
+from holdfast.kernels.latent.compressed_scopes import CompressedCall, CompressedRows, Scopes
 from holdfast.kernels.latent.index_scores import index_scores
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.latent.top_k_tokens import top_k_tokens
@@ -144,7 +144,7 @@ class TritonCompressedAttention(CompressedPages):
     ) -> torch.Tensor:
         num_rows, num_heads, _ = q_TND.shape
         table_rows_T, positions_T, _ = self._rows_3T.tensor
-        compressed_attention(
+        call = CompressedCall(
             q_TND,
             self._scopes(layer, plan, scratch, num_rows),
             CompressedRows(table_rows_T, positions_T),
@@ -156,6 +156,7 @@ class TritonCompressedAttention(CompressedPages):
             out_TX.view(num_rows, num_heads, -1),
             self._num_sms,
         )
+        compressed_attention(call)
         if not wanted_only or plan.wanted_rows_R is None:
             return out_TX
         # Queries have been used, so their place takes the rows that are wanted.

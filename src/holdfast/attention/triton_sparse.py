@@ -21,8 +21,8 @@ from holdfast.attention.triton_latent import LatentPart, TritonLatentAttention, 
 from holdfast.cache.storage import PageStorage
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.index_scores import index_scores
-from holdfast.kernels.latent.latent_planes import SparseRows
-from holdfast.kernels.latent.sparse_attention import sparse_attention
+from holdfast.kernels.latent.latent_attention import sparse_attention
+from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
 from holdfast.kernels.latent.top_k_tokens import top_k_tokens
 from holdfast.kernels.latent.write_index import IndexNorm, quantize_index_queries
 from holdfast.memory.arena import MirroredTensor
@@ -104,18 +104,10 @@ class TritonSparseLatentAttention(TritonLatentAttention):
         if not part.has_chosen:
             return
         end_row = part.first_row + part.num_rows
-        sparse_attention(
-            absorbed_TNX,
-            self.planes[layer],
-            page_table_NP,
-            self._rows(part.first_row, part.num_rows),
-            self._selected(scratch, end_row)[part.first_row :],
-            self._specs[layer].scale,
-            scratch["partial_out"],
-            scratch["partial_lse"],
-            latent_TNL,
-            self._num_sms,
-        )
+        scale, partials = self._specs[layer].scale, (scratch["partial_out"], scratch["partial_lse"])
+        call = LatentCall(absorbed_TNX, self.planes[layer], page_table_NP, scale, *partials, latent_TNL, self._num_sms)
+        selected_TK = self._selected(scratch, end_row)[part.first_row :]
+        sparse_attention(call, self._rows(part.first_row, part.num_rows), selected_TK)
 
     def _rows(self, first: int, count: int) -> SparseRows:
         return SparseRows(*self._rows_2T.tensor[:, first : first + count])

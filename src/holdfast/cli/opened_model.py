@@ -163,7 +163,7 @@ def open_visibly(config: EngineConfig, report: Path | None = None, start: StartL
 def shown_download(download: Download) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, a line elsewhere; Ctrl-C stops it and leaves no partial file."""
     if not is_watched():
-        write_line(f"Downloading {download.words}")
+        write_line(f"Downloading {download.summary}")
     with raising_interrupts(), DownloadBar(download) as count:
         yield count
 

@@ -1,12 +1,12 @@
-"""Absorbed latent attention (MLA) to chosen tokens (DSA) for tiles of up to 32 heads on a Hopper, over pages of any kind.
+"""Latent attention (MLA) to selected tokens (DSA) on Hopper for tiles of at most 32 heads, over any pages, in Gluon.
 
-T rows, N query heads, L latent, R rotated elements, K tokens that a row attends to at the most, C split-KV partials
+T rows, N query heads, L latent, R rotated elements, K places of a list, C split-KV partials
 
-What becomes of a block of tokens is that of latent_low_tiles.py; lists, splits, partials and their merge are those of
-sparse_attention.py. A list is read three blocks ahead of the products, pages two and latents one.
+latent_low_tiles.py computes a block of tokens; lists, splits and partials are those of latent_attention.py. A list is read
+three blocks ahead of the products, pages two and latents one.
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
@@ -16,7 +16,6 @@ from holdfast.kernels.latent.latent_low_tiles import (
     PLAIN_PAGES,
     allocate,
     attend_block,
-    launch_dependents,
     load_rope,
     load_scales,
     load_slabs,
@@ -25,13 +24,12 @@ from holdfast.kernels.latent.latent_low_tiles import (
     row_pointers,
     store_queries,
     store_tile,
-    wait_for_kernels_before,
     word_layout,
 )
-from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
-from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE
-from holdfast.kernels.latent.sparse_low_warpgroups import sparse_turns_attention, takes_turns
-from holdfast.kernels.latent.sparse_tiles import ListSplits, merge_lists
+from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
+from holdfast.kernels.latent.latent_tiles import ListSplits
+from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE, launch_dependents, wait_for_kernels_before
+from holdfast.kernels.latent.sparse_low_warpgroups import attend_turns, takes_turns
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, pdl_launch, supports_pdl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -39,103 +37,31 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_c
 NUM_WARPS = 8
 BLOCK_TOKENS = 16 * NUM_WARPS
 TURN_KINDS = {"fp8_ds_mla", "plain"}
-"""Kinds of pages for which warpgroups that take turns are faster, where heads are few enough."""
+"""Kinds of pages for which alternating warpgroups (sparse_low_warpgroups.py) are faster."""
 
 
-def sparse_low_attention(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    tokens_TK: torch.Tensor,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """[T, N, L] of the rows that choose, as `sparse_attention`."""
-    if planes.kind in TURN_KINDS and takes_turns(q_TNX, tokens_TK, partial_lse_CH, num_sms):
-        return sparse_turns_attention(
-            q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
-        )
-    num_splits = attend_low(
-        q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
-    )
-    if num_splits > 1:
-        merge_lists(rows, num_splits, partial_out_CX, partial_lse_CH, out_TNL)
-    return out_TNL
-
-
-def attend_low(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    tokens_TK: torch.Tensor,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> int:
-    """All tiles of a step, without the merge of their partials; the number of splits."""
-    num_rows, num_heads, _ = q_TNX.shape
-    pdl = supports_pdl(q_TNX)
-    wanted = low_splits(num_rows, num_heads, tokens_TK.shape[1], num_sms, BLOCK_TOKENS)
-    splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, BLOCK_TOKENS, wanted)
+def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
+    """Launch all lists of a step, without the merge; return the number of partials of a row."""
+    if call.planes.kind in TURN_KINDS and takes_turns(call, tokens_TK.shape[1]):
+        return attend_turns(call, rows, tokens_TK)
+    (num_rows, num_heads, _), num_places, pdl = call.q_TNX.shape, tokens_TK.shape[1], supports_pdl(call.q_TNX)
+    wanted = low_splits(num_rows, num_heads, num_places, call.num_sms, BLOCK_TOKENS)
+    splits = ListSplits.of(call, num_places, BLOCK_TOKENS, wanted)
     _attend_kernel[(num_rows, splits.num_splits)](
-        q_TNX,
-        *plane_pointers(planes),
-        out_TNL,
-        partial_out_CX,
-        partial_lse_CH,
-        page_table_NP,
-        rows.table_rows_T,
-        rows.num_tokens_T,
-        tokens_TK,
-        page_table_NP.stride(0),
-        tokens_TK.stride(0),
-        tokens_TK.shape[1],
-        scale * LOG2_E,
-        splits.places,
-        KIND=plane_kind(planes),
-        NUM_HEADS=num_heads,
-        PAGE_TOKENS=planes.page_tokens,
-        BLOCK_M=tile_height(num_heads, large=False),
-        WARPS=NUM_WARPS,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        call.q_TNX, *plane_pointers(call.planes), call.out_TNL, *call.partials, call.page_table_NP, *rows, tokens_TK,
+        call.page_table_NP.stride(0), tokens_TK.stride(0), num_places, call.scale * LOG2_E, splits.places,
+        KIND=plane_kind(call.planes), NUM_HEADS=num_heads, PAGE_TOKENS=call.planes.page_tokens,
+        BLOCK_M=tile_height(num_heads, large=False), WARPS=NUM_WARPS, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
     return splits.num_splits
 
 
 @gluon_jit_counting("places")
 def _attend_kernel(
-    p_q,
-    p_rows,
-    p_rope,
-    p_scales,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_table_rows,
-    p_num_tokens,
-    p_tokens,
-    table_stride,
-    tokens_stride,
-    num_places,
-    scale_log2,
-    places,
-    KIND: constexpr,
-    NUM_HEADS: constexpr,
-    PAGE_TOKENS: constexpr,
-    BLOCK_M: constexpr,
-    WARPS: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_rows, p_rope, p_scales, p_out, p_partial_out, p_partial_lse, p_pages, p_table_rows, p_num_tokens, p_tokens,
+    table_stride, tokens_stride, num_places, scale_log2, places,
+    KIND: constexpr, NUM_HEADS: constexpr, PAGE_TOKENS: constexpr, BLOCK_M: constexpr, WARPS: constexpr, PDL: constexpr,
+):  # fmt: skip
     BLOCK_N: constexpr = 16 * WARPS
     code_layout: constexpr = word_layout(32 if KIND == PLAIN_PAGES else 16, WARPS)
     rope_layout: constexpr = word_layout(16 if KIND == CODED_R8_PAGES else 32, WARPS)
@@ -146,8 +72,8 @@ def _attend_kernel(
     i_row = gl.program_id(0).to(gl.int64)
     i_split = gl.program_id(1)
     if PDL:
-        wait_for_kernels_before()  # lists and queries come from kernels before
-    # Places are read whether or not the row is so long; what they say counts only where it is.
+        wait_for_kernels_before()  # earlier kernels write lists and queries
+    # Places are loaded before the length of the row is known, and masked after.
     o_n = gl.arange(0, BLOCK_N, token_layout)
     low = i_split * places
     end = gl.minimum(low + places, num_places)
@@ -159,7 +85,7 @@ def _attend_kernel(
     table_row = gl.load(p_table_rows + i_row)
     if num_tokens <= 0:
         return
-    # Before latents are asked for, behind which they would wait.
+    # Before the loads of latents, which would delay them.
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, query_layout))
     p_q_m = p_q + ((i_row * NUM_HEADS + o_m) * (LATENT + ROPE))[:, None]
     store_queries(p_q_m, (o_m < NUM_HEADS)[:, None], s_q, s_q_rope, query_layout, KIND)
@@ -190,25 +116,9 @@ def _attend_kernel(
         b_next_page = _load_pages(p_row_pages, b_next_token, PAGE_TOKENS)
         b_ahead = _load_places(p_row_tokens, n + 3 * BLOCK_N + o_n, end)
         b_slabs, b_rope, b_scales, b_m, b_l, b_accs = attend_block(
-            b_slabs,
-            b_rope,
-            b_scales,
-            p_row,
-            p_row_rope,
-            p_row_scales,
-            o_slot >= 0,
-            m_seen[:, None],
-            b_m,
-            b_l,
-            b_accs,
-            s_q,
-            s_q_rope,
-            s_vs,
-            s_ps,
-            scale_log2,
-            score_layout,
-            KIND,
-        )
+            b_slabs, b_rope, b_scales, p_row, p_row_rope, p_row_scales, o_slot >= 0, m_seen[:, None], b_m, b_l, b_accs,
+            s_q, s_q_rope, s_vs, s_ps, scale_log2, score_layout, KIND,
+        )  # fmt: skip
     # A split without tokens is neutral: zeros, with -inf as lse.
     b_sum = gl.sum(b_l, axis=0)
     b_whole = b_sum if KIND == PLAIN_PAGES else b_sum * P_ONE
@@ -223,28 +133,28 @@ def _attend_kernel(
         store_tile(b_accs, b_share, p_partial_out + o_partial * LATENT, m_head, score_layout, KIND)
         gl.store(p_partial_lse + o_partial, b_m + gl.log2(b_sum), mask=m_head)
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would take places beside these
+        launch_dependents()  # not sooner: programs of the next kernel would run beside these
 
 
 @gluon_jit
 def _load_places(p_row_tokens, o_place, end):
-    """What stands at these places of a list, as sparse_tiles.py has it."""
+    """Load these places of a list, as in latent_tiles.py."""
     return gl.load(p_row_tokens + o_place, mask=o_place < end, other=-1)
 
 
 @gluon_jit
 def _seen_tokens(b_place, o_place, high, num_tokens):
-    """Positions of tokens of the sequence; -1 where something else stands, and behind the end of the list."""
+    """Positions of the sequence's tokens; -1 for any other number, and past the end of the list."""
     return gl.where((b_place >= 0) & (b_place < num_tokens) & (o_place < high), b_place, -1)
 
 
 @gluon_jit
 def _load_pages(p_row_pages, b_token, PAGE_TOKENS: constexpr):
-    """The pages of tokens; nothing is read where there is no token."""
+    """Load the pages of tokens; masked out for -1."""
     return gl.load(p_row_pages + gl.maximum(b_token, 0) // PAGE_TOKENS, mask=b_token >= 0, other=0)
 
 
 @gluon_jit
 def _slots(b_page, b_token, PAGE_TOKENS: constexpr):
-    """int64, -1 where there is no token."""
+    """int64 slots; -1 if there is no token."""
     return gl.where(b_token >= 0, b_page.to(gl.int64) * PAGE_TOKENS + b_token % PAGE_TOKENS, -1)

@@ -1,16 +1,17 @@
-"""Absorbed latent attention (MLA) to chosen tokens (DSA) for tiles of up to 16 heads on a Hopper: warps gather, two warpgroups take turns.
+"""Latent attention (MLA) to selected tokens (DSA) on Hopper for tiles of at most 16 heads: warps gather, two warpgroups alternate.
 
-T rows, N query heads, L latent, R rotated elements, K tokens that a row attends to at the most, C split-KV partials
+T rows, N query heads, L latent, R rotated elements, K places of a list, C split-KV partials
 
-Eight warps gather rows and take codes apart (sparse_gather.py) into a ring of two blocks of 64 tokens. Each block of the ring has a
-warpgroup of its own, which multiplies with tokens along the rows, as latent_low_tiles.py does, and has the partial of a split for
-itself: blocks of a split go to two of them in turns.
+Eight warps gather rows and decode codes (sparse_gather.py) into a ring of two blocks of 64 tokens. Each block of the ring has
+its own warpgroup, which multiplies with tokens as rows, as in latent_low_tiles.py. The blocks of a split alternate between the
+two, and each writes its own partial.
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.latent.gathered_attention import gathered_memory
 from holdfast.kernels.latent.latent_geometry import low_splits
 from holdfast.kernels.latent.latent_low_tiles import (
     CODED_R8_PAGES,
@@ -18,18 +19,12 @@ from holdfast.kernels.latent.latent_low_tiles import (
     PLAIN_PAGES,
     fast_exp2,
     fast_log2,
-    launch_dependents,
     plane_kind,
-    plane_pointers,
-    wait_for_kernels_before,
 )
-from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
-from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE
-from holdfast.kernels.latent.sparse_gather import (
-    gather_codes,
-    gather_plain,
-)
-from holdfast.kernels.latent.sparse_tiles import ListSplits, merge_lists
+from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
+from holdfast.kernels.latent.latent_tiles import ListSplits
+from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE, launch_dependents, wait_for_kernels_before
+from holdfast.kernels.latent.sparse_gather import gather_rows
 from holdfast.kernels.triton_compat import (
     constexpr,
     gl,
@@ -49,83 +44,33 @@ TURNS = 2
 HEIGHT, TOKENS, RING = kernel_constant(HEADS), kernel_constant(64), kernel_constant(TURNS)
 GATHER_WARPS = kernel_constant(8)
 TURN_REGISTERS, GATHER_REGISTERS = kernel_constant(152), kernel_constant(104)
-"""Of a thread: all registers of a multiprocessor."""
+"""Registers per thread: together all of a multiprocessor."""
 
 
-def takes_turns(q_TNX: torch.Tensor, tokens_TK: torch.Tensor, partial_lse_CH: torch.Tensor, num_sms: int) -> bool:
-    """Whether a step of low tiles is taken here: few heads, and partials enough for two of every split."""
-    num_rows, num_heads, _ = q_TNX.shape
-    num_splits = low_splits(num_rows, num_heads, tokens_TK.shape[1], num_sms, TURNS * 64)
-    return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= partial_lse_CH.numel()
+def takes_turns(call: LatentCall, num_places: int) -> bool:
+    """True if this kernel takes a step of low tiles: few heads, and partials for two warpgroups of every split."""
+    num_rows, num_heads, _ = call.q_TNX.shape
+    num_splits = low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)
+    return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= call.partial_lse_CH.numel()
 
 
-def sparse_turns_attention(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    tokens_TK: torch.Tensor,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """[T, N, L] of the rows that choose, as `sparse_attention`."""
-    num_splits = attend_turns(
-        q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
-    )
-    merge_lists(rows, TURNS * num_splits, partial_out_CX, partial_lse_CH, out_TNL)
-    return out_TNL
-
-
-def attend_turns(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    tokens_TK: torch.Tensor,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> int:
-    """All tiles of a step, without the merge of their partials; the number of splits, each of two partials."""
-    num_rows, num_heads, _ = q_TNX.shape
-    pdl = supports_pdl(q_TNX)
-    wanted = low_splits(num_rows, num_heads, tokens_TK.shape[1], num_sms, TURNS * 64)
-    splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, TURNS * 64, wanted)
-    codes, rope, scales = (planes.rows_SX,) * 3 if planes.kind == "plain" else plane_pointers(planes)
+def attend_turns(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
+    """Launch all lists of a step, without the merge; return the number of partials of a row, two for each split."""
+    (num_rows, num_heads, _), num_places, pdl = call.q_TNX.shape, tokens_TK.shape[1], supports_pdl(call.q_TNX)
+    planes, wanted = call.planes, low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)
+    splits = ListSplits.of(call, num_places, TURNS * 64, wanted)
     _attend_kernel[(num_rows, splits.num_splits)](
-        q_TNX,
-        codes,
-        scales,
-        rope,
-        partial_out_CX,
-        partial_lse_CH,
-        page_table_NP,
-        rows.table_rows_T,
-        rows.num_tokens_T,
-        tokens_TK,
-        page_table_NP.stride(0),
-        tokens_TK.stride(0),
-        tokens_TK.shape[1],
-        scale * LOG2_E,
-        splits.places,
-        KIND=plane_kind(planes),
-        NUM_HEADS=num_heads,
-        PAGE_TOKENS=planes.page_tokens,
-        PDL=pdl,
-        num_warps=4,
+        call.q_TNX, *gathered_memory(planes), *call.partials, call.page_table_NP, *rows, tokens_TK,
+        call.page_table_NP.stride(0), tokens_TK.stride(0), num_places, call.scale * LOG2_E, splits.places,
+        KIND=plane_kind(planes), NUM_HEADS=num_heads, PAGE_TOKENS=planes.page_tokens, PDL=pdl, num_warps=4,
         **pdl_launch(pdl),
-    )
-    return splits.num_splits
+    )  # fmt: skip
+    return TURNS * splits.num_splits
 
 
 @gluon_jit
 def _load_queries(p_q, s_q, o_first, num_heads, layout: constexpr):
-    """Some columns of a tile's queries into shared memory; zeros where there is no head. What is beyond half precision is cut."""
+    """Store some columns of a tile's queries in shared memory: zeros without a head, clamped to half precision."""
     o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
     o_x = gl.arange(0, s_q.shape[1], gl.SliceLayout(0, layout))
     o_q = (o_first + o_m) * (LATENT + ROPE)
@@ -137,26 +82,11 @@ def _load_queries(p_q, s_q, o_first, num_heads, layout: constexpr):
 
 @gluon_jit
 def _take_turns(
-    p_q,
-    p_partial_out,
-    p_partial_lse,
-    o_first,
-    o_partial,
-    num_heads,
-    num_loops,
-    scale_log2,
-    s_q,
-    s_q_rope,
-    s_latents,
-    s_ropes,
-    s_factors,
-    s_p,
-    filled,
-    freed,
-    TURN: constexpr,
-    KIND: constexpr,
-):
-    """What a warpgroup does: every second block of a split, and its partial."""
+    p_q, p_partial_out, p_partial_lse, o_first, o_partial, num_heads, num_loops, scale_log2, s_q, s_q_rope, s_latents,
+    s_ropes, s_factors, s_p, filled, freed,
+    TURN: constexpr, KIND: constexpr,
+):  # fmt: skip
+    """Attend every second block of a split and write its partial: the work of one warpgroup."""
     score_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEIGHT, 16])
     row_layout: constexpr = gl.SliceLayout(1, score_layout)
     wide_layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -213,83 +143,21 @@ def _take_turns(
 
 @gluon_jit
 def _gather(
-    p_codes,
-    p_scales,
-    p_rope,
-    p_row_tokens,
-    p_row_pages,
-    low,
-    high,
-    num_tokens,
-    s_latents,
-    s_ropes,
-    s_factors,
-    filled,
-    freed,
-    PAGE_TOKENS: constexpr,
-    KIND: constexpr,
-):
-    if KIND == PLAIN_PAGES:
-        gather_plain(
-            p_codes,
-            p_row_tokens,
-            p_row_pages,
-            low,
-            high,
-            num_tokens,
-            s_latents,
-            s_ropes,
-            s_factors,
-            filled,
-            freed,
-            0,
-            PAGE_TOKENS,
-        )
-    else:
-        gather_codes(
-            p_codes,
-            p_scales,
-            p_rope,
-            p_row_tokens,
-            p_row_pages,
-            low,
-            high,
-            num_tokens,
-            s_latents,
-            s_ropes,
-            s_factors,
-            filled,
-            freed,
-            0,
-            KIND == FP8_PAGES,
-            KIND == CODED_R8_PAGES,
-            False,
-            PAGE_TOKENS,
-        )
+    p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
+    freed, PAGE_TOKENS: constexpr, KIND: constexpr,
+):  # fmt: skip
+    gather_rows(
+        p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
+        freed, 0, KIND == PLAIN_PAGES, KIND == FP8_PAGES, KIND == CODED_R8_PAGES, False, PAGE_TOKENS,
+    )  # fmt: skip
 
 
 @gluon_jit_counting("places")
 def _attend_kernel(
-    p_q,
-    p_codes,
-    p_scales,
-    p_rope,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_table_rows,
-    p_num_tokens,
-    p_tokens,
-    table_stride,
-    tokens_stride,
-    num_places,
-    scale_log2,
-    places,
-    KIND: constexpr,
-    NUM_HEADS: constexpr,
-    PAGE_TOKENS: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_codes, p_scales, p_rope, p_partial_out, p_partial_lse, p_pages, p_table_rows, p_num_tokens, p_tokens,
+    table_stride, tokens_stride, num_places, scale_log2, places,
+    KIND: constexpr, NUM_HEADS: constexpr, PAGE_TOKENS: constexpr, PDL: constexpr,
+):  # fmt: skip
     q_dtype: constexpr = p_q.dtype.element_ty
     dtype: constexpr = q_dtype if KIND == PLAIN_PAGES else gl.float16
     rope_dtype: constexpr = gl.float16 if KIND == CODED_R8_PAGES else q_dtype
@@ -298,7 +166,7 @@ def _attend_kernel(
     s_latents = gl.allocate_shared_memory(dtype, [RING, TOKENS, LATENT], shared)
     s_ropes = gl.allocate_shared_memory(rope_dtype, [RING, TOKENS, ROPE], shared)
     s_factors = gl.allocate_shared_memory(gl.float32, [RING, TOKENS], flat)
-    # Each warpgroup has queries of its own, so that none waits for the other.
+    # Each warpgroup has its own queries, so neither waits for the other.
     s_q_0 = gl.allocate_shared_memory(dtype, [HEIGHT, LATENT], shared)
     s_q_1 = gl.allocate_shared_memory(dtype, [HEIGHT, LATENT], shared)
     s_q_rope_0 = gl.allocate_shared_memory(rope_dtype, [HEIGHT, ROPE], shared)
@@ -313,7 +181,7 @@ def _attend_kernel(
     i_row = gl.program_id(0).to(gl.int64)
     i_split = gl.program_id(1)
     if PDL:
-        wait_for_kernels_before()  # lists and queries come from kernels before
+        wait_for_kernels_before()  # earlier kernels write lists and queries
     num_tokens = gl.load(p_num_tokens + i_row)
     table_row = gl.load(p_table_rows + i_row)
     low = i_split * places
@@ -321,84 +189,23 @@ def _attend_kernel(
     num_loops = gl.maximum(high - low + TOKENS - 1, 0) // TOKENS
     p_row_tokens = p_tokens + i_row * tokens_stride
     p_row_pages = p_pages + table_row.to(gl.int64) * table_stride
-    # Rows that do not choose have no heads: nothing of them is written.
+    # Rows that select no tokens have no heads: nothing is written for them.
     num_heads = gl.where(num_tokens > 0, NUM_HEADS, 0)
     o_first = i_row * NUM_HEADS
     o_partial = (i_row * gl.num_programs(1) + i_split) * (RING * NUM_HEADS)
-    gl.warp_specialize(
-        [
-            (
-                _take_turns,
-                (
-                    p_q,
-                    p_partial_out,
-                    p_partial_lse,
-                    o_first,
-                    o_partial,
-                    num_heads,
-                    num_loops,
-                    scale_log2,
-                    s_q_0,
-                    s_q_rope_0,
-                    s_latents,
-                    s_ropes,
-                    s_factors,
-                    s_p_0,
-                    filled,
-                    freed,
-                    0,
-                    KIND,
-                ),
-            ),
-            (
-                _take_turns,
-                (
-                    p_q,
-                    p_partial_out,
-                    p_partial_lse,
-                    o_first,
-                    o_partial + NUM_HEADS,
-                    num_heads,
-                    num_loops,
-                    scale_log2,
-                    s_q_1,
-                    s_q_rope_1,
-                    s_latents,
-                    s_ropes,
-                    s_factors,
-                    s_p_1,
-                    filled,
-                    freed,
-                    1,
-                    KIND,
-                ),
-            ),
-            (
-                _gather,
-                (
-                    p_codes,
-                    p_scales,
-                    p_rope,
-                    p_row_tokens,
-                    p_row_pages,
-                    low,
-                    high,
-                    num_tokens,
-                    s_latents,
-                    s_ropes,
-                    s_factors,
-                    filled,
-                    freed,
-                    PAGE_TOKENS,
-                    KIND,
-                ),
-            ),
-        ],
-        [4, GATHER_WARPS],
-        [TURN_REGISTERS, GATHER_REGISTERS],
-    )
+    # Triton 3.6 keeps constants in these tuples only if they are written inside the call.
+    gl.warp_specialize([(_take_turns, (
+        p_q, p_partial_out, p_partial_lse, o_first, o_partial, num_heads, num_loops, scale_log2, s_q_0, s_q_rope_0,
+        s_latents, s_ropes, s_factors, s_p_0, filled, freed, 0, KIND,
+    )), (_take_turns, (
+        p_q, p_partial_out, p_partial_lse, o_first, o_partial + NUM_HEADS, num_heads, num_loops, scale_log2, s_q_1,
+        s_q_rope_1, s_latents, s_ropes, s_factors, s_p_1, filled, freed, 1, KIND,
+    )), (_gather, (
+        p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
+        freed, PAGE_TOKENS, KIND,
+    ))], [4, GATHER_WARPS], [TURN_REGISTERS, GATHER_REGISTERS])  # fmt: skip
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would take places beside these
+        launch_dependents()  # not sooner: programs of the next kernel would run beside these
