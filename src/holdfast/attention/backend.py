@@ -159,13 +159,7 @@ class LatentAttention(AttentionFamily[PlanT], Protocol[PlanT]):
     """
 
     def write(
-        self,
-        latent_TX: torch.Tensor,
-        q_TND: torch.Tensor,
-        batch: Batch,
-        norm: LatentNorm,
-        rotary: Rotary,
-        layer: int,
+        self, latent_TX: torch.Tensor, q_TND: torch.Tensor, batch: Batch, norm: LatentNorm, rotary: Rotary, layer: int
     ) -> None:
         """Norm and rotate the step's latents [T, L + R] and write them into their slots; rotate the last R elements of every
         query head where they are. Rows of `latent_TX` may lie apart."""
@@ -198,13 +192,7 @@ class SparseLatentAttention(LatentAttention[PlanT], Protocol[PlanT]):
     """
 
     def write_index(
-        self,
-        k_TD: torch.Tensor,
-        q_TID: torch.Tensor,
-        batch: Batch,
-        norm: IndexNorm,
-        rotary: Rotary,
-        layer: int,
+        self, k_TD: torch.Tensor, q_TID: torch.Tensor, batch: Batch, norm: IndexNorm, rotary: Rotary, layer: int
     ) -> None:
         """Norm and rotate the step's index keys and write them into the slots of their latents; rotate the index queries where they are."""
         ...

@@ -533,11 +533,7 @@ LATENT_DECLARATIONS: tuple[BackendDeclaration, ...] = (
 """Of latents (MLA), and with an index (DSA)."""
 COMPRESSED_DECLARATIONS: tuple[BackendDeclaration, ...] = (TritonCompressedDeclaration(), TorchCompressedDeclaration())
 """Of windows and entries (DeepSeek-V4)."""
-DECLARATIONS: tuple[BackendDeclaration, ...] = (
-    *GROUPED_DECLARATIONS,
-    *LATENT_DECLARATIONS,
-    *COMPRESSED_DECLARATIONS,
-)
+DECLARATIONS: tuple[BackendDeclaration, ...] = (*GROUPED_DECLARATIONS, *LATENT_DECLARATIONS, *COMPRESSED_DECLARATIONS)
 
 
 def choose_declaration(specs: Sequence[AttentionSpec]) -> BackendDeclaration:

@@ -35,13 +35,7 @@ class LatentPages:
         return ()
 
     def write(
-        self,
-        latent_TX: torch.Tensor,
-        q_TND: torch.Tensor,
-        batch: Batch,
-        norm: LatentNorm,
-        rotary: Rotary,
-        layer: int,
+        self, latent_TX: torch.Tensor, q_TND: torch.Tensor, batch: Batch, norm: LatentNorm, rotary: Rotary, layer: int
     ) -> None:
         """Latents to their slots, queries rotated where they are, in one pass."""
         slots_T = batch.slots_GT[self._specs[layer].group]
@@ -60,13 +54,7 @@ class IndexPages:
         }
 
     def write(
-        self,
-        k_TD: torch.Tensor,
-        q_TID: torch.Tensor,
-        batch: Batch,
-        norm: IndexNorm,
-        rotary: Rotary,
-        layer: int,
+        self, k_TD: torch.Tensor, q_TID: torch.Tensor, batch: Batch, norm: IndexNorm, rotary: Rotary, layer: int
     ) -> None:
         """Index keys to their slots, index queries rotated where they are, in one pass."""
         spec = self._specs[layer]

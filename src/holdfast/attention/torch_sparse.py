@@ -37,13 +37,7 @@ class TorchSparseLatentAttention(TorchLatentAttention):
         self._top_k = specs[0].index_top_k
 
     def write_index(
-        self,
-        k_TD: torch.Tensor,
-        q_TID: torch.Tensor,
-        batch: Batch,
-        norm: IndexNorm,
-        rotary: Rotary,
-        layer: int,
+        self, k_TD: torch.Tensor, q_TID: torch.Tensor, batch: Batch, norm: IndexNorm, rotary: Rotary, layer: int
     ) -> None:
         """Index keys to their slots, index queries rotated where they are."""
         self._index.write(k_TD, q_TID, batch, norm, rotary, layer)
@@ -116,11 +110,7 @@ def score_tokens(
 
 
 def score_keys(
-    q_nID: torch.Tensor,
-    weights_nI: torch.Tensor,
-    planes: IndexPlanes,
-    slots_C: torch.Tensor,
-    num_seen_n: torch.Tensor,
+    q_nID: torch.Tensor, weights_nI: torch.Tensor, planes: IndexPlanes, slots_C: torch.Tensor, num_seen_n: torch.Tensor
 ) -> torch.Tensor:
     """float32 [n, C]: what rows want of the keys in these slots; -inf behind as many as a row sees, and in the place of NaN."""
     num_rows, num_heads, dim = q_nID.shape

@@ -57,13 +57,7 @@ class TritonSparseLatentAttention(TritonLatentAttention):
         return replace(plan, parts=tuple(part._replace(has_chosen=captured or num_choosing > 0) for part in plan.parts))
 
     def write_index(
-        self,
-        k_TD: torch.Tensor,
-        q_TID: torch.Tensor,
-        batch: Batch,
-        norm: IndexNorm,
-        rotary: Rotary,
-        layer: int,
+        self, k_TD: torch.Tensor, q_TID: torch.Tensor, batch: Batch, norm: IndexNorm, rotary: Rotary, layer: int
     ) -> None:
         """Index keys to their slots, index queries rotated where they are."""
         self._index.write(k_TD, q_TID, batch, norm, rotary, layer)

@@ -201,16 +201,7 @@ class LatentLayerBuilder(PartBuilder[LatentAttentionLayer]):
         assert q_norm is not None, "an index takes its queries from the queries' latent"
         assert isinstance(self._backend, SparseLatentAttention), f"{self._backend.name} attends to all tokens"
         return SparseLatentAttentionLayer(
-            index,
-            qkv_a,
-            q,
-            o,
-            q_norm,
-            norm,
-            kv_b_NXL,
-            self._rotary,
-            self._backend,
-            self._index(own_index, prefix),
+            index, qkv_a, q, o, q_norm, norm, kv_b_NXL, self._rotary, self._backend, self._index(own_index, prefix)
         )
 
     def _index(self, index: IndexSpec, prefix: str) -> LatentIndex:

@@ -131,12 +131,7 @@ class FusedDecode:
         return row_amax(a_TX, amax.inputs, amax.gated[: a_TX.shape[0] * NUM_GATE_AMAX])
 
     def _add(
-        self,
-        a_TX: torch.Tensor,
-        product: Linear,
-        stream: Stream,
-        norm: RMSNorm,
-        amax: RowAmax | None,
+        self, a_TX: torch.Tensor, product: Linear, stream: Stream, norm: RMSNorm, amax: RowAmax | None
     ) -> NormedRows:
         """x += the product, of all ranks together where they share it, with the next norm deferred."""
         weight, bias_N, (x_TH, scaled_TH, _, _) = product.weight_NK, product.bias_N, stream

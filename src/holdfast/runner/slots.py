@@ -58,9 +58,7 @@ class Slots:
         """The step with the sequences of its slots; one that cannot be run is refused, and nothing has changed."""
         if step.number != self._number + 1:
             raise MessageError(
-                f"step {step.number} came",
-                f"step {self._number + 1} is the next",
-                "send every step once and in order",
+                f"step {step.number} came", f"step {self._number + 1} is the next", "send every step once and in order"
             )
         seats = self._seated(step)
         sources = self._sources(step, seats)
