@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import ALONE, Mesh
+from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.kernels import triton_compat
 from holdfast.kernels.gemm import linear
 from holdfast.loading.model_files import open_model

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.attention.triton_paged import TritonPagedAttention
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import meshes
+from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.kernels.triton_compat import triton
 from holdfast.loading.model_files import open_model
 from holdfast.memory.devices import H200

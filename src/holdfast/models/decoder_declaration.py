@@ -1,4 +1,4 @@
-"""DecoderDeclaration: what the decoder of models/decoder.py takes: weights, caches, scratch; the only source for plan, load and run; no torch."""
+"""DecoderDeclaration: what the decoder of models/layer_stack.py takes: weights, caches, scratch; the only source for plan, load and run; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace

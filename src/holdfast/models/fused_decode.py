@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from holdfast.attention.backend import Batch
+from holdfast.attention.backend import Batch, StepPlan
 from holdfast.kernels.gemm.deferred_rms_norm import (
     AmaxScratch,
     NormedRows,
@@ -95,7 +95,7 @@ class FusedDecode:
     def run_layers(
         self,
         batch: Batch,
-        plan: Any,  # noqa: ANN401 the backend's own type
+        plan: StepPlan,
         stream: Stream,
         attention_buffers: Callable[[int], Any],
         mlp_buffers: Callable[[int], MLPBuffers],

@@ -13,14 +13,7 @@ from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
-from holdfast.attention.declarations import (
-    AttentionSpec,
-    BackendDeclaration,
-    StepBounds,
-    choose_declaration,
-    key_bias_terms,
-    sink_terms,
-)
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.cache.compressed import StateKind, state_terms
 from holdfast.cache.groups import CacheGroup
 from holdfast.cache.spec import CacheSpec, LayerCache, kv_padding_term, mixed_cache, uniform_cache
@@ -33,6 +26,9 @@ from holdfast.distributed.exchange_plan import (
     exchange_terms,
 )
 from holdfast.distributed.mesh import Mesh
+from holdfast.families.choose import choose_declaration
+from holdfast.families.grouped.declarations import key_bias_terms, sink_terms
+from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
 from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, Term
@@ -513,7 +509,7 @@ def needs_beside_weights(layout: Layout, resolved: Resolved) -> Needs:
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(layout, resolved, specs),
         # Those of compressed attention are read where they were loaded.
-        *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * layout.num_layers)),
+        *sink_terms(specs[:1] * layout.num_layers),
         *_device_terms(
             layout,
             resolved,
@@ -550,7 +546,8 @@ def _distinct_specs(layout: Layout, resolved: Resolved) -> tuple[AttentionSpec, 
         return ()
     if heads.is_compressed:
         every = layout.attention_specs(resolved)
-        return tuple({(spec.ratio, spec.is_overlapped): spec for spec in reversed(every)}.values())
+        kinds = zip(heads.ratios, (layer in heads.overlapped_layers for layer in range(len(every))), strict=True)
+        return tuple(dict(zip(reversed(list(kinds)), reversed(every), strict=True)).values())
     key = "distinct layers", *layout.stored_key(resolved), resolved.protected.is_open
     caches = layout.declared.remembered(key, lambda: _distinct_layers(layout, resolved, heads))
     return tuple(layout.attention_spec(resolved, cache, heads) for cache in caches)
@@ -650,7 +647,8 @@ def _key_bias_terms(layout: Layout, resolved: Resolved, specs: tuple[AttentionSp
     num_layers = sum(kv_format.is_quantized for kv_format in layout.formats(resolved))
     if heads is None or heads.rope_dim or num_layers == 0:
         return []
-    is_plain, has_turned_bias = specs[0].is_plain_softmax, any(spec.has_key_bias for spec in specs)
+    is_plain = isinstance(specs[0], GroupedAttentionSpec) and specs[0].is_plain_softmax
+    has_turned_bias = any(spec.has_key_bias for spec in specs)
     if is_plain and not has_turned_bias:
         mean_bytes = num_layers * key_bias_spec(heads.num_kv_heads, heads.head_dim).num_bytes
         means = [
