@@ -26,7 +26,7 @@ say = @printf '\n==> %s\n' "$(1)"
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test setup setup-dev format lint types pytest test-slow test-mutants test-gpu check-home docs clean
+.PHONY: help demo test setup setup-dev format lint types pytest test-changed test-slow test-mutants test-gpu check-home docs clean
 
 help: ## Show this list
 	@printf 'Holdfast: first make demo, then make test.\n\n'
@@ -64,6 +64,9 @@ types: $(DEV) ## Check types
 
 pytest: $(DEV) $(MODEL) ## Run the tests alone
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"
+
+test-changed: $(DEV) $(MODEL) ## Run the tests of what differs from a commit, in a minute: SINCE=main (default HEAD)
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/changed_tests.py --jobs $(JOBS) $(if $(SINCE),--since "$(SINCE)")
 
 test-slow: $(DEV) $(MODEL) ## Run the tests that take minutes, and search for new examples everywhere
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or hypothesis) and not gpu" --hypothesis-profile=search

@@ -22,7 +22,7 @@ from holdfast.attention.declarations import score_columns
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compress import Compressor, compress_entries, compress_index
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
-from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes
+from holdfast.kernels.latent.compressed_scopes import CompressedCall, CompressedRows, Scopes
 from holdfast.kernels.latent.index_scores import index_scores
 from holdfast.kernels.latent.latent_geometry import compressed_partials
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, SparseRows, store_latents
@@ -142,10 +142,10 @@ class Rig:
         return Scopes(shape.window, window, window_table_NP, kind.ratio, planes, table_NP, selected_TK)
 
     def attend(self, layer: int) -> torch.Tensor:
-        return compressed_attention(*self.arguments(layer))
+        return compressed_attention(self.call(layer))
 
-    def arguments(self, layer: int) -> tuple[Any, ...]:
-        return (
+    def call(self, layer: int) -> CompressedCall:
+        return CompressedCall(
             self.q_TND,
             self.scopes[layer],
             self.rows,
@@ -188,7 +188,7 @@ def check(shape: Shape, name: str, num_heads: int, kind: Kind, device: torch.dev
     """The largest error of a row and head of a small mixed step, relative to its length; padding must be zeros."""
     rig = Rig(shape, name, num_heads, kind, list(shape.checked), 1, device)
     found_TND = rig.attend(0).float().clone()
-    compressed_attention_reference(*rig.arguments(0))
+    compressed_attention_reference(rig.call(0))
     exact_TND = rig.out_TND.float()
     there_T = rig.rows.positions_T >= 0
     assert not found_TND[~there_T].any(), "padded rows are zeros"

@@ -25,6 +25,7 @@ from holdfast.families.latent.spec import LatentAttentionSpec
 from holdfast.families.latent.triton_backend import TritonLatentAttention
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference
+from holdfast.kernels.latent.latent_planes import LatentCall
 from holdfast.kernels.latent.latent_projection import absorb_queries, project_values
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.memory.device_rates import H200_FLOPS_PER_SECOND as FLOPS_PER_SECOND
@@ -103,7 +104,8 @@ class Rig:
         partials = self.scratch["partial_out"], self.scratch["partial_lse"]
         return [
             lambda planes=planes: latent_attention(
-                q_TNX, planes, plan.page_table_NP, part.work, self.specs[0].scale, *partials, out_TNL, num_sms(q_TNX)
+                LatentCall(q_TNX, planes, plan.page_table_NP, self.specs[0].scale, *partials, out_TNL, num_sms(q_TNX)),
+                part.work,
             )
             for planes in self.backend.planes
         ]
@@ -204,16 +206,8 @@ def check(shape: Shape, name: str, num_heads: int, device: torch.device) -> floa
     for function in (latent_attention, latent_attention_reference):
         out_TNL = torch.full((*q_TNX.shape[:2], shape.latent_dim), float("nan"), device=device).to(q_TNX.dtype)
         partials = rig.scratch["partial_out"], rig.scratch["partial_lse"]
-        function(
-            q_TNX,
-            rig.backend.planes[0],
-            plan.page_table_NP,
-            part.work,
-            rig.specs[0].scale,
-            *partials,
-            out_TNL,
-            num_sms(q_TNX),
-        )
+        pages = rig.backend.planes[0], plan.page_table_NP
+        function(LatentCall(q_TNX, *pages, rig.specs[0].scale, *partials, out_TNL, num_sms(q_TNX)), part.work)
         outs.append(out_TNL.float())
     found, exact = outs
     error = (found - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)

@@ -26,8 +26,10 @@ from holdfast.families.grouped.declarations import TritonPagedDeclaration
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.families.grouped.triton_backend import TritonPagedAttention
 from holdfast.kernels.attention.key_bias import KeyBias, make_key_turns
+from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
+from holdfast.kernels.attention.tiled_attention import TileCall
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import arena_bytes
 from holdfast.quant.formats import KV_FORMATS
@@ -132,18 +134,9 @@ def check(shape: Shape, format_name: str, device: torch.device, has_bias: bool =
     assert rig.batch.page_tables is not None, "the batch has no page table"
     planes = backend.pages[0].planes
     assert isinstance(planes, QuantizedPlanes), f"{format_name} is not quantized"
-    quantized_attention_reference(
-        rig.q_THD,
-        planes,
-        rig.batch.page_tables[0],
-        next(iter(plan.work.values())),
-        rig.specs[0].scale,
-        None,
-        exact_TX,
-        exact_TX,
-        exact_TX,
-        rig.num_sms,
-    )
+    work, scoring = next(iter(plan.work.values())), Scoring(rig.specs[0].scale)
+    call = TileCall(rig.q_THD, rig.batch.page_tables[0], work, scoring, exact_TX, exact_TX, exact_TX, rig.num_sms)
+    quantized_attention_reference(call, planes)
     error_T = (found_TX - exact_TX).norm(dim=1) / exact_TX.norm(dim=1).clamp(min=1e-6)
     return float(error_T.max()) if bool(torch.isfinite(error_T).all()) else float("nan")
 

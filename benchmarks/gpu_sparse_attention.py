@@ -20,10 +20,9 @@ from holdfast.attention.backend import SequenceRows
 from holdfast.attention.declarations import score_columns
 from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileScheduler
 from holdfast.kernels.latent.index_scores import index_scores, index_scores_reference
-from holdfast.kernels.latent.latent_attention import latent_attention
+from holdfast.kernels.latent.latent_attention import latent_attention, sparse_attention, sparse_attention_reference
 from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, sparse_partials
-from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, SparseRows, store_latents
-from holdfast.kernels.latent.sparse_attention import sparse_attention, sparse_attention_reference
+from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentCall, LatentPlanes, SparseRows, store_latents
 from holdfast.kernels.latent.top_k_geometry import top_k_specs
 from holdfast.kernels.latent.top_k_tokens import top_k_tokens, top_k_tokens_reference
 from holdfast.kernels.latent.write_index import quantize_index_queries
@@ -118,8 +117,11 @@ class Rig:
         return top_k_tokens(self.scores_TC, self.rows, self.tokens_TK, self.scratch)
 
     def attend(self, layer: int) -> torch.Tensor:
-        arguments = self.rows, self.tokens_TK, 0.07, *self.partials, self.out_TNL, num_sms(self.q_TNX)
-        return sparse_attention(self.q_TNX, self.planes[layer], self.table_NP, *arguments)
+        return sparse_attention(self.call(self.planes[layer]), self.rows, self.tokens_TK)
+
+    def call(self, planes: LatentPlanes) -> LatentCall:
+        """Return the call of a layer."""
+        return LatentCall(self.q_TNX, planes, self.table_NP, 0.07, *self.partials, self.out_TNL, num_sms(self.q_TNX))
 
     def dense_calls(self) -> list[Callable[[], torch.Tensor]]:
         """Attention to all tokens, by the tiles of a captured step."""
@@ -131,12 +133,7 @@ class Rig:
         )
         sequences = [SequenceRows(row, 1, length - 1, ([],), row) for row, length in enumerate(self.lengths)]
         work = scheduler.fill(StepRows.of(sequences, rows), captured=True)
-        return [
-            lambda planes=planes: latent_attention(
-                self.q_TNX, planes, self.table_NP, work, 0.07, *self.partials, self.out_TNL, num_sms(self.q_TNX)
-            )
-            for planes in self.planes
-        ]
+        return [lambda planes=planes: latent_attention(self.call(planes), work) for planes in self.planes]
 
 
 def fill(planes: LatentPlanes, num_slots: int, row_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -167,8 +164,7 @@ def check(shape: Shape, name: str, num_heads: int, device: torch.device) -> dict
     expected_TK = top_k_tokens_reference(found_TC, rig.rows, torch.empty_like(tokens_TK))
     rig.attend(0)
     found_TNL = rig.out_TNL.float().clone()
-    arguments = rig.rows, rig.tokens_TK, 0.07, *rig.partials, rig.out_TNL, num_sms(rig.q_TNX)
-    sparse_attention_reference(rig.q_TNX, rig.planes[0], rig.table_NP, *arguments)
+    sparse_attention_reference(rig.call(rig.planes[0]), rig.rows, rig.tokens_TK)
     error = (found_TNL - rig.out_TNL.float()).norm(dim=-1) / rig.out_TNL.float().norm(dim=-1)
     return {
         "score_error": score_error,

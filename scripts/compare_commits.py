@@ -120,6 +120,18 @@ def merged(parts: Sequence[Dump], tree: Path) -> dict[str, Any]:
     return dump
 
 
+def without_sentences(value: object) -> object:
+    """Return a value with every text that has a space in it replaced: its wording may change, its numbers may not."""
+    if isinstance(value, dict):
+        return {key: without_sentences(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_sentences(item) for item in value]
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError):
+            return without_sentences(json.loads(value))
+    return "(a sentence)" if isinstance(value, str) and " " in value else value
+
+
 def differences(old: Dump, new: Dump) -> list[Difference]:
     """Every case that differs, in the order of the old dump, then of the new one."""
     found = []
@@ -174,6 +186,11 @@ def show(old: Dump, new: Dump, found: Sequence[Difference]) -> None:
                 print(f"\n{key}: {case}\n  {values[key]}")
 
 
+def _has_prose(case: str, found: Mapping[str, Any]) -> bool:
+    """True for plans and refusals, whose sentences may change; the text of an answer may not."""
+    return _kind(case) == "plans" or REFUSED_KEY in found
+
+
 def _kind(case: str) -> str:
     return case.partition("/")[0]
 
@@ -219,6 +236,11 @@ def compare(old: Path, new: Path, arguments: argparse.Namespace) -> int:
     options = ["--what", arguments.what, "--device", arguments.device]
     options += [word for words in arguments.cases for word in ("--cases", words)]
     before, after = (probe(tree, options, arguments.jobs) for tree in (old, new))
+    if not arguments.words:
+        before, after = (
+            {case: without_sentences(found) if _has_prose(case, found) else found for case, found in dump.items()}
+            for dump in (before, after)
+        )
     if not before:
         sys.exit("error: a comparison was asked; no case has such a name; see --cases")
     found = differences(before, after)
@@ -240,6 +262,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the numbers of a tree")
+    parser.add_argument("--words", action="store_true", help="compare the sentences of plans and refusals, too")
     parser.add_argument("--speed", action="store_true", help="measure the default model instead")
     parser.add_argument("--rounds", type=int, default=3, help="runs of either tree with --speed")
     arguments = parser.parse_args()

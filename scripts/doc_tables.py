@@ -17,8 +17,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from error_table import error_table
+
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/performance.md", "docs/quantization.md", "docs/ranks.md"))
+DOCUMENTS = tuple(
+    ROOT / name
+    for name in ("README.md", "docs/performance.md", "docs/quantization.md", "docs/ranks.md", "docs/errors.md")
+)
 RECORDS = ROOT / "benchmarks" / "records"
 NO_RECORD = "No record is committed yet."
 WORDS = {
@@ -615,6 +620,7 @@ MAKERS: Mapping[str, Callable[[Path], str]] = {
     "highlights": highlight_table,
     **{section: lambda folder, section=section: section_tables(folder, section) for section in SECTIONS},
     "gpu-invariance": invariance_tables,
+    "error-codes": error_table,
 }
 """What stands between the marks of each section."""
 

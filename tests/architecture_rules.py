@@ -75,13 +75,13 @@ TORCH_FREE = (
     "families.choose",
     "models.spec",
     "models.parameters",
-    "models.families",
-    "models.latent_families",
+    "models.grouped_readers",
+    "models.latent_readers",
     "models.settings",
     "models.activations",
     "models.compressed_activations",
     "models.compressed_declaration",
-    "models.compressed_families",
+    "models.compressed_readers",
     "models.declaration",
     "models.declared_model",
     "models.declared_weights",
@@ -132,7 +132,7 @@ BANNED_CALLS = {
 }
 BANNED_ARGUMENTS = {"trust_remote_code", "allow_pickle", "shell"}
 DETERMINISTIC = ("cache.*", "engine.scheduler*")
-"""Modules, as patterns, whose every decision follows from what they were told: no clock and no chance."""
+"""Patterns of modules whose decisions follow from their arguments alone: no clock, no random numbers."""
 CHANCE_IMPORTS = {"random", "secrets", "uuid", "time", "datetime"}
 CHANCE_CALLS = {"os.urandom", "torch.rand", "torch.randn", "torch.randint", "torch.randperm", "torch.manual_seed"}
 
@@ -312,7 +312,7 @@ def room_imports(source: Source) -> list[str]:
 
 
 def config_imports(source: Source) -> list[str]:
-    """R2: below the runner nobody sees the config."""
+    """R2: no module below the runner imports the config."""
     if source.module == "" or source.package in CONFIG_READERS:
         return []
     return [

@@ -1,4 +1,4 @@
-"""What every test may lean on: the device, guarded and poisoned memory. No torch here, so that the pure lane starts at once."""
+"""Fixtures and hooks of all tests: the device, guarded and poisoned memory. Imports no torch, so pure tests start at once."""
 
 import gc
 import os
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import time_budget
 from each_value import mark_others_slow
 from pointer_bounds import bound_pointers
 from quick_interpreter import quicken_interpreter
@@ -49,17 +50,17 @@ PACKAGES = (
     ),
     *("anthropic", "ollama", "tokenizers", "transformers", "uvicorn"),
 )
-"""What a machine may lack on which nothing can be installed: tests that need one are skipped there, and say so."""
+"""Optional packages: if one is missing, the tests that import it are skipped with a reason."""
 OWN_PROCESS = "HOLDFAST_OWN_PROCESS"
-"""Set in the process that a test marked own_process has to itself."""
+"""Environment variable of the process that runs one test marked own_process."""
 FROZEN = pytest.StashKey[int]()
-"""Of the session: how many modules there were when what they hold was taken out of the collection of garbage."""
+"""Session key: number of imported modules when `gc.freeze` last ran."""
 FAULT = pytest.StashKey[str]()
-"""Of the session: the test after which CUDA does not work any more in this process, and what CUDA says."""
+"""Session key: the test that broke CUDA in this process, and CUDA's message."""
 
 
 def has_cuda() -> bool:
-    """A driver, and a torch that was built for it; read from files, since asking torch costs seconds."""
+    """True if there is a driver and a CUDA build of torch. Reads files, since importing torch costs seconds."""
     spec = find_spec("torch")
     if not Path("/proc/driver/nvidia/version").exists() and not Path("/dev/nvidiactl").exists():
         return False
@@ -69,17 +70,16 @@ def has_cuda() -> bool:
     return re.search(r"^cuda\b.*=\s*['\"]", version, re.MULTILINE) is not None
 
 
-# Triton reads this when it is imported, which happens long after this file.
+# Triton reads this variable when it is imported, which is later.
 if not has_cuda():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A job in the background of a script inherits an ignored Ctrl-C; tests that send one would wait for it for ever.
+# A background job inherits an ignored SIGINT. Tests that send one would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples in every run, so that a check that was green stays green; --hypothesis-profile=search looks for new ones
-# in all tests with @given, which hypothesis marks as its own: make test-slow. Tests that cost more say how many they take.
-# A busy machine is no reason to fail, neither in a test nor before it: no deadline, and examples may be slow to make.
+# Every run draws the same examples, so a green check stays green. --hypothesis-profile=search (make test-slow) draws new
+# ones. There is no deadline: a busy machine is no reason to fail.
 if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
@@ -90,7 +90,7 @@ if find_spec("hypothesis"):
 
 
 class TestModule(pytest.Module):
-    """A file of tests; where a package is missing that it imports, all of it is skipped."""
+    """A test file. If an optional package is missing, the whole file is skipped."""
 
     def collect(self) -> Sequence[pytest.Item | pytest.Collector]:
         try:
@@ -106,14 +106,25 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return TestModule.from_parent(parent, path=module_path)
 
 
-def pytest_configure() -> None:
-    """Nothing that is imported and collected is garbage: looking for some among it takes a fifth of that time."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    time_budget.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect no garbage while tests are collected: imports leave none, and looking takes a fifth of the time."""
     gc.disable()
+    config.pluginmanager.register(time_budget)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip importing files of GPU tests if `-m` excludes them."""
+    is_excluded = "not gpu" in config.getoption("markexpr") and collection_path.name.endswith("_gpu.py")
+    return True if is_excluded else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu need CUDA; without it a quick run takes a sample of those marked each_value or each_pair."""
+    """Without CUDA, skip tests marked gpu and sample those marked each_value or each_pair."""
     if has_cuda():
         return
     mark_others_slow(items)
@@ -123,9 +134,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Some ten thousand tests and all that they import stay to the end: no collection of garbage need look at them."""
+    """Freeze collected tests and their imports: the garbage collector need not visit them."""
     freeze_imports(session, least=0)
-    # Most that a test makes is gone by itself before that many are there, and is never looked at.
+    # Reference counting frees most objects of a test before this threshold.
     gc.set_threshold(5_000, 20, 20)
     gc.enable()
 
@@ -137,7 +148,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def freeze_imports(session: pytest.Session, least: int) -> None:
-    """What tests import on the way stays too, transformers above all: every engine that closes collects garbage."""
+    """Freeze modules that tests import later. Closing an engine runs the garbage collector, which would visit them."""
     if len(sys.modules) >= session.stash.get(FROZEN, 0) + least:
         session.stash[FROZEN] = len(sys.modules)
         gc.collect()
@@ -152,14 +163,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {OWN_PROCESS: "1"}
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
-        told = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        words = told[-1] if told else f"exit status {done.returncode}"
-        pytest.fail(f"in a process of its own: {words}\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}", pytrace=False)
+        outcomes = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        outcome = outcomes[-1] if outcomes else f"exit status {done.returncode}"
+        pytest.fail(f"in a process of its own: {outcome}\n{done.stdout[-8000:]}\n{done.stderr[-2000:]}", pytrace=False)
     return True
 
 
 def cuda_fault() -> str | None:
-    """None, or what CUDA says where a kernel has failed: from then on every call of this process fails with it."""
+    """Return CUDA's message if a kernel has failed in this process, else None."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -172,7 +183,7 @@ def cuda_fault() -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test is asked whether it leaves CUDA broken."""
+    """After a failed test, check whether CUDA still works."""
     report = yield
     if report.failed and FAULT not in item.session.stash and (fault := cuda_fault()):
         words = f"CUDA failed in {item.nodeid} ({fault}): nothing more can run in this process"
@@ -183,7 +194,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
-    """After a fault this process ends: xdist starts another for what is left, and without it the run stops in words."""
+    """End this process after a CUDA fault. xdist starts another one; without xdist the run stops with a message."""
     done = yield
     if fault := item.session.stash.get(FAULT, None):
         if hasattr(item.config, "workerinput"):

@@ -12,7 +12,7 @@ MIN_REST_BYTES = MIB
 
 
 def block_bytes(num_bytes: int) -> int:
-    """Of one request, where the allocator has no free block of nearly that size in store."""
+    """Size of the block that one request takes if the allocator caches no block of about that size."""
     block = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
     if block < CARVED_BYTES:
         return block

@@ -51,7 +51,7 @@ def case_of(item: pytest.Function) -> Case:
 
 
 def mark_others_slow(items: Iterable[pytest.Item]) -> None:
-    """Of every test that is marked each_value or each_pair, those cases slow that are not chosen among its quick ones."""
+    """Mark the cases of each_value and each_pair tests slow, except a sample that covers every value or pair."""
     tests: dict[tuple[object, str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}

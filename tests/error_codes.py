@@ -15,6 +15,7 @@ from holdfast.errors import HoldfastError, shown
 
 PACKAGE = Path(errors.__file__).parent
 CLASSES = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, HoldfastError)}
+CLASSES.add("ApiError")  # of the server
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Triton's interpreter without what it does again for nothing: most of the time of kernel tests on a CPU.
 
 At every call of a device function it looks through the whole language and wraps what it wrapped already: once a launch is
-enough. It looks for overflows of every sum and product, and tells nobody. For every value it builds types, shapes and
+enough. It checks every sum and product for overflow and discards the result. For every value it builds types, shapes and
 constants that it has built before: types are shared while a launch runs. And before every operation it settles types anew
 and writes out what numpy broadcasts by itself: what was settled of two types holds for all tensors of them.
 Where a version of Triton is built otherwise, nothing is changed.
@@ -132,7 +132,7 @@ def _share_types(core: Any, builder: Any) -> Callable[[], None]:
         return found
 
     def find_other(block: Any, element_ty: Any) -> Any:
-        """The same shape of other elements."""
+        """Return a block type of equal shape with other elements."""
         others = block.__dict__.get("others")
         if others is None or id(element_ty) not in no_pointers:
             return block_type(element_ty, block.shape)
@@ -154,11 +154,11 @@ def _share_types(core: Any, builder: Any) -> Callable[[], None]:
             tensor.__dict__.update(common)
             tensor.handle = handle
 
-    def find_ir(block: Any, asked: Any) -> Any:
-        if asked is not builder:
-            return to_ir(block, asked)
+    def find_ir(block: Any, wanted: Any) -> Any:
+        if wanted is not builder:
+            return to_ir(block, wanted)
         if "its_ir" not in block.__dict__:
-            block.its_ir = to_ir(block, asked)
+            block.its_ir = to_ir(block, wanted)
         return block.its_ir
 
     block_type.__new__, block_type.__init__, block_type.to_ir = find_type, finish_type, find_ir
@@ -201,7 +201,7 @@ def _share_constants(interpreter: Any) -> Callable[[], None]:
 
 
 def _shorten_calls(core: Any, interpreter: Any) -> None:
-    """The same answers by fewer calls, where nothing needs to be done."""
+    """Shortcuts for calls that change nothing; results are equal."""
     semantic, handle, constexpr = interpreter.interpreter_semantic, interpreter.TensorHandle, core.constexpr
     unwrap, broadcast, check_size = core._unwrap_if_constexpr, semantic.broadcast_impl_value, handle.__post_init__
     plain = {int, float, bool, str, type(None), core.dtype, core.pointer_type, core.block_type, core.tensor}

@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     import torch
 
 GUARD_BYTES = 1024
-"""Of each red zone; a multiple of every alignment that kernels ask for."""
+"""Size of each red zone: a multiple of every alignment that kernels need."""
 CANARY = 0xA5
 
 

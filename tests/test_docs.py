@@ -23,7 +23,7 @@ from holdfast.memory.devices import PLANNED_GPUS
 from holdfast.memory.sizes import format_bytes
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.families import parameters
+from holdfast.models.grouped_readers import parameters
 from holdfast.planning.terms import STAGING_BYTES
 from holdfast.quant.formats import ALL_KV_FORMATS, KV_FORMATS
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
@@ -96,9 +96,9 @@ def test_commands_in_documents_exist(command: str) -> None:
 
 
 def test_the_pages_for_newcomers_are_short() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 130
     assert len(ARCHITECTURE.splitlines()) <= 160
-    assert len(ARCHITECTURE.split()) <= 2300
+    assert len(ARCHITECTURE.split()) <= 2600
 
 
 def test_every_command_is_in_the_readme() -> None:
@@ -286,7 +286,7 @@ def test_figures_about_loads_are_those_of_their_plan(kind: str, num_chunks: int,
 
 
 def test_the_readme_names_no_machine_of_ours() -> None:
-    """Paths and addresses of the place where something was written help nobody."""
+    """Documents name no paths or addresses of the machine they were written on."""
     for name, text in DOCUMENTS.items():
         folders = "|".join(("home", "root", "work", "tmp"))
         # A server's own address is every machine's.

@@ -105,7 +105,7 @@ WRONG = "/no/such/path"
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
-def test_a_wrong_path_is_told_before_anything_heavy_is_imported(arguments: tuple[str, ...]) -> None:
+def test_wrong_path_is_refused_before_heavy_imports(arguments: tuple[str, ...]) -> None:
     code = f"import sys; from holdfast.cli.app import run; assert run({list(arguments)!r}) == 1"
     assert modules_after(code).isdisjoint((*HEAVY, "safetensors", "huggingface_hub"))
 
@@ -119,7 +119,7 @@ def test_a_program_with_a_wrong_path_waits_for_nothing_heavy() -> None:
 
 
 def test_headers_are_open_before_torch_is_imported(tmp_path: Path) -> None:
-    """What a config.json says of a family that does not run is told without torch too."""
+    """An unsupported family is refused without importing torch, too."""
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
     code = f"import sys; from holdfast.cli.app import run; assert run(['run', {str(tmp_path)!r}, '-p', 'x']) == 1"
     assert modules_after(code).isdisjoint(HEAVY)

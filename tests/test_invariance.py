@@ -264,7 +264,7 @@ def test_tokens_in_torch(family, is_whole, monkeypatch):
 
 @MODELS
 @pytest.mark.parametrize("chunk", [24, 64])
-def test_a_request_that_is_not_finite_hurts_nobody_who_shares_its_prefix(family, chunk):
+def test_nonfinite_request_leaves_its_prefix_sharers_unchanged(family, chunk):
     """A token whose embedding is NaN, in the middle of a page and a chunk; others go on on the pages before it."""
     model = tiny(family)
     embedding = model.weights["embed.weight"].clone()

@@ -389,6 +389,14 @@ def test_the_first_difference_has_its_place(old: object, new: object, place: tup
     assert compare_commits.first_difference(old, new) == place
 
 
+def test_without_sentences_keeps_numbers_keys_and_names() -> None:
+    plan = {"stdout": '{"kv pages": {"num_bytes": 3, "reason": "two words", "owner": "weights"}}', "code": 0}
+    assert compare_commits.without_sentences(plan) == {
+        "stdout": {"kv pages": {"num_bytes": 3, "reason": "(a sentence)", "owner": "weights"}},
+        "code": 0,
+    }
+
+
 def test_a_case_that_only_one_tree_has_is_a_difference() -> None:
     found = compare_commits.differences({"a": {}, "b": {}}, {"b": {}, "c": {}})
     assert [(one.case, one.old, one.new) for one in found] == [("a", "there", "(nothing)"), ("c", "(nothing)", "there")]
@@ -400,7 +408,7 @@ def test_what_fails_alike_in_both_trees_is_not_the_same(monkeypatch: pytest.Monk
 
     failed = probe_numbers.outcome(raising)
     monkeypatch.setattr(compare_commits, "probe", lambda *asked: {"numbers/a": failed})
-    asked = SimpleNamespace(speed=False, what="numbers", device="cpu", cases=[], jobs=1)
+    asked = SimpleNamespace(speed=False, what="numbers", device="cpu", cases=[], jobs=1, words=False)
     assert compare_commits.compare(ROOT, ROOT, asked) == 1
     assert "failed: numbers/a\n  ZeroDivisionError: by chance" in capsys.readouterr().out
 

@@ -1,23 +1,32 @@
-"""EngineConfig: every setting of an engine, frozen and validated; unknown names suggest the nearest; no torch."""
+"""EngineConfig: every setting of an engine, frozen and validated; unknown names suggest the nearest; no torch.
+
+An annotation holds the check of its field, and the docstring after the field is its help text (`option_help`).
+"""
 
 import dataclasses
-import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
 
-from holdfast.errors import ConfigError, ImportAbsentError, shown
+from holdfast.errors import ConfigError, ImportAbsentError, did_you_mean
 from holdfast.memory.sizes import parse_bytes
 from holdfast.quant.formats import ALL_KV_FORMATS, INDEX_FORMATS
-from holdfast.quant.weight_schemes import EMBEDDING_CHOICES, REGEX_PREFIX, UNQUANTIZED, WeightRecipe, find_scheme
+from holdfast.quant.weight_schemes import (
+    EMBEDDING_CHOICES,
+    UNQUANTIZED,
+    WeightRecipe,
+    check_pattern,
+    find_scheme,
+)
 from holdfast.request.vllm_names import (
     ABSENT_NAMES,
     ENGINE_ALIASES,
     ENGINE_NAMES,
     ENGINE_VALUES,
     MISSING_VALUES,
-    NOT_HERE,
     STORED_AS_IS,
     Foreign,
     own_speculative,
@@ -30,17 +39,17 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 WEIGHT_CACHES = ("auto", "on", "off")
 NO_TOKENIZER = "none"
 AUTO_EMBEDDINGS = "auto"
-"""What of the vocabulary is quantized is left to the file that the model comes from."""
+"""The model's file decides how much of the vocabulary is quantized."""
 MAX_PATTERNS = 256
 MAX_COUNT = 2**31 - 1
 NGRAM = "ngram"
 DEFAULT_PROPOSALS = 4
 MAX_PROPOSALS = 16
-PAGE_TOKENS = tuple(2**power for power in range(9))
 AUTO_STRETCH = "auto"
-"""max_step_stretch by the device."""
 ALIASES = ENGINE_ALIASES
-"""Names that vLLM's users type, and ours."""
+"""vLLM's names of options, and ours."""
+MAX_RANKS = 4096
+PATHS = ("model", "tokenizer", "chat_template", "save_quantized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,308 +61,99 @@ class Limits:
     max_model_len: int
     page_tokens: int
     max_sampled_rows: int = 0
-    """Rows of a step whose logits are chosen from: more than one of a sequence with proposals. 0: max_num_seqs."""
+    """Most rows of a step that are sampled: a sequence with draft tokens has several. 0: max_num_seqs."""
 
     @property
     def sampled_rows(self) -> int:
-        """max_sampled_rows, or what stands for it."""
         return self.max_sampled_rows or self.max_num_seqs
 
 
-SWITCHES = (
-    *("enable_prefix_caching", "batch_invariant", "enforce_eager", "allow_nonfinite", "core_process"),
-    "enable_expert_parallel",
-)
-TENSOR_PARALLEL_SUMS = ("auto", "reduce", "exact")
-SCHEDULING_POLICIES = ("priority", "fcfs")
-MAX_RANKS = 4096
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Check of a field with a list of accepted names."""
+
+    choices: tuple[str, ...]
+
+    def __call__(self, value: object, name: str) -> None:
+        if value not in self.choices:
+            error = ConfigError("value.not_one_of", name=name, value=value, accepted=self.choices)
+            raise error.hinting(did_you_mean(value, self.choices))
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What a person asked for. "auto" and None are resolved once, by the engine, with a reason for each choice."""
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Check of a number from `minimum` to `maximum`, both included."""
 
-    model: str | None = None
-    """A folder in Hugging Face layout, a GGUF file, or a model of the Hub (owner/name, owner/name:Q4_K_M); None: the default."""
-    revision: str | None = None
-    """Branch, tag or commit of a model of the Hub; None takes main. owner/name@REVISION says the same."""
-    tokenizer: str | None = None
-    """Folder, file or owner/name of another tokenizer than the model's own; "none": prompts and answers are token ids alone."""
-    chat_template: str | None = None
-    """A Jinja file, or the template itself, in place of the model's own."""
-    dtype: str = "auto"
-    """Type of weights and activations: auto, float32, float16, bfloat16. auto: float32 on CPU, the checkpoint's on a GPU."""
-    kv_cache_dtype: str = "auto"
-    """Format of KV pages: auto (the dtype), float32, float16, bfloat16, fp8, a turboquant format of 8, 4 or 3 bits, or one for
-    latents (MLA): fp8_ds_mla, turboquant_mla_4bit, turboquant_mla_4bit_r8."""
-    kv_protected_layers: int | str | None = None
-    """Layers that keep KV pages in a wider format: how many, or which, such as "0,1,30,31"; None takes the format's default."""
-    index_cache_dtype: str = "auto"
-    """How the index that chooses tokens is kept (DeepSeek-V3.2): fp8, bfloat16, float16 or float32; auto is fp8 beside quantized latents, else
-    the type of the latents."""
-    kv_protected_dtype: str = "fp8"
-    """That wider format: the name of one, or auto for the dtype."""
-    quantization: str | None = None
-    """Scheme in which weights are kept, made while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
-    quantized_embeddings: str = "auto"
-    """What of the vocabulary is quantized too: head (also where it is the embedding), all (head and embedding) or none; auto is
-    head, and all for a GGUF file that has its embedding quantized already."""
-    quantization_ignore: tuple[str, ...] | str = ()
-    """Weights that stay as they are: globs over their names, or regular expressions behind "re:"; commas part them in a text."""
-    allow_nonfinite: bool = False
-    """Go on where weights hold a NaN or an infinity, with a warning, instead of refusing."""
-    save_quantized: str | None = None
-    """Folder that gets a copy of the model with its weights quantized, which opens like any model."""
-    weight_cache: str = "auto"
-    """Quantized weights of earlier starts: auto uses them where it can, on insists, off neither reads nor writes them."""
-    load_format: str = "auto"
-    """auto, safetensors, gguf, or dummy (dummy weights from config.json alone)."""
-    max_model_len: int | None = None
-    """Longest prompt and output together; None takes the model's own."""
-    max_num_seqs: int | None = None
-    """Most sequences in one step."""
-    max_num_batched_tokens: int | None = None
-    """Most tokens in one step; longer prompts run in chunks of it."""
-    max_step_stretch: float | str | None = None
-    """While sequences decode, prompts are cut so that a step takes at most so many times a decode step: a number above 1; 0: prompts
-    are not cut; auto: 3 on a CPU and 1.7 on a GPU. None: auto in AsyncLLM and serve, 0 in LLM. Pipelines never cut."""
-    max_queue: int = 4096
-    """Most sequences that may wait; one more is refused."""
-    scheduling_policy: str = "priority"
-    """Order of requests: priority (the lowest number first, equals by arrival), or fcfs (by arrival; a request with a priority is
-    refused)."""
-    page_tokens: int | None = None
-    """Tokens in a KV page: a power of two from 1 to 256; None takes 64 for quantized formats and latents, else 16."""
-    memory_utilization: float | None = None
-    """Share of the device's memory that the engine may take."""
-    memory_limit: str | int | None = None
-    """The same as a size, such as "20GiB"; takes precedence over a share. On a CPU, what Python and torch hold is part of it."""
-    kv_cache_memory: str | int | None = None
-    """Bytes for KV pages alone, whatever the rest takes."""
-    enable_prefix_caching: bool = True
-    """Keep the pages of finished prompts and share them with requests that start alike."""
-    batch_invariant: bool = False
-    """Refuse to start unless every logit is independent, to the bit, of what else runs in the step."""
-    speculative: str | None = None
-    """Guess tokens ahead and check several in one step: ngram:K (K from 1 to 16; ngram alone is ngram:4) copies up to K from where
-    the last tokens stood before. Answers are the same; text that repeats its input comes faster. None: off."""
-    enforce_eager: bool = False
-    """Never capture graphs."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    tensor_parallel_size: int = 1
-    """GPUs, or processes on a CPU, that share every layer."""
-    pipeline_parallel_size: int = 1
-    """Stages of layers, each on GPUs of its own."""
-    nnodes: int | None = None
-    """Nodes that ranks are on, started there by a launcher; None: as the launcher says, and in a plan as many as have 8 GPUs each."""
-    enable_expert_parallel: bool = False
-    """Ranks that share layers hold whole experts, not slices of every one."""
-    tensor_parallel_sums: str = "auto"
-    """How ranks share output projections: reduce exchanges float32 sums; exact gathers, so that answers do not depend on the number
-    of ranks. auto is reduce, and exact with batch_invariant."""
-    seed: int = 0
-    """Where random choices start for requests without a seed of their own."""
-    core_process: bool = False
-    """Run the model in a process of its own: tokenizer and templates stay in this one, which then does without torch."""
-    core_timeout: float = 30.0
-    """Seconds of silence, from 1 up, after which a core process counts as dead."""
+    minimum: float
+    maximum: float = MAX_COUNT
+    is_integer: bool = True
 
-    def __post_init__(self) -> None:
-        _choice("dtype", self.dtype, DTYPES)
-        _choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *ALL_KV_FORMATS))
-        _choice("index_cache_dtype", self.index_cache_dtype, ("auto", *INDEX_FORMATS))
-        _choice("kv_protected_dtype", self.kv_protected_dtype, ("auto", *ALL_KV_FORMATS))
-        parse_layers(self.kv_protected_layers, "kv_protected_layers")
-        _choice("load_format", self.load_format, LOAD_FORMATS)
-        self._check_quantization()
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
-            _count(name, getattr(self, name))
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            _ranks(name, getattr(self, name))
-        if self.nnodes is not None:
-            _ranks("nnodes", self.nnodes)
-        _choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _choice("tensor_parallel_sums", self.tensor_parallel_sums, TENSOR_PARALLEL_SUMS)
-        parse_speculative(self.speculative)
-        _page_size("page_tokens", self.page_tokens)
-        _share("memory_utilization", self.memory_utilization)
-        for name in ("memory_limit", "kv_cache_memory"):
-            if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), name)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed={shown(self.seed)} was asked", "a whole number from 0 to 2**64 - 1 works", "try 0")
-        for name in SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
-                )
-        _stretch(self.max_step_stretch)
-        _seconds("core_timeout", self.core_timeout)
-        if not _is_device(self.device):
-            raise ConfigError(f"device={shown(self.device)} was asked", "auto, cpu, cuda and cuda:N work", "try auto")
-        for name in ("model", "tokenizer", "chat_template"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise ConfigError(f"{name}={shown(value)} was asked", "a path as a string works", "pass str(path)")
-        _revision(self.revision)
-
-    @property
-    def recipe(self) -> WeightRecipe:
-        """Which weights are quantized, and how, of a model that is not known yet: resolving adds what its file says."""
-        patterns = parse_patterns(self.quantization_ignore, "quantization_ignore")
-        asked = self.quantized_embeddings
-        embeddings = WeightRecipe().embeddings if asked == AUTO_EMBEDDINGS else asked
-        return WeightRecipe(find_scheme(self.quantization), embeddings, patterns)  # type: ignore[arg-type]
-
-    @property
-    def num_ranks(self) -> int:
-        """How many processes compute."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def takes_priorities(self) -> bool:
-        """Whether a request may have a priority."""
-        return self.scheduling_policy == "priority"
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether weights are to be quantized as they load."""
-        return self.quantization not in (None, UNQUANTIZED)
-
-    def paced(self) -> "EngineConfig":
-        """The same for streams that are watched: max_step_stretch is auto unless it was given."""
-        return self if self.max_step_stretch is not None else dataclasses.replace(self, max_step_stretch=AUTO_STRETCH)
-
-    def with_quantization(self, name: str | None) -> "EngineConfig":
-        """The same with weights in another scheme; what only makes sense with one goes where there is none."""
-        if name not in (None, UNQUANTIZED):
-            return dataclasses.replace(self, quantization=name)
-        bare = {
-            "quantized_embeddings": AUTO_EMBEDDINGS,
-            "quantization_ignore": (),
-            "save_quantized": None,
-            "weight_cache": "auto",
-        }
-        return dataclasses.replace(self, quantization=name, **bare)  # type: ignore[arg-type]
-
-    def _check_quantization(self) -> None:
-        find_scheme(self.quantization)
-        _choice("quantized_embeddings", self.quantized_embeddings, (AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))
-        patterns = parse_patterns(self.quantization_ignore, "quantization_ignore")
-        _choice("weight_cache", self.weight_cache, WEIGHT_CACHES)
-        folder = self.save_quantized
-        if folder is not None and (not isinstance(folder, str) or not folder.strip() or "\0" in folder):
-            raise ConfigError(
-                f"save_quantized={shown(folder)} was asked", "a folder as a string works", "name a folder"
-            )
-        if self.is_quantized:
-            return
-        needing = {"quantization_ignore": patterns, "save_quantized": folder, "weight_cache": self.weight_cache == "on"}
-        for name, value in needing.items():
-            if value:
-                raise ConfigError(
-                    f"{name}={shown(getattr(self, name))} was asked",
-                    "nothing is quantized without quantization",
-                    "add quantization (such as fp8; for a model that is quantized already, its own scheme), or leave it out",
-                )
-
-    @classmethod
-    def from_options(cls, **options: object) -> "EngineConfig":
-        """A config from keyword options; vLLM's names and values are understood, unknown ones raise.
-
-        What has no effect here is taken, and named in one line of the log.
-        """
-        names = {field.name for field in dataclasses.fields(cls)}
-        left, quiet = settle(options, {*names, *ALIASES}, ENGINE_NAMES, ConfigError)
-        known: dict[str, object] = {}
-        for name, value in left.items():
-            target = ALIASES.get(name, name)
-            if name != target and value is None:
-                continue  # a parser of a program fills in every name that it knows
-            if target in known:
-                raise ConfigError(
-                    f"{name} was asked", f"{target} is the same option and is given too", "pass one of them"
-                )
-            known[target] = _own_value(target, value)
-        if known.get("quantization") in STORED_AS_IS:
-            quiet["quantization"] = known.pop("quantization")
-        config = cls(**known)  # type: ignore[arg-type]
-        if quiet:
-            _tell(quiet)
-        return config
+    def __call__(self, value: object, name: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int if self.is_integer else int | float):
+            raise ConfigError("value.not_integer" if self.is_integer else "value.not_number", name=name, value=value)
+        if not self.minimum <= value <= self.maximum:
+            bounds = {"minimum": self.minimum, "maximum": self.maximum}
+            raise ConfigError("value.out_of_range", name=name, value=value, **bounds)
 
 
-def __getattr__(name: str) -> object:
-    """Explain a name that a program imports from vllm.config and that is none here."""
-    if name in ABSENT_NAMES:
-        # An AttributeError would come out as Python's own sentence about the import.
-        raise ImportAbsentError(f"holdfast.config.{name} was imported", NOT_HERE, ABSENT_NAMES[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _check_bool(value: object, name: str) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError("value.not_bool", name=name, value=value)
 
 
-def _own_value(name: str, value: object) -> object:
-    """A value as our option takes it: paths as strings, types of torch and other names of vLLM by their own."""
-    if name in ("model", "tokenizer", "chat_template", "save_quantized") and isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if name == "speculative" and (isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{"))):
-        return own_speculative(value)
-    types = {"dtype": DTYPES, "index_cache_dtype": ("auto", *INDEX_FORMATS)}.get(name)
-    key = str(value) if types and type(value).__name__ == "dtype" else value
-    if not isinstance(key, str | int | None):
-        return value
-    do = MISSING_VALUES.get(name, {}).get(key) if isinstance(key, str) else None
-    if do is not None:
-        raise ConfigError(f"{name}={shown(value)} was asked", NOT_HERE, do)
-    known = ENGINE_VALUES.get(name, {})
-    if types and isinstance(key, str):
-        small = key.lower()
-        return small if small in types else known.get(small, value)
-    return known.get(key, value)
+def _check_text(value: object, name: str) -> None:
+    if not isinstance(value, str):
+        raise ConfigError("value.not_string", name=name, value=value)
 
 
-def _tell(quiet: dict[str, object]) -> None:
-    # A config without such options is made without the time that logging takes to import.
-    from holdfast.observability.log import get_logger, log_in_scripts
+def _check_folder(value: object, name: str) -> None:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ConfigError("config.not_a_folder", name=name, value=value)
 
-    log_in_scripts()
-    stored = {"quantization": Foreign("a checkpoint that is quantized loads as it is stored")}
-    get_logger(__name__).warning("%s", quiet_line(quiet, {**ENGINE_NAMES, **stored}))
+
+def _check_revision(value: object, name: str) -> None:
+    """Accept what git may call a branch, a tag or a commit."""
+    sound = isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+/-]{0,199}", value)
+    if not sound or ".." in str(value):
+        raise ConfigError("config.not_a_revision", name=name, value=value)
+
+
+def _check_page_size(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 256 or value & (value - 1):
+        raise ConfigError("config.page_size", name=name, value=value)
+
+
+def _check_share(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError("config.not_a_share", name=name, value=value)
+
+
+def _check_stretch(value: object, name: str) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value not in (AUTO_STRETCH, 0) and not (is_number and 1 < float(value) <= MAX_COUNT):  # type: ignore[arg-type]
+        raise ConfigError("config.step_stretch", name=name, value=value)
+
+
+def _check_device(value: object, name: str) -> None:
+    is_known = isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value)
+    if not is_known:
+        raise ConfigError("config.device", name=name, value=value)
 
 
 def parse_patterns(value: object, name: str) -> tuple[str, ...]:
-    """Patterns over names of weights, each once: a text with commas between them, or a list of them."""
+    """Read patterns over names of weights, each once: a list of them, or a string with commas between them."""
     listed = value.split(",") if isinstance(value, str) and value.strip() else value
     if listed == "":
         listed = ()
     if not isinstance(listed, list | tuple) or len(listed) > MAX_PATTERNS:
-        has = f"a text with commas or a list of up to {MAX_PATTERNS} patterns works"
-        raise ConfigError(f"{name}={shown(value)} was asked", has, 'try "*down_proj*"')
+        raise ConfigError("config.patterns", name=name, value=value, maximum=MAX_PATTERNS)
     for pattern in listed:
-        problem = _pattern_problem(pattern)
-        if problem is not None:
-            do = 'try "*.down_proj", or "re:.*(q|k)_proj.*"'
-            raise ConfigError(f"{name}: the pattern {shown(pattern)} was asked", problem, do)
+        check_pattern(pattern, name)
     return tuple(dict.fromkeys(pattern.strip() for pattern in listed))
 
 
-def _pattern_problem(pattern: object) -> str | None:
-    """None, or why it matches nothing whatever the model, in words."""
-    if not isinstance(pattern, str):
-        return "it is no text"
-    expression = pattern.strip().removeprefix(REGEX_PREFIX)
-    if not expression:
-        return "it is empty"
-    if pattern.strip().startswith(REGEX_PREFIX):
-        try:
-            re.compile(expression)
-        except (re.error, RecursionError, OverflowError) as error:
-            return f"it is no regular expression ({error})"
-    return None
-
-
 def parse_layers(value: object, name: str) -> int | tuple[int, ...] | None:
-    """How many layers, or which: a whole number is a count, numbers with a comma behind or between them are a list."""
+    """Read a count of layers, or a list of layers: numbers with a comma after or between them."""
     if value is None:
         return None
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value.strip()):
@@ -363,16 +163,12 @@ def parse_layers(value: object, name: str) -> int | tuple[int, ...] | None:
     listed = value.strip().removesuffix(",").split(",") if isinstance(value, str) else []
     layers = tuple(int(part) for part in listed if re.fullmatch(r"[0-9]{1,9}", part.strip()))
     if not listed or len(set(layers)) != len(listed):
-        raise ConfigError(
-            f"{name}={shown(value)} was asked",
-            "a count or a list of different layers works",
-            'try 4, or "0,1,30,31", or leave it out',
-        )
+        raise ConfigError("config.layers", name=name, value=value)
     return tuple(sorted(layers))
 
 
-def parse_speculative(value: object) -> int:
-    """Most tokens that are proposed for a sequence in a step; 0 where nothing is."""
+def parse_speculative(value: object, name: str = "speculative") -> int:
+    """Return the most draft tokens of a sequence in a step; 0 for None."""
     if value is None:
         return 0
     method, colon, number = value.strip().partition(":") if isinstance(value, str) else ("", "", "")
@@ -380,79 +176,239 @@ def parse_speculative(value: object) -> int:
         return DEFAULT_PROPOSALS
     if method == NGRAM and re.fullmatch(r"[0-9]{1,9}", number) and 1 <= int(number) <= MAX_PROPOSALS:
         return int(number)
-    raise ConfigError(
-        f"speculative={shown(value)} was asked",
-        f"{NGRAM}:K with K from 1 to {MAX_PROPOSALS} works, and {NGRAM} for {NGRAM}:{DEFAULT_PROPOSALS}",
-        f"try {NGRAM}:{DEFAULT_PROPOSALS}, or leave it out",
+    raise ConfigError("config.speculative", name=name, value=value, maximum=MAX_PROPOSALS)
+
+
+def _check_scheme(value: object, name: str) -> None:
+    find_scheme(value, name)
+
+
+_COUNT = Between(1)
+_RANKS = Between(1, MAX_RANKS)
+_KV_DTYPES = OneOf(("auto", *ALL_KV_FORMATS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The options that a user gave. The engine resolves "auto" and None once, with a reason for each choice."""
+
+    model: Annotated[str | None, _check_text] = None
+    """A folder in Hugging Face layout, a GGUF file, or a model of the Hub (owner/name, owner/name:Q4_K_M); None: the default."""
+    revision: Annotated[str | None, _check_revision] = None
+    """Branch, tag or commit of a model of the Hub; None: main. owner/name@REVISION has the same effect."""
+    tokenizer: Annotated[str | None, _check_text] = None
+    """Folder, file or owner/name of another tokenizer than the model's own; "none": prompts and answers are token ids only."""
+    chat_template: Annotated[str | None, _check_text] = None
+    """A Jinja file, or the template itself, in place of the model's own."""
+    dtype: Annotated[str, OneOf(DTYPES)] = "auto"
+    """Type of weights and activations: auto, float32, float16, bfloat16. auto: float32 on a CPU, the checkpoint's on a GPU."""
+    kv_cache_dtype: Annotated[str, _KV_DTYPES] = "auto"
+    """Format of KV pages: auto (the dtype), float32, float16, bfloat16, fp8, a turboquant format of 8, 4 or 3 bits, or one for
+    latents (MLA): fp8_ds_mla, turboquant_mla_4bit, turboquant_mla_4bit_r8."""
+    kv_protected_layers: Annotated[int | str | None, parse_layers] = None
+    """Layers whose KV pages stay in a wider format: how many, or which, such as "0,1,30,31"; None: the format's default."""
+    index_cache_dtype: Annotated[str, OneOf(("auto", *INDEX_FORMATS))] = "auto"
+    """Format of the index that selects tokens (DeepSeek-V3.2): fp8, bfloat16, float16 or float32; auto: fp8 beside quantized
+    latents, else the type of the latents."""
+    kv_protected_dtype: Annotated[str, _KV_DTYPES] = "fp8"
+    """The wider format of protected layers; auto: the dtype."""
+    quantization: Annotated[str | None, _check_scheme] = None
+    """Scheme to which weights are quantized while they load: fp8, fp8_tensor, fp8_block, int8, mxfp4; None or none: as stored."""
+    quantized_embeddings: Annotated[str, OneOf((AUTO_EMBEDDINGS, *EMBEDDING_CHOICES))] = AUTO_EMBEDDINGS
+    """What of the vocabulary is quantized too: head (also if it is tied to the embedding), all (head and embedding) or none;
+    auto: head, and all for a GGUF file whose embedding is already quantized."""
+    quantization_ignore: Annotated[tuple[str, ...] | str, parse_patterns] = ()
+    """Weights that stay as they are: globs over their names, or regular expressions after "re:", separated by commas."""
+    allow_nonfinite: bool = False
+    """Warn instead of failing if weights hold a NaN or an infinity."""
+    save_quantized: Annotated[str | None, _check_folder] = None
+    """Folder for a copy of the model with its weights quantized, which opens like any model."""
+    weight_cache: Annotated[str, OneOf(WEIGHT_CACHES)] = "auto"
+    """Quantized weights of earlier starts: auto uses them if possible, on requires them, off neither reads nor writes them."""
+    load_format: Annotated[str, OneOf(LOAD_FORMATS)] = "auto"
+    """auto, safetensors, gguf, or dummy (random weights from config.json alone)."""
+    max_model_len: Annotated[int | None, _COUNT] = None
+    """Longest prompt and output together; None: the model's own, or what fits."""
+    max_num_seqs: Annotated[int | None, _COUNT] = None
+    """Most sequences in one step."""
+    max_num_batched_tokens: Annotated[int | None, _COUNT] = None
+    """Most tokens in one step; longer prompts run in chunks."""
+    max_step_stretch: Annotated[float | str | None, _check_stretch] = None
+    """Chunk prompts while sequences decode, so that a step takes at most N times a decode step: above 1, 0 (never) or auto (3 on a
+    CPU, 1.7 on a GPU). None: auto in AsyncLLM and serve, 0 in LLM. Pipelines never chunk for this."""
+    max_queue: Annotated[int, _COUNT] = 4096
+    """Most sequences that may wait; one more is refused."""
+    scheduling_policy: Annotated[str, OneOf(("priority", "fcfs"))] = "priority"
+    """Order of requests: priority (lowest number first, ties by arrival), or fcfs (by arrival; a request with a priority is
+    refused)."""
+    page_tokens: Annotated[int | None, _check_page_size] = None
+    """Tokens in a KV page: a power of two from 1 to 256; None: 64 for quantized formats and latents, else 16."""
+    memory_utilization: Annotated[float | None, _check_share] = None
+    """Share of the device's memory that the engine may use."""
+    memory_limit: Annotated[str | int | None, parse_bytes] = None
+    """Memory that the engine may use, such as "20GiB"; overrides the share. On a CPU it includes Python and torch."""
+    kv_cache_memory: Annotated[str | int | None, parse_bytes] = None
+    """Bytes for KV pages alone, whatever the rest takes."""
+    enable_prefix_caching: bool = True
+    """Keep the pages of finished prompts and share them with requests that start alike."""
+    batch_invariant: bool = False
+    """Refuse to start unless every logit is bitwise independent of what else runs in the step."""
+    speculative: Annotated[str | None, parse_speculative] = None
+    """Draft tokens and verify several in one step: ngram:K (K from 1 to 16; ngram: ngram:4) copies up to K from where the last
+    tokens stood before. Answers do not change; text that repeats its input comes faster. None: off."""
+    enforce_eager: bool = False
+    """Never capture graphs."""
+    device: Annotated[str, _check_device] = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    tensor_parallel_size: Annotated[int, _RANKS] = 1
+    """GPUs, or processes on a CPU, that share every layer."""
+    pipeline_parallel_size: Annotated[int, _RANKS] = 1
+    """Stages of layers, each on GPUs of its own."""
+    nnodes: Annotated[int | None, _RANKS] = None
+    """Nodes of the ranks, which a launcher starts there; None: the launcher's number, and in a plan one for every 8 GPUs."""
+    enable_expert_parallel: bool = False
+    """Give each tensor-parallel rank whole experts instead of slices of every expert."""
+    tensor_parallel_sums: Annotated[str, OneOf(("auto", "reduce", "exact"))] = "auto"
+    """How ranks combine output projections: reduce (all-reduce of float32 sums) or exact (all-gather, so that answers do not depend
+    on the number of ranks). auto: reduce, and exact with batch_invariant."""
+    seed: Annotated[int, Between(0, 2**64 - 1)] = 0
+    """Seed of requests without one of their own."""
+    core_process: bool = False
+    """Run the model in a process of its own: tokenizer and templates stay in this one, which then needs no torch."""
+    core_timeout: Annotated[float, Between(1, MAX_COUNT, is_integer=False)] = 30.0
+    """Seconds without a heartbeat, at least 1, after which a core process counts as dead."""
+
+    def __post_init__(self) -> None:
+        for name, check, is_optional in _checks():
+            value = getattr(self, name)
+            if value is not None or not is_optional:
+                check(value, name)
+        if self.is_quantized:
+            return
+        needing = ("quantization_ignore", "save_quantized") + (("weight_cache",) if self.weight_cache == "on" else ())
+        for name in needing:
+            if value := getattr(self, name):
+                raise ConfigError("config.needs_quantization", name=name, value=value)
+
+    @property
+    def recipe(self) -> WeightRecipe:
+        """Which weights are quantized, and how, before the model is known. `resolve` adds what its file says."""
+        patterns = parse_patterns(self.quantization_ignore, "quantization_ignore")
+        is_auto = self.quantized_embeddings == AUTO_EMBEDDINGS
+        embeddings = WeightRecipe().embeddings if is_auto else self.quantized_embeddings
+        return WeightRecipe(find_scheme(self.quantization), embeddings, patterns)  # type: ignore[arg-type]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def takes_priorities(self) -> bool:
+        return self.scheduling_policy == "priority"
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if weights are quantized while they load."""
+        return self.quantization not in (None, UNQUANTIZED)
+
+    def paced(self) -> "EngineConfig":
+        """Return a copy for streaming: max_step_stretch is auto unless it was given."""
+        return self if self.max_step_stretch is not None else dataclasses.replace(self, max_step_stretch=AUTO_STRETCH)
+
+    def with_quantization(self, name: str | None) -> "EngineConfig":
+        """Return a copy with another scheme. Without a scheme, the options that need one return to their defaults."""
+        if name not in (None, UNQUANTIZED):
+            return dataclasses.replace(self, quantization=name)
+        dependent = ("quantized_embeddings", "quantization_ignore", "save_quantized", "weight_cache")
+        defaults: dict[str, Any] = {option: getattr(EngineConfig, option) for option in dependent}
+        return dataclasses.replace(self, quantization=name, **defaults)
+
+    @classmethod
+    def from_options(cls, **options: object) -> "EngineConfig":
+        """Build a config from keyword options, with vLLM's names and values. Unknown names raise.
+
+        Options of vLLM that have no effect here are accepted, and one log line names them.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
+            if name not in names and name not in ALIASES and name not in ENGINE_NAMES:
+                candidates = (*names, *ALIASES, *ENGINE_NAMES)
+                hint = did_you_mean(name, candidates) or f"The options are {', '.join(sorted((*names, *ALIASES)))}."
+                raise ConfigError("config.unknown_option", name=name).hinting(hint)
+        left, quiet = settle(options, {*names, *ALIASES}, ENGINE_NAMES, ConfigError)
+        known: dict[str, object] = {}
+        for name, value in left.items():
+            target = ALIASES.get(name, name)
+            if name != target and value is None:
+                continue  # a parser of a program fills in every name that it knows
+            if target in known:
+                raise ConfigError("config.same_option", name=name, other=target)
+            known[target] = _own_value(target, value)
+        if known.get("quantization") in STORED_AS_IS:
+            quiet["quantization"] = known.pop("quantization")
+        config = cls(**known)  # type: ignore[arg-type]
+        if quiet:
+            _log_ignored(quiet)
+        return config
+
+
+@cache
+def _checks() -> tuple[tuple[str, Callable[[object, str], object], bool], ...]:
+    """List each field with its check, and True if None is accepted: exactly the fields whose default is None."""
+    kinds = EngineConfig.__annotations__
+    return tuple(
+        (field.name, *getattr(kinds[field.name], "__metadata__", (_check_bool,)), field.default is None)
+        for field in dataclasses.fields(EngineConfig)
     )
 
 
-def _revision(value: object) -> None:
-    """Of a model on the Hub: what git may call a branch, a tag or a commit."""
-    sound = isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+/-]{0,199}", value) and ".." not in value
-    if value is not None and not sound:
-        raise ConfigError(
-            f"revision={shown(value)} was asked", "the name of a branch, a tag or a commit works", "try main"
-        )
+@cache
+def option_help() -> Mapping[str, str]:
+    """Return the docstring of every field of EngineConfig, on one line."""
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(EngineConfig)).body[0]
+    assert isinstance(body, ast.ClassDef), body
+    found = {}
+    for node, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            found[ast.unparse(node.target)] = " ".join(str(after.value.value).split())
+    return found
 
 
-def _page_size(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or value is True or value not in PAGE_TOKENS:
-        raise ConfigError(f"{name}={shown(value)} was asked", "powers of two from 1 to 256 work", "try 16")
+def __getattr__(name: str) -> object:
+    """Explain a name that a program imports from vllm.config and that does not exist here."""
+    if name in ABSENT_NAMES:
+        # An AttributeError would come out as Python's own sentence about the import.
+        raise ImportAbsentError("config.absent_name", name=name, fix=ABSENT_NAMES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-        raise ConfigError(
-            f"{name}={shown(value)} was asked",
-            f"the choices are {', '.join(choices)}",
-            f"try {near[0] if near else choices[0]}",
-        )
+def _own_value(name: str, value: object) -> object:
+    """Convert a value to ours: paths to strings, torch's types and vLLM's names to our names."""
+    if name in PATHS and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if name == "speculative" and (isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{"))):
+        return own_speculative(value)
+    types = {"dtype": DTYPES, "index_cache_dtype": ("auto", *INDEX_FORMATS)}.get(name)
+    key = str(value) if types and type(value).__name__ == "dtype" else value
+    if not isinstance(key, str | int | None):
+        return value
+    fix = MISSING_VALUES.get(name, {}).get(key) if isinstance(key, str) else None
+    if fix is not None:
+        raise ConfigError("config.value_not_here", name=name, value=value, fix=fix)
+    known = ENGINE_VALUES.get(name, {})
+    if types and isinstance(key, str):
+        small = key.lower()
+        return small if small in types else known.get(small, value)
+    return known.get(key, value)
 
 
-def _ranks(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANKS:
-        raise ConfigError(f"{name}={shown(value)} was asked", f"a whole number from 1 to {MAX_RANKS} works", "try 1")
+def _log_ignored(quiet: dict[str, object]) -> None:
+    # A config without such options is made without the time that logging takes to import.
+    from holdfast.observability.log import get_logger, log_in_scripts
 
-
-def _count(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
-        raise ConfigError(
-            f"{name}={shown(value)} was asked",
-            f"a whole number from 1 to {MAX_COUNT} works",
-            "change it or leave it out",
-        )
-
-
-def _share(name: str, value: object) -> None:
-    if value is None:
-        return
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-    if not sound:
-        raise ConfigError(f"{name}={shown(value)} was asked", "a share above 0 and at most 1 works", "try 0.9")
-
-
-def _seconds(name: str, value: object) -> None:
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= MAX_COUNT
-    if not sound:
-        raise ConfigError(f"{name}={shown(value)} was asked", "a number of seconds from 1 up works", "try 30")
-
-
-def _stretch(value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value not in (None, AUTO_STRETCH, 0) and not (is_number and 1 < float(value) <= MAX_COUNT):  # type: ignore[arg-type]
-        raise ConfigError(
-            f"max_step_stretch={shown(value)} was asked", "a number above 1, 0 (off) or auto works", "try auto"
-        )
-
-
-def _is_device(device: object) -> bool:
-    if not isinstance(device, str):
-        return False
-    kind, _, index = device.partition(":")
-    return device in ("auto", "cpu", "cuda") or (kind == "cuda" and index.isdecimal() and len(index) <= 3)
+    log_in_scripts()
+    stored = {"quantization": Foreign("a checkpoint that is quantized loads as it is stored")}
+    get_logger(__name__).warning("%s", quiet_line(quiet, {**ENGINE_NAMES, **stored}))

@@ -25,7 +25,7 @@ text. A code never changes its meaning; the text may.
 """
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -253,6 +253,14 @@ def shown(value: object, max_chars: int = 80) -> str:
     except Exception:  # an integer too long to print, nesting too deep, a caller's own __repr__
         text = f"a {type(value).__name__}"
     return text if len(text) < max_chars else f"{text[: max_chars - 3]}..."
+
+
+def did_you_mean(value: object, choices: Iterable[str]) -> str:
+    """Return "Did you mean x?" for the nearest choice; empty if none is near."""
+    import difflib  # only when an error is printed
+
+    near = difflib.get_close_matches(value, list(choices), n=1) if isinstance(value, str) else []
+    return f"Did you mean {near[0]}?" if near else ""
 
 
 def install_words(extra: str) -> str:

@@ -1,6 +1,6 @@
-"""What a forked child has to know: that it is one, and whether threads that it counts on have stayed in its parent; no torch.
+"""Forks: detect a forked child, and whether threads that it needs stayed in its parent; no torch.
 
-Imported with the package, since a fork is only seen by who is there when it happens.
+Imported with the package, because a handler must be registered before the fork.
 """
 
 import os
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from holdfast.errors import ForkError
 
 PATIENCE_SECONDS = 5.0
-"""For a product of a thousandth of that; a process that waits for threads waits for ever."""
+"""A thousand times longer than the work takes; a process that lacks its threads waits forever."""
 
 
 @dataclass
 class _Ancestry:
-    """Of this process."""
+    """History of this process."""
 
     had_torch: bool = False
-    """Whether torch was there when it was forked."""
+    """True if torch was imported when it was forked."""
 
     def note(self) -> None:
-        """Just after a fork, in the child."""
+        """Record the state just after a fork, in the child."""
         self.had_torch = "torch" in sys.modules
 
 
@@ -35,7 +35,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class HomeProcess:
-    """The process that opened a model, which alone can ask it."""
+    """The process that opened a model and alone can use it."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -43,35 +43,29 @@ class HomeProcess:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True in a child that was forked from it."""
+        """True in a forked child."""
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Raise in such a child: there is nobody to answer."""
+        """Raise ForkError in a forked child."""
         if self.is_elsewhere:
-            raise ForkError(
-                f"{self._what} of process {self._pid} was asked in process {os.getpid()}, forked from it",
-                "the threads that answer do not come along with a fork",
-                "start the process with multiprocessing.get_context('spawn') and open the model there, or ask in the parent",
-            )
+            raise ForkError("engine.forked", what=self._what, parent=self._pid, child=os.getpid())
 
 
 def refuse_lost_threads(use_threads: Callable[[], object]) -> None:
-    """For whoever is about to compute on several threads: those that its parent had started it would wait for for ever.
+    """Raise ForkError if torch would wait forever for threads that a fork did not copy.
 
-    Nothing tells whether they were started but to use them, which a child of this process does.
+    The only way to find out is to use them, which a child of this process tries.
     """
     if _ANCESTRY.had_torch and _hangs(use_threads):
-        raise ForkError(
-            f"a model was to be opened in process {os.getpid()}, forked from {os.getppid()}, where torch has threads",
-            "these do not come along with a fork",
-            "start the process with multiprocessing.get_context('spawn'), or call torch.set_num_threads(1) in it before",
-        )
+        raise ForkError("engine.lost_threads", child=os.getpid(), parent=os.getppid())
 
 
 def _hangs(work: Callable[[], object]) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python, that a fork may hang: here it may
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python warns that a fork may hang, which is what is tested here
         pid = os.fork()
     if pid == 0:
         try:

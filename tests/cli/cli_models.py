@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ '[' + m['role'][0] + ']' + m['content'] }}{% endfor %}[a]"
 MAIN = "import sys; from holdfast.cli.app import main; sys.argv[0] = 'holdfast'; main()"

@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from holdfast.config import Limits
-from holdfast.engine.core import EngineCore
+from holdfast.engine.core import CoreResources, EngineCore
 from holdfast.engine.engine import Engine
 from holdfast.engine.pulse import Pulse, open_pulse_file
 from holdfast.engine.scheduler import Scheduler
@@ -236,7 +236,9 @@ def make_engine(
     chosen = shared_tokenizer() if tokenizer == "bytes" else tokenizer
     ticks = count()
     clock = clock or (lambda: float(next(ticks)))
-    core = EngineCore(runner, scheduler, clock, usual_run_ahead if run_ahead is None else run_ahead, memory=memory)
+    core = EngineCore(
+        runner, scheduler, clock, usual_run_ahead if run_ahead is None else run_ahead, resources=CoreResources(memory)
+    )
     engine = Engine(core, chosen, chat_template or shared_template(), seed, clock, **others)  # type: ignore[arg-type]
     engine.runner = runner  # type: ignore[attr-defined]
     return engine

@@ -9,7 +9,7 @@ from typing import Any
 from engine.fake_rank import LIMITS, NUM_PAGES, SlotsRank
 from engine.fakes import HashRunner, shared_template, shared_tokenizer
 from holdfast.config import EngineConfig
-from holdfast.engine.core import EngineCore
+from holdfast.engine.core import CoreResources, EngineCore
 from holdfast.engine.engine import Engine
 from holdfast.engine.rank_messages import RankConnect, RankLoaded, RankPlanned, RankReady, RankReported
 from holdfast.engine.ranked_runner import RankedRunner
@@ -82,8 +82,7 @@ def ranked_engine(
     scheduler = Scheduler(LIMITS, NUM_PAGES, True, 64)
     core = EngineCore(
         *(ranked, scheduler, time.monotonic, run_ahead),
-        release=lambda: ranked.close(lambda: None),
-        watch=group.raise_if_dead,
+        resources=CoreResources(release=lambda: ranked.close(lambda: None), watch=group.raise_if_dead),
     )
     engine = Engine(core, shared_tokenizer(), shared_template(), 0)
     engine.group, engine.runner = group, runner  # type: ignore[attr-defined]

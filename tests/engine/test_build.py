@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli.cli_models import make_model
+from error_codes import raises_code
 from holdfast import LLM, AsyncLLM, SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine.build import build_engine
@@ -90,7 +91,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told_before_weights_are_and_token_id
     (output,) = llm.generate(prompt_token_ids=ids, params=GREEDY)
     assert output.outputs[0].token_ids == wanted.outputs[0].token_ids
     assert output.outputs[0].text == ""
-    with pytest.raises(PromptError, match="the engine has no tokenizer"):
+    with raises_code("request.no_tokenizer", PromptError):
         llm.generate("hello", GREEDY)
 
 

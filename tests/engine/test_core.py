@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.fakes import EOS, HashRunner, make_engine
+from error_codes import raises_code
 from holdfast.engine.core import EngineCore
 from holdfast.engine.messages import CoreRequest, Ending
 from holdfast.errors import MessageError, QueueFullError, RequestError
@@ -162,7 +163,7 @@ def test_several_tokens_of_a_step_are_cut_at_an_end():
 
 def test_all_or_none_are_queued():
     core, _ = make_core(max_queue=3)
-    with pytest.raises(QueueFullError, match="4 more completions were asked; 0 wait and the queue holds 3"):
+    with raises_code("request.queue_full", QueueFullError):
         core.submit([request(number) for number in range(4)])
     with pytest.raises(RequestError, match="tokens"):
         core.submit([request(0), request(1), request(2, b"x" * 500)])
@@ -178,7 +179,7 @@ def test_all_or_none_are_queued():
 def test_sequences_are_new_and_in_order(ids):
     core, _ = make_core()
     core.submit([request(0), request(1)])
-    with pytest.raises(MessageError, match="new ones begin at 2"):
+    with raises_code("wire.wrong_sequences", MessageError):
         core.submit([request(number) for number in ids])
     assert core.stats().num_waiting == 2
     core.submit([request(2)])
@@ -187,7 +188,7 @@ def test_sequences_are_new_and_in_order(ids):
 def test_an_abort_of_what_never_was_changes_nothing():
     core, _ = make_core()
     core.submit([request(0)])
-    with pytest.raises(MessageError, match=r"it names sequences \[1\], and those below 1 are known"):
+    with raises_code("wire.wrong_sequences", MessageError):
         core.abort([0, 1])
     assert core.stats().num_waiting == 1
     core.abort([0])

@@ -4,6 +4,7 @@ import pytest
 
 from engine.fakes import EOS, HashRunner
 from engine.test_core import GREEDY, at_rest, request, run
+from error_codes import raises_code
 from holdfast.config import Limits
 from holdfast.engine.core import EngineCore
 from holdfast.engine.messages import Ending
@@ -117,7 +118,7 @@ def test_compiled_sequences_join_as_far_as_the_queue_has_room() -> None:
     core, grammars, _ = make_core(max_queue=4, max_num_seqs=1)
     core.submit([request(number, params=FORM) for number in range(3)])
     core.submit([request(3)])
-    with pytest.raises(QueueFullError, match="4 wait and the queue holds 4"):
+    with raises_code("request.queue_full", QueueFullError):
         core.submit([request(4)])
     core.step()
     core.submit([request(4)])
@@ -143,7 +144,7 @@ def test_held_request_that_can_never_run_is_refused_whole() -> None:
 def test_core_without_grammars_refuses_a_form() -> None:
     limits = Limits(4, 32, 64, 4)
     core = EngineCore(HashRunner(limits, 64), Scheduler(limits, 64, True, 8))
-    with pytest.raises(RequestError, match=r"structured_outputs\.regex was asked; this core follows no forms"):
+    with raises_code("request.no_grammars", RequestError):
         core.submit([request(0, params=FORM)])
     assert not core.has_unfinished
 

@@ -4,7 +4,6 @@ import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def requests(first_id: int, num_tokens: int = 7) -> list[CoreRequest]:
         bad_words = ((11, 12),) if params.bad_words else ()
         request = CoreRequest(first_id + number, prompt, params, 17 + number, num_tokens, bad_word_ids=bad_words)
         # As admission does it: log-probabilities of a prompt need every position.
-        found.append(replace(request, use_prefix_cache=params.prompt_logprobs is None))
+        found.append(request._replace(use_prefix_cache=params.prompt_logprobs is None))
     return found
 
 

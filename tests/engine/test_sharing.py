@@ -417,18 +417,18 @@ def admission(slot: int, fork_of: int = -1, token_ids: tuple[int, ...] = TOKENS)
 LEADER, FORK = StepItem(0, 0, 6, True, ((0, 1),)), StepItem(1, 5, 1, True, ((2, 3),))
 GOOD = Step(1, (), (admission(0), admission(1, 0)), (LEADER, FORK))
 BAD_FORKS = {
-    "free slot": (replace(GOOD, admitted=(admission(0), admission(1, 3))), "which does not run before it"),
-    "own slot": (replace(GOOD, admitted=(admission(0), admission(1, 1))), "which does not run before it"),
-    "leader after it": (replace(GOOD, items=(FORK, LEADER)), "which does not run before it"),
-    "leader not in the step": (replace(GOOD, items=(FORK,)), "which does not run before it"),
-    "fork not in the step": (replace(GOOD, items=(LEADER,)), "which does not run before it"),
-    "other prompt": (replace(GOOD, admitted=(admission(0), admission(1, 0, (*range(5), 9)))), "has another prompt"),
+    "free slot": (GOOD._replace(admitted=(admission(0), admission(1, 3))), "which does not run before it"),
+    "own slot": (GOOD._replace(admitted=(admission(0), admission(1, 1))), "which does not run before it"),
+    "leader after it": (GOOD._replace(items=(FORK, LEADER)), "which does not run before it"),
+    "leader not in the step": (GOOD._replace(items=(FORK,)), "which does not run before it"),
+    "fork not in the step": (GOOD._replace(items=(LEADER,)), "which does not run before it"),
+    "other prompt": (GOOD._replace(admitted=(admission(0), admission(1, 0, (*range(5), 9)))), "has another prompt"),
     "prompt not ended": (
-        replace(GOOD, items=(LEADER._replace(num_new_tokens=5, samples=False), FORK)),
+        GOOD._replace(items=(LEADER._replace(num_new_tokens=5, samples=False), FORK)),
         "which does not end its prompt here",
     ),
     "two positions": (
-        replace(GOOD, items=(LEADER, FORK._replace(start=4, num_new_tokens=2))),
+        GOOD._replace(items=(LEADER, FORK._replace(start=4, num_new_tokens=2))),
         "which does not end its prompt here",
     ),
     "fork of a fork": (

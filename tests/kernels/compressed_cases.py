@@ -8,7 +8,7 @@ import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention
-from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes
+from holdfast.kernels.latent.compressed_scopes import CompressedCall, CompressedRows, Scopes
 from holdfast.kernels.latent.latent_geometry import compressed_splits
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents, store_latents
 from holdfast.kernels.latent.write_latent import rotate_neighbours
@@ -185,7 +185,7 @@ def run_compressed(
     dtype = partial_dtype(case.q_TND.dtype)
     partial_out_CX = zones.allocate(num_partials, num_heads * head_dim, dtype=dtype).fill_(NAN)
     partial_lse_CH = zones.allocate(num_partials, num_heads).fill_(NAN)
-    result = function(
+    call = CompressedCall(
         amid(case.q_TND, device),
         scopes_on(case.scopes, device),
         case.rows_on(device),
@@ -197,6 +197,7 @@ def run_compressed(
         out_TND,
         num_sms,
     )
+    result = function(call)
     assert result is out_TND, "the output is the one that was given"
     zones.check()
     return out_TND.cpu()

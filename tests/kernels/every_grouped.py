@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from holdfast.kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from holdfast.kernels.attention.paged_attention import Scoring, paged_attention, paged_attention_reference
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_attention_reference
 from holdfast.kernels.attention.tiled_attention import tiled_attention, tiled_attention_reference
 from holdfast.quant.kv_quantize import rotate_heads
@@ -114,8 +114,8 @@ class PagedWorld:
         case, (pages_P, sequences_N4) = self.case, self.case.tables()
         out_TX = memory.take("out", len(case.q), case.q.shape[1] * HEAD_DIM)
         planes = island(case.q), island(case.k_plane), island(case.v_plane)
-        rest = sequences_N4, case.page_tokens, case.scale, case.window
-        return self.function(*planes, pages_P, *rest, out_TX, case.sinks, case.softcap)
+        scoring = Scoring(case.scale, case.window, case.sinks, case.softcap)
+        return self.function(*planes, pages_P, sequences_N4, case.page_tokens, scoring, out_TX)
 
     def expected(self) -> torch.Tensor:
         return self.case.exact()

@@ -18,12 +18,17 @@ from holdfast.families.latent.torch_backend import attend_latents
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import latent_prefill
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
-from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference
+from holdfast.kernels.latent.compressed_scopes import CompressedCall
+from holdfast.kernels.latent.latent_attention import (
+    latent_attention,
+    latent_attention_reference,
+    sparse_attention,
+    sparse_attention_reference,
+    unsplit_attention_reference,
+)
 from holdfast.kernels.latent.latent_geometry import compressed_splits, sparse_splits
-from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows, read_latents, store_latents
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, SparseRows, read_latents, store_latents
 from holdfast.kernels.latent.latent_prefill import attend_up_projected_reference, attend_up_projected_triton
-from holdfast.kernels.latent.latent_quantized_attention import latent_quantized_attention_reference
-from holdfast.kernels.latent.sparse_attention import sparse_attention, sparse_attention_reference
 from holdfast.kernels.up_projection import CHUNK_STEP, UpProjection, expanded_specs
 from holdfast.quant.kv_quantize import rotate_heads
 from kernels.compressed_cases import (
@@ -181,17 +186,17 @@ class LatentWorld:
         work, num_partials = cut_work(case, step.splits, self.large, num_rows, self.device)
         padding_TNX = torch.full((step.num_padding, *case.q_TNX.shape[1:]), NAN, dtype=dtype)
         out_TNL = memory.take("out", num_rows, num_heads, latent_dim, dtype=dtype)
-        self.function(
+        call = LatentCall(
             amid(torch.cat((case.q_TNX, padding_TNX)), self.device),
             held_on(self.planes, self.device),
             case.page_table().to(self.device),
-            work,
             case.scale,
             memory.take("partial_out", max(1, num_partials), num_heads * latent_dim),
             memory.take("partial_lse", max(1, num_partials), num_heads),
             out_TNL,
             2,
         )
+        self.function(call, work)
         return out_TNL.flatten(1).cpu()
 
     def expected(self) -> torch.Tensor:
@@ -240,18 +245,18 @@ class SparseWorld:
         table_rows_T = torch.tensor([len(case.rows) - 1 - index for index in self.sequences] + [BEYOND])
         num_tokens_T = torch.tensor([*self.num_tokens, 0])
         listed = (torch.cat((told_T, beyond)).int().to(self.device) for told_T in (table_rows_T, num_tokens_T))
-        self.function(
+        call = LatentCall(
             amid(torch.cat((case.q_TNX, torch.full_like(case.q_TNX[:1], NAN))), self.device),
             held_on(self.planes, self.device),
             case.page_table().to(self.device),
-            SparseRows(*listed),
-            torch.cat((self.chosen_TK, torch.full_like(self.chosen_TK[:1], BEYOND))).to(self.device),
             case.scale,
             memory.take("partial_out", num_partials, num_heads * latent_dim),
             memory.take("partial_lse", num_partials, num_heads),
             out_TNL,
             num_sms,
         )
+        tokens_TK = torch.cat((self.chosen_TK, torch.full_like(self.chosen_TK[:1], BEYOND)))
+        self.function(call, SparseRows(*listed), tokens_TK.to(self.device))
         assert bool((out_TNL[-1] == BEFORE).all()), "a row that does not choose was written"
         return out_TNL[:-1].flatten(1).cpu()
 
@@ -357,7 +362,7 @@ class CompressedWorld:
         num_sms = 1 if self.step.splits == 1 else MANY_SMS
         num_partials, dtype = num_rows * compressed_splits(num_rows, num_heads, num_sms), case.q_TND.dtype
         out_TND = memory.take("out", num_rows, num_heads, head_dim, dtype=dtype)
-        self.function(
+        call = CompressedCall(
             amid(case.q_TND, device),
             scopes_on(case.scopes, device),
             case.rows_on(device),
@@ -369,6 +374,7 @@ class CompressedWorld:
             out_TND,
             num_sms,
         )
+        self.function(call)
         return out_TND.flatten(1).cpu()
 
     def expected(self) -> torch.Tensor:
@@ -578,7 +584,7 @@ REFERENCES = [
             make_latent,
             sizes=Sizes("turboquant_mla_4bit_r8"),
             large=True,
-            function=latent_quantized_attention_reference,
+            function=unsplit_attention_reference,
         ),
         32,
         3e-3,

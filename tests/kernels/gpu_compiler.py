@@ -23,15 +23,17 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from holdfast.kernels import hyper_connections, norm, up_projection  # noqa: E402
+from holdfast.kernels import hyper_connections, norm, operation, up_projection  # noqa: E402
 from holdfast.kernels.activation import SILU_HALVES, GateForm  # noqa: E402
 from holdfast.kernels.attention import (  # noqa: E402
     quantized_attention,
     rope_rows,
+    split_kv,
     tiled_attention,
     write_kv,
     write_quantized_kv,
 )
+from holdfast.kernels.attention.paged_attention import Scoring  # noqa: E402
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes  # noqa: E402
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary  # noqa: E402
 from holdfast.kernels.exchange import add_rows, gather_rows, links, sum_rows  # noqa: E402
@@ -51,20 +53,16 @@ from holdfast.kernels.latent import (  # noqa: E402
     compressed_attention,
     compressed_scopes,
     compressed_warpgroups,
+    gathered_attention,
     index_scores,
     latent_attention,
     latent_prefill,
     latent_projection,
     latent_quantized_attention,
-    latent_quantized_warpgroups,
     latent_tiles,
     latent_warpgroups,
-    sparse_attention,
     sparse_low_attention,
     sparse_low_warpgroups,
-    sparse_quantized_attention,
-    sparse_tiles,
-    sparse_warpgroups,
     top_k_tokens,
     write_index,
     write_latent,
@@ -73,6 +71,7 @@ from holdfast.kernels.latent import (  # noqa: E402
 from holdfast.kernels.latent.latent_low_tiles import LOW_HEIGHT  # noqa: E402
 from holdfast.kernels.latent.latent_planes import (  # noqa: E402
     IndexPlanes,
+    LatentCall,
     LatentPlanes,
     SparseRows,
 )
@@ -248,9 +247,9 @@ def attention_of(
     work = tiled_attention.TileWork(numbers, numbers, has_small=True, has_large=True, has_merge=True)
     partial = torch.empty(8, 2 * group * head_dim)
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(num_rows, -1)
-    tiled_attention.tiled_attention(
-        q, plane, plane, numbers, work, 16, 0.1, window, partial, partial, out, 132, sinks, softcap
-    )
+    scoring = Scoring(0.1, window, sinks, softcap)
+    call = tiled_attention.TileCall(q, numbers, work, scoring, partial, partial, out, 132)
+    tiled_attention.tiled_attention(call, plane, plane, 16)
 
 
 def streams_of(num_rows: int, hidden: int) -> None:
@@ -344,9 +343,9 @@ def quantized_attention_of(
     work = tiled_attention.TileWork(numbers, numbers, has_small=small, has_large=large, has_merge=True)
     partial = torch.empty(8, 2 * group * head_dim)
     sinks, out = torch.empty(2 * group) if with_sinks else None, q.view(16, -1)
-    quantized_attention.quantized_attention(
-        q, planes, numbers, work, 0.1, window, partial, partial, out, 132, sinks, softcap
-    )
+    scoring = Scoring(0.1, window, sinks, softcap)
+    call = tiled_attention.TileCall(q, numbers, work, scoring, partial, partial, out, 132)
+    quantized_attention.quantized_attention(call, planes)
 
 
 def experts_of(
@@ -492,7 +491,7 @@ def latents_of(
     partial = torch.empty(8, num_heads * latent_dim)
     for num_rows in (1, 16, 100):
         q, out = (torch.empty(num_rows, num_heads, size, dtype=BF16) for size in (latent_dim + rope_dim, latent_dim))
-        latent_attention.latent_attention(q, planes, numbers, work, 0.1, partial, partial, out, 132)
+        latent_attention.latent_attention(LatentCall(q, planes, numbers, 0.1, partial, partial, out, 132), work)
 
 
 def latent_planes_of(name: str, latent_dim: int, rope_dim: int) -> LatentPlanes:
@@ -574,21 +573,21 @@ def index_of(name: str, num_heads: int, dim: int, page_tokens: int = 64, operand
 def quantized_latents_of(
     name: str, num_heads: int, latent_dim: int, rope_dim: int, large: bool, warpgroups: bool = False
 ) -> None:
-    latent_quantized_attention.takes_gathering = lambda planes, q_TNX: warpgroups
+    latent_attention.takes_gathering = lambda call: warpgroups
     work = tiled_attention.TileWork(
         torch.empty(9, 8, dtype=torch.int32), torch.empty(9, 2, dtype=torch.int32), not large, large, has_merge=True
     )
-    latent_quantized_attention.latent_quantized_attention(
+    call = LatentCall(
         torch.empty(4, num_heads, latent_dim + rope_dim, dtype=BF16),
         latent_planes_of(name, latent_dim, rope_dim),
         torch.empty(4, 16, dtype=torch.int32),
-        work,
         0.1,
         torch.empty(4, num_heads * latent_dim),
         torch.empty(4, num_heads),
         torch.empty(4, num_heads, latent_dim, dtype=BF16),
         num_sms=1,
     )
+    latent_attention.latent_attention(call, work)
 
 
 def top_k_of(context: int, k: int) -> None:
@@ -602,25 +601,25 @@ def sparse_of(
     name: str, num_heads: int, latent_dim: int = 512, rope_dim: int = 64, num_rows: int = 3, warpgroups: bool = False
 ) -> None:
     """Attention to lists of 2,048 places, split, and their merge; latents have to come while others are computed with."""
-    sparse_attention.takes_warpgroups = lambda planes, q_TNX: warpgroups
-    sparse_attention.takes_low = lambda q_TNX, planes: warpgroups and num_heads <= LOW_HEIGHT
+    latent_attention.takes_gathering = lambda call: warpgroups
+    latent_attention.takes_low = lambda call: warpgroups and num_heads <= LOW_HEIGHT
     planes = latent_planes_of(name, latent_dim, rope_dim)
     numbers = torch.empty(num_rows, dtype=torch.int32)
-    kernels: list[Any] = [module._attend_kernel for module in (sparse_attention, sparse_quantized_attention)]
+    kernels: list[Any] = [module._lists_kernel for module in (latent_attention, latent_quantized_attention)]
     for kernel in kernels:
         kernel.num_copies = 0
-    sparse_attention.sparse_attention(
+    call = LatentCall(
         torch.empty(num_rows, num_heads, latent_dim + rope_dim, dtype=BF16),
         planes,
         torch.empty(4, 2048, dtype=torch.int32),
-        SparseRows(numbers, numbers),
-        torch.empty(num_rows, 2048, dtype=torch.int32),
         0.1,
         torch.empty(32 * num_rows, num_heads * latent_dim),
         torch.empty(32 * num_rows, num_heads),
         torch.empty(num_rows, num_heads, latent_dim, dtype=BF16),
         num_sms=132,
     )
+    tokens = torch.empty(num_rows, 2048, dtype=torch.int32)
+    latent_attention.sparse_attention(call, SparseRows(numbers, numbers), tokens)
     assert warpgroups or any(kernel.num_copies for kernel in kernels), (
         "Triton's pipeliner has left the loop over a list alone"
     )
@@ -628,11 +627,11 @@ def sparse_of(
 
 def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups: bool, num_rows: int = 3) -> None:
     """Window and entries as DeepSeek-V4 has them, split, and their merge."""
-    compressed_attention.takes_warpgroups = lambda q_TND, scopes: warpgroups
+    compressed_attention.takes_warpgroups = lambda call: warpgroups
     planes, numbers = latent_planes_of(name, 448, 64), torch.empty(num_rows, dtype=torch.int32)
     pages = torch.empty(4, 2048, dtype=torch.int32)
     listed = torch.empty(num_rows, top_k, dtype=torch.int32) if top_k else None
-    compressed_attention.compressed_attention(
+    call = compressed_scopes.CompressedCall(
         torch.empty(num_rows, num_heads, 512, dtype=BF16),
         compressed_scopes.Scopes(128, planes, pages, ratio, planes, pages, listed),
         compressed_scopes.CompressedRows(numbers, numbers),
@@ -644,6 +643,7 @@ def compressed_of(name: str, num_heads: int, ratio: int, top_k: int, warpgroups:
         torch.empty(num_rows, num_heads, 512, dtype=BF16),
         num_sms=132,
     )
+    compressed_attention.compressed_attention(call)
 
 
 def up_projected_of(nope_dim: int, value_dim: int, name: str) -> None:
@@ -872,6 +872,7 @@ def main() -> None:
         expert_row,
         expert_sum,
         gather_rows,
+        gathered_attention,
         grouped_gemm,
         hash_routing,
         hyper_connections,
@@ -880,12 +881,13 @@ def main() -> None:
         latent_prefill,
         latent_projection,
         latent_quantized_attention,
-        latent_quantized_warpgroups,
         latent_tiles,
         latent_warpgroups,
         links,
         mask_logits,
+        operation,
         normed_routing,
+        operation,
         quantize_activations,
         quantized_attention,
         rope_rows,
@@ -893,12 +895,9 @@ def main() -> None:
         routing,
         norm,
         small_batch,
-        sparse_attention,
         sparse_low_attention,
         sparse_low_warpgroups,
-        sparse_quantized_attention,
-        sparse_tiles,
-        sparse_warpgroups,
+        split_kv,
         sum_rows,
         tiled_attention,
         compress,

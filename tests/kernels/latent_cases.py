@@ -10,7 +10,7 @@ from holdfast.attention.tile_scheduler import ListRoom, Machine, StepRows, TileS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.latent.latent_attention import latent_attention
 from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry, tile_rows
-from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
 from kernels.exactness import random
 from kernels.tiled_cases import BEYOND, NAN, amid
 from red_zones import RedZones
@@ -164,7 +164,8 @@ def run_latents(
     planes = LatentPlanes("plain", latent_dim, rope_dim, case.page_tokens, amid(case.plane_SX, device))
     q_TNX = amid(torch.cat((case.q_TNX, padding)), device)
     table_NP = case.page_table().to(device)
-    result = function(q_TNX, planes, table_NP, work, case.scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms)
+    call = LatentCall(q_TNX, planes, table_NP, case.scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms)
+    result = function(call, work)
     assert result is out_TNL, "the output is the one that was given"
     zones.check()
     return out_TNL.cpu()

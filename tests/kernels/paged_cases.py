@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.kernels.attention.paged_attention import Scoring
 from kernels.exactness import random
 
 # T rows, H query heads, K key/value heads, D head dim, L stored tokens of a sequence, S slots
@@ -47,8 +48,8 @@ class PagedCase:
 
     def run(self, function, order: list[int] | None = None) -> torch.Tensor:
         pages, sequences = self.tables(order)
-        arguments = (pages, sequences, self.page_tokens, self.scale, self.window)
-        return function(self.q, self.k_plane, self.v_plane, *arguments, sinks_H=self.sinks, softcap=self.softcap)
+        scoring = Scoring(self.scale, self.window, self.sinks, self.softcap)
+        return function(self.q, self.k_plane, self.v_plane, pages, sequences, self.page_tokens, scoring)
 
     def exact(self) -> torch.Tensor:
         """In float64, from the tokens themselves: no page is looked at."""

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.key_bias import KeyBias, KeyTurns, make_key_turns
+from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import (
     quantized_attention,
     quantized_attention_reference,
     quantized_geometry,
 )
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
-from holdfast.kernels.attention.tiled_attention import LOG2_E, TileWork
+from holdfast.kernels.attention.tiled_attention import LOG2_E, TileCall, TileWork
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.quant.formats import KVFormat
 from holdfast.quant.kv_quantize import (
@@ -395,9 +396,10 @@ def run_tiles(
     has_merge = tiles.num_partials > 0 or any(splits == 0 for _, splits in tiles.rows)
     work = TileWork(listed, row_list, bool(tiles.small), bool(tiles.large), has_merge)
     q = amid(torch.cat((step.q, padding)), device)
-    arguments = (page_table.to(device), work, step.scale, step.window, partial_out, partial_lse)
     sinks = None if step.sinks is None else amid(step.sinks, device)
-    assert function(q, planes, *arguments, out, num_sms, sinks, step.softcap) is out
+    scoring = Scoring(step.scale, step.window, sinks, step.softcap)
+    call = TileCall(q, page_table.to(device), work, scoring, partial_out, partial_lse, out, num_sms)
+    assert function(call, planes) is out
     zones.check()
     memory.check()
     for name, tensor in tensors_of(planes).items():

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.kernels.latent.latent_attention import sparse_attention
 from holdfast.kernels.latent.latent_geometry import sparse_splits
-from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows, read_latents, store_latents
-from holdfast.kernels.latent.sparse_attention import sparse_attention
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, SparseRows, read_latents, store_latents
 from kernels.exactness import random
 from kernels.latent_page_cases import make_latent_planes, on_device
 from kernels.tiled_cases import BEYOND, NAN, amid
@@ -115,18 +115,17 @@ def run_sparse(case: SparseCase, device: torch.device, num_sms: int = 1, functio
     planes = case.planes
     if planes.kind == "plain":
         planes = planes._replace(rows_SX=amid(planes.rows_SX, device))
-    result = function(
+    call = LatentCall(
         amid(case.q_TNX, device),
         on_device(planes, device),
         case.table_NP.to(device),
-        case.rows_on(device),
-        case.tokens_TK.to(device),
         case.scale,
         partial_out_CX,
         partial_lse_CH,
         out_TNL,
         num_sms,
     )
+    result = function(call, case.rows_on(device), case.tokens_TK.to(device))
     assert result is out_TNL, "the output is the one that was given"
     zones.check()
     return out_TNL.cpu()

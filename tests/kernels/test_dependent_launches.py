@@ -112,6 +112,7 @@ class Walk:
         self.early_writes: list[str] = []
         self.unwaited_ends: list[str] = []
         self.triggers_early = False
+        self.tuples: dict[str, ast.Tuple] = {}
         module, function = kernels()[name]
         roots = {argument.arg: frozenset({argument.arg}) for argument in function.args.args}
         for state, line in self._function(module, function, roots, State()):
@@ -151,6 +152,8 @@ class Walk:
                 state = self._expression(module, statement, roots, state)
                 if isinstance(statement, ast.Assign | ast.AugAssign):
                     _assign(statement, roots)
+                if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Tuple):
+                    self.tuples[ast.unparse(statement.targets[0])] = statement.value
                 if isinstance(statement, ast.Return):
                     ends.append((state, statement.lineno))
                     return None
@@ -195,8 +198,9 @@ class Walk:
             assert isinstance(call.args[0], ast.List), f"{module.name} line {call.lineno}"
             for part in call.args[0].elts:
                 assert isinstance(part, ast.Tuple), ast.unparse(part)
-                assert isinstance(part.elts[1], ast.Tuple), ast.unparse(part)
-                self._inside(module, ast.unparse(part.elts[0]), part.elts[1].elts, [], roots, state)
+                given = self.tuples.get(ast.unparse(part.elts[1]), part.elts[1])
+                assert isinstance(given, ast.Tuple), ast.unparse(part)
+                self._inside(module, ast.unparse(part.elts[0]), given.elts, [], roots, state)
             return state
         return self._inside(module, name, call.args, call.keywords, roots, state)
 

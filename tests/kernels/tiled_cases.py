@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from holdfast.kernels.attention.tiled_attention import TileWork, tile_rows, tiled_attention
+from holdfast.kernels.attention.paged_attention import Scoring
+from holdfast.kernels.attention.tiled_attention import TileCall, TileWork, tile_rows, tiled_attention
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from kernels.exactness import MOAT
 from kernels.paged_cases import PagedCase
@@ -102,9 +103,10 @@ def run_tiles(
     q, k_plane, v_plane = (
         amid(values, device) for values in (torch.cat((case.q, padding)), case.k_plane, case.v_plane)
     )
-    arguments = (page_table.to(device), work, case.page_tokens, case.scale, case.window)
     sinks = None if case.sinks is None else amid(case.sinks, device)
-    result = function(q, k_plane, v_plane, *arguments, partial_out, partial_lse, out, num_sms, sinks, case.softcap)
+    scoring = Scoring(case.scale, case.window, sinks, case.softcap)
+    call = TileCall(q, page_table.to(device), work, scoring, partial_out, partial_lse, out, num_sms)
+    result = function(call, k_plane, v_plane, case.page_tokens)
     assert result is out
     memory.check()
     return out.cpu()

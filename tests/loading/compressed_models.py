@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from holdfast.models.families import FAMILIES, read_spec
+from holdfast.models.grouped_readers import FAMILIES, read_spec
 from holdfast.models.parameters import list_parameters
 from holdfast.quant.weight_schemes import MXFP4
 from quant.whole_weights import quantize

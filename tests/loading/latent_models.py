@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from holdfast.models.families import FAMILIES, read_spec
+from holdfast.models.grouped_readers import FAMILIES, read_spec
 from holdfast.models.parameters import list_parameters
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
 from quant.whole_weights import quantize

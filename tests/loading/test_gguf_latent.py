@@ -13,7 +13,7 @@ from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_directory, open_gguf
 from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
-from holdfast.models.families import read_spec
+from holdfast.models.grouped_readers import read_spec
 from holdfast.models.sharding import shard_parameters
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe
 from loading.latent_models import (

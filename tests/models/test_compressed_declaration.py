@@ -13,7 +13,7 @@ from holdfast.models.catalogue import CATALOGUE, find_model
 from holdfast.models.compressed_declaration import CompressedDeclaration
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.sharding import shard_parameters
 from holdfast.quant.weight_schemes import FP8_BLOCK, MXFP4
 from models.meta_models import count_elements

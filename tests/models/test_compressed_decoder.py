@@ -11,7 +11,7 @@ from holdfast.config import Limits
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.compressed_decoder import CompressedDecoder
 from holdfast.models.declaration import StepShape
-from holdfast.models.families import parameters
+from holdfast.models.grouped_readers import parameters
 from holdfast.models.model import Stream
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, WeightRecipe, WeightScheme

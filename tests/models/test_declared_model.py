@@ -10,7 +10,7 @@ from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from holdfast.models.blueprints.read import PLANNED_FAMILIES, declare_config, refuse_planned_only
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import declare_decoder
-from holdfast.models.families import FAMILIES, parameters, read_spec
+from holdfast.models.grouped_readers import FAMILIES, parameters, read_spec
 from holdfast.quant.formats import COMPRESSED_FORMATS, KV_FORMATS
 from holdfast.quant.weight_schemes import AS_STORED, FP8, INT8, MXFP4, WeightRecipe
 from models.test_family_fields import CASES

@@ -18,7 +18,7 @@ from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import plan_load
 from holdfast.memory.ledger import Ledger
 from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.rope import StepRope
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.quantized_weight import QuantizedWeight

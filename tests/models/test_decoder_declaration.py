@@ -31,7 +31,7 @@ from holdfast.models.catalogue import CATALOGUE, find_model
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
 from holdfast.models.declared_weights import Weight
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.spec import ModelSpec, RopeSpec
 from holdfast.quant.weight_schemes import FP8, INT8, WEIGHT_SCHEMES, WeightRecipe, WeightScheme
 from models.meta_models import count_elements

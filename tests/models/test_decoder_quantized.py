@@ -13,7 +13,7 @@ from holdfast.kernels.gemm import linear
 from holdfast.layers import moe as experts
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder_layer import DecoderParts
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.parameters import Parameter
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize

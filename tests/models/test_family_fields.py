@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ModelError, UnsupportedModelError
-from holdfast.models.families import FAMILIES, NEUTRAL, model_settings, read_spec
+from holdfast.models.grouped_readers import FAMILIES, NEUTRAL, model_settings, read_spec
 from holdfast.models.settings import Settings, read_rope
 from holdfast.models.spec import (
     CompressedSpec,

@@ -26,8 +26,8 @@ from holdfast.models.activations import fused_decode_request
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
-from holdfast.models.families import parameters, read_spec
 from holdfast.models.fused_decode import make_scratch
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.rope import StepRope
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe, WeightScheme

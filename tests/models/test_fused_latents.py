@@ -10,7 +10,7 @@ from holdfast.kernels.gemm.small_batch import normed_linear_reference
 from holdfast.models import activations
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, WeightRecipe
 from models.fused_decode_steps import decode, make_rig, placed, use_references
 from models.tiny_experts import assembled, config_of, make_random, tensors_of

@@ -14,7 +14,7 @@ from holdfast.config import Limits
 from holdfast.errors import ModelError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.model_files import open_model
-from holdfast.models.families import read_spec
+from holdfast.models.grouped_readers import read_spec
 from holdfast.models.spec import ModelSpec, RopeSpec
 from holdfast.request.sampling_params import SamplingParams
 from kernels.exactness import require_native, same_bits

@@ -16,7 +16,7 @@ from holdfast.loading.execution.execute import load_weights
 from holdfast.loading.model_files import open_model
 from holdfast.loading.planning.plan import LoadPlan, plan_load
 from holdfast.memory.ledger import Ledger
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import MXFP4, WEIGHT_SCHEMES, WeightRecipe
 from kernels.exactness import require_native, same_bits

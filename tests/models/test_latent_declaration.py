@@ -12,7 +12,7 @@ from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declaration import StepShape
 from holdfast.models.declared_model import DeclaredModel, declare_decoder
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.latent_declaration import LatentDeclaration
 from holdfast.models.sharding import shard_parameters
 from holdfast.quant.formats import KV_FORMATS, MLA_FORMATS

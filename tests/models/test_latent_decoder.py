@@ -13,7 +13,7 @@ from holdfast.layers.moe import ExpertLayer
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder_layer import DecoderParts
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.layer_stack import LayerStack
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.distributed.mesh import ALONE
 from holdfast.models.declaration import Experts
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.parameters import (
     LLAMA_NAMES,
     ExpertNames,

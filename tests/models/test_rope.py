@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
-from holdfast.models.families import read_spec
+from holdfast.models.grouped_readers import read_spec
 from holdfast.models.rope import StepRope, make_step_rope
 from holdfast.models.settings import Settings, read_rope
 from models.rope_oracle import step_rows

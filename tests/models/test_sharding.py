@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.distributed.mesh import Mesh, meshes
 from holdfast.errors import ConfigError, UnsupportedModelError
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.parameters import DEEPSEEK_NAMES, Parameter, Part, list_parameters
 from holdfast.models.sharding import shard_parameters, vocabulary_rows
 from holdfast.models.spec import LatentSpec

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from holdfast.config import Limits
-from holdfast.models.compressed_families import respell
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.compressed_readers import respell
+from holdfast.models.grouped_readers import parameters, read_spec
 from models.tiny_experts import assembled, config_of, make_random, tensors_of
 from models.tiny_latents import MAX_MODEL_LEN, VOCAB, Answer, judge, make_request
 from runner.drive import Drive, LoadedModel, Rig

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from holdfast.config import Limits
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.request.sampling_params import SamplingParams
 from models.tiny_experts import assembled, config_of, make_random, tensors_of
 from runner.drive import Drive, LoadedModel, Request, Rig

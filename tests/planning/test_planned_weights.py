@@ -14,7 +14,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.models.families import FAMILIES, parameters
+from holdfast.models.grouped_readers import FAMILIES, parameters
 from holdfast.models.parameters import Parameter
 from holdfast.planning.fit import PlanRequest, settle
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES, WeightRecipe

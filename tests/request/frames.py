@@ -1,4 +1,4 @@
-"""Frames made by hand, for tests of messages."""
+"""Hand-made frames for tests of messages."""
 
 import struct
 import zlib
@@ -7,5 +7,5 @@ from holdfast.request.wire import MAGIC, VERSION
 
 
 def sealed(body: bytes, *, kind: int = 7, version: int = VERSION, magic: bytes = MAGIC) -> bytes:
-    """A frame whose length and checksum are right, whatever is in it."""
+    """Return a frame with the right length and checksum around any body."""
     return struct.pack("<4sHHII", magic, version, kind, len(body), zlib.crc32(body)) + body

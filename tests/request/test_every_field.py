@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-import pytest
-
+from for_each import for_each
 from holdfast.config import Limits
 from holdfast.engine.messages import (
     CoreFacts,
@@ -22,9 +21,8 @@ from holdfast.engine.messages import (
 )
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import TokenLogprobs
-from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step, read_params, write_params
+from holdfast.request.step import Admitted, Step, StepItem, decode_step, encode_step
 from holdfast.request.structured import StructuredOutputs
-from holdfast.request.wire import Writer, open_frame
 
 PARAMS = SamplingParams()
 FLIPPED_PARAMS: dict[str, object] = {
@@ -192,8 +190,8 @@ def sent(message: Any) -> tuple[bytes, object]:
     return frame, decode_message(frame)[1]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_field_of_a_message_travels_alone_and_second(name: str) -> None:
+@for_each("name", CASES)
+def test_every_field_round_trips_alone_and_second(name: str) -> None:
     base, changed, made = CASES[name]
     messages: list[object] = []
     frames: set[bytes] = set()
@@ -208,17 +206,13 @@ def test_every_field_of_a_message_travels_alone_and_second(name: str) -> None:
     assert len(frames) == len(messages), "two messages are the same bytes"
 
 
-@pytest.mark.parametrize("name", FLIPPED_PARAMS)
-def test_every_sampling_param_travels_and_makes_a_difference(name: str) -> None:
+@for_each("name", FLIPPED_PARAMS)
+def test_every_sampling_param_round_trips(name: str) -> None:
     assert set(FLIPPED_PARAMS) == {one.name for one in fields(SamplingParams)}
     changed = SamplingParams(**{name: FLIPPED_PARAMS[name]})  # type: ignore[arg-type]
     assert changed != PARAMS
-    writer = Writer()
-    for params in (changed, PARAMS, changed):
-        write_params(writer, params)
-    _, reader = open_frame(writer.frame(1))
-    found = [read_params(reader) for _ in range(3)]
-    reader.end()
+    step = Step(3, (), tuple(ADMITTED._replace(params=params) for params in (changed, PARAMS, changed)))
+    found = [one.params for one in decode_step(encode_step(step)).admitted]
     assert found == [changed, PARAMS, changed]
     assert getattr(found[2], name) == FLIPPED_PARAMS[name]
     assert changed.clone() == changed

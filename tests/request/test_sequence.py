@@ -27,14 +27,14 @@ def test_prompt_and_output_make_up_the_tokens(num_prompt: int, num_output: int) 
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
-def test_a_chunked_prefill_samples_exactly_once(num_prompt: int, chunk: int) -> None:
+def test_chunked_prefill_samples_once(num_prompt: int, chunk: int) -> None:
     sequence = make(num_prompt)
     starts = range(0, num_prompt, chunk)
     chunks = [ScheduledSequence.of(sequence, start, min(chunk, num_prompt - start)) for start in starts]
     assert [item.samples for item in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
-def test_a_step_counts_tokens_and_names_those_that_sample_in_order() -> None:
+def test_live_step_counts_tokens_and_lists_samplers() -> None:
     first, second, third = make(8, sequence_id=1), make(4, 3, sequence_id=2), make(9, sequence_id=3)
     step = LiveStep(
         (ScheduledSequence.of(first, 0, 5), ScheduledSequence.of(second, 6, 1), ScheduledSequence.of(third, 0, 9))
@@ -44,13 +44,13 @@ def test_a_step_counts_tokens_and_names_those_that_sample_in_order() -> None:
     assert LiveStep(()).num_tokens == 0
 
 
-def test_sequences_are_told_apart_by_identity() -> None:
+def test_sequences_compare_by_identity() -> None:
     """Two equal prompts are two sequences: sets and dicts of them must not merge them."""
     assert make(3) != make(3)
     assert len({make(3), make(3)}) == 2
 
 
-def test_a_new_sequence_waits_and_owns_nothing() -> None:
+def test_new_sequence_waits_without_pages() -> None:
     first, second = make(3), make(3)
     assert first.state is SequenceState.WAITING
     assert first.num_computed == 0

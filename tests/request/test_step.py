@@ -1,29 +1,17 @@
-"""Steps as bytes: every step comes back as it was; whatever else arrives is a MessageError and nothing more."""
+"""Steps as frames: every step comes back as it was; anything else raises MessageError."""
 
-import json
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from error_codes import raises_code
 from holdfast.errors import MessageError
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.request.step import (
-    MAX_TOKEN_ID,
-    NO_STEP,
-    STEP_KIND,
-    Admitted,
-    Step,
-    StepItem,
-    decode_step,
-    encode_step,
-    read_params,
-    read_words,
-    write_params,
-    write_words,
-)
-from holdfast.request.wire import Writer, open_frame
+from holdfast.request.step import MAX_TOKEN_ID, NO_STEP, STEP_KIND, Admitted, Step, StepItem, decode_step, encode_step
+from holdfast.request.wire import HEADER_BYTES
 from request.frames import sealed
 
 TOKENS = st.integers(0, MAX_TOKEN_ID)
@@ -104,53 +92,26 @@ EXAMPLE = Step(
 
 
 @given(STEPS)
-def test_every_step_comes_back_as_it_was(step: Step) -> None:
+def test_step_round_trip(step: Step) -> None:
     found = decode_step(encode_step(step))
     assert found == step
     assert all(type(item.samples) is bool for item in found.items)
     assert encode_step(found) == encode_step(step)
 
 
-def test_a_step_of_256_decoding_sequences_is_a_few_kib() -> None:
+def test_step_of_256_decoding_sequences_is_small() -> None:
     items = tuple(StepItem(slot, 1000 + slot, 1, True, ((slot,),) if slot % 16 == 0 else ()) for slot in range(256))
     assert len(encode_step(Step(9, items=items))) < 2.5 * 1024
 
 
-def test_of_decoding_sequences_only_slots_and_positions_are_told() -> None:
-    decoding = tuple(StepItem(slot, 1000 + slot, 1, True) for slot in range(256))
-    others = ((*decoding[:-1], StepItem(255, 7, 2, True)), (*decoding[:-1], StepItem(255, 7, 1, False)))
-    frames = [encode_step(Step(9, items=items)) for items in (decoding, *others)]
-    assert [len(frame) - len(frames[0]) for frame in frames] == [0, 2 * 4 * 256, 2 * 4 * 256]
-    assert [decode_step(frame).items for frame in frames] == [decoding, *others]
-
-
-@given(PARAMS)
-def test_params_come_back_as_they_were_and_defaults_are_not_told(params: SamplingParams) -> None:
-    writer = Writer()
-    write_params(writer, params)
-    write_params(writer, SamplingParams())
-    frame = writer.frame(1)
-    _, reader = open_frame(frame)
-    assert read_params(reader) == params
-    assert reader.text() == "{}"
-
-
-@given(WORDS)
-def test_words_come_back_as_they_were(words: tuple[tuple[int, ...], ...]) -> None:
-    writer = Writer()
-    write_words(writer, words)
-    _, reader = open_frame(writer.frame(1))
-    assert read_words(reader) == words
-
-
-def test_a_step_cut_short_at_every_byte_is_refused() -> None:
+def test_step_cut_at_any_byte_is_refused() -> None:
     frame = encode_step(EXAMPLE)
-    body = frame[16:]
+    body = frame[HEADER_BYTES:]
     assert decode_step(frame) == EXAMPLE
     for length in range(len(frame)):
         with pytest.raises(MessageError):
             decode_step(frame[:length])
-    for length in range(len(body)):  # and with a checksum that is right
+    for length in range(len(body)):  # and with the right checksum
         with pytest.raises(MessageError):
             decode_step(sealed(body[:length], kind=STEP_KIND))
     for more in (frame, b"\0", b"\0" * 8):
@@ -160,7 +121,7 @@ def test_a_step_cut_short_at_every_byte_is_refused() -> None:
             decode_step(sealed(body + more, kind=STEP_KIND))
 
 
-def test_every_flipped_bit_is_refused() -> None:
+def test_step_with_a_flipped_bit_is_refused() -> None:
     frame = encode_step(EXAMPLE)
     for place in range(8 * len(frame)):
         broken = bytearray(frame)
@@ -169,8 +130,13 @@ def test_every_flipped_bit_is_refused() -> None:
             decode_step(bytes(broken))
 
 
-def test_every_flipped_bit_under_a_right_checksum_is_refused_or_is_a_step() -> None:
-    body = encode_step(EXAMPLE)[16:]
+def test_flipped_bit_under_right_checksum_changes_the_step() -> None:
+    frame = encode_step(EXAMPLE)
+    body = frame[HEADER_BYTES:]
+    params = msgspec.msgpack.encode(EXAMPLE.admitted[0].params)
+    # Two values of a parameter may mean the same, and the number of the message is not part of the step.
+    start = body.index(params)
+    may_be_equal = {1, *range(start, start + len(params))}
     num_refused = 0
     for place in range(8 * len(body)):
         broken = bytearray(body)
@@ -180,14 +146,14 @@ def test_every_flipped_bit_under_a_right_checksum_is_refused_or_is_a_step() -> N
         except MessageError:
             num_refused += 1
             continue
-        assert found != EXAMPLE
+        assert found != EXAMPLE or place // 8 in may_be_equal
         assert decode_step(encode_step(found)) == found
     assert num_refused > 4 * len(body)
 
 
 @given(STEPS, st.data())
-def test_changed_bytes_under_a_right_checksum_are_refused_or_are_a_step(step: Step, data: st.DataObject) -> None:
-    body = bytearray(encode_step(step)[16:])
+def test_changed_bytes_are_refused_or_are_a_step(step: Step, data: st.DataObject) -> None:
+    body = bytearray(encode_step(step)[HEADER_BYTES:])
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(body) - 1))
         body[place] = data.draw(st.integers(0, 255))
@@ -204,124 +170,63 @@ def test_any_body_is_refused_or_is_a_step(body: bytes) -> None:
         decode_step(sealed(body, kind=STEP_KIND))
 
 
-def test_another_kind_and_another_version_are_named() -> None:
-    body = encode_step(EXAMPLE)[16:]
-    with pytest.raises(MessageError, match="it is of kind 2, and a step is of kind 1"):
-        decode_step(sealed(body, kind=2))
-    with pytest.raises(MessageError, match="version 9 came"):
-        decode_step(sealed(body, kind=STEP_KIND, version=9))
-
-
-def test_a_step_without_a_number_does_not_travel() -> None:
-    with pytest.raises(MessageError, match="it holds 0 where 1 to"):
+def test_step_without_a_number_is_refused() -> None:
+    with raises_code("wire.malformed", MessageError):
         decode_step(encode_step(NO_STEP))
 
 
-def body_of(*values: tuple[str, object]) -> bytes:
-    writer = Writer()
-    for name, value in values:
-        getattr(writer, name)(value)
-    return writer.frame(STEP_KIND)
-
-
-def numbers(*own: int, admitted: int = 0, items: int = 0, plain: int = 0, grown: int = 0, guessed: int = 0):
-    """The list of a step by hand: how many of everything, nothing released, and what follows."""
-    return "ints", (admitted, 2 * items + plain, grown, guessed, 0, *own)
-
-
-ONE = (0, 1, 2, 1)
-TWO = (0, 1, 1, 2, 2, 2, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ([("ints", (0, 0, 0, 0))], "it ends before what it announces"),
-        ([numbers(0, 1, 2, items=1)], "it ends before what it announces"),
-        ([numbers(*ONE, items=1, plain=1)], "2 numbers follow its end"),
-        ([numbers(0, 1, items=1)], "it ends before what it announces"),
-        ([numbers(0, 1, 2, 2, items=1)], "its sequence in slot 0 samples 2 times"),
-        ([numbers(0, 1, 2, -1, items=1)], "it lists -1 to 2 where 0 to 2147483647 are possible"),
-        ([numbers(0, 1, grown=1)], "it lists places [0] of 0 sequences out of order"),
-        ([numbers(0, 1, guessed=1)], "it lists places [0] of 0 sequences out of order"),
-        ([numbers(*ONE, 1, 1, items=1, grown=1)], "it lists places [1] of 1 sequences out of order"),
-        ([numbers(*TWO, 1, 0, 1, 1, items=2, guessed=2)], "it lists places [1, 0] of 2 sequences out of order"),
-        ([numbers(*TWO, 1, 1, 1, 1, items=2, grown=2)], "it lists places [1, 1] of 2 sequences out of order"),
-        ([numbers(*ONE, 0, 0, items=1, grown=1)], "its pages are of 0 to 0 cache groups where 1 to 64 are possible"),
-        ([numbers(*TWO, 0, 1, 1, 65, items=2, grown=2)], "its pages are of 1 to 65 cache groups where 1 to 64 are"),
-        ([numbers(*ONE, 0, 1, 1, -1, items=1, grown=1)], "it lists -1 to 2 where 0 to"),
-        ([numbers(*ONE, 0, 1, 1, items=1, grown=1)], "it ends before what it announces"),
-        ([numbers(*ONE, 0, 1, 1, 3, 4, items=1, grown=1)], "1 numbers follow its end"),
-        ([numbers(*ONE, 0, 2, 1, items=1, grown=1)], "it ends before what it announces"),
-        ([numbers(*ONE, 0, 9, items=1, guessed=1)], "it ends before what it announces"),
-    ],
-)
-def test_what_no_step_can_be_is_refused_in_words(values: list[tuple[str, object]], words: str) -> None:
-    with pytest.raises(MessageError) as caught:
-        decode_step(body_of(("int", 1), *values))
-    assert caught.value.has.startswith(words)
-
-
-def admitted_with(params: str) -> bytes:
-    return body_of(
-        *(("int", 1), numbers(admitted=1)),
-        *(("int", 0), ("int", 5), ("ints", (3,)), ("int", 1), ("text", params), ("int", 0), ("ints", ()), ("ints", ())),
-        *(("int", 0), ("int", -1), ("int", 0)),
+def test_step_out_of_bounds_is_refused() -> None:
+    item, admitted = EXAMPLE.items[0], EXAMPLE.admitted[0]
+    wrong_items = (
+        *({"slot": -1}, {"start": -1}, {"num_new_tokens": 2**31}, {"samples": 2}, {"pages": ((-2,),)}),
+        *({"pages": ((),) * 65}, {"pages": (3,)}, {"proposals": (-1,)}, {"proposals": (2**31,)}),
     )
+    wrong_admitted = (
+        *({"slot": -1}, {"token_ids": ()}, {"token_ids": (-1,)}, {"num_prompt_tokens": 0}, {"num_prompt_tokens": 4}),
+        *({"seed": -1}, {"bad_word_ids": ((),)}, {"num_stored": 3}, {"num_stored": -1}, {"fork_of": -2}),
+    )
+    steps = [EXAMPLE._replace(items=(item._replace(**wrong),)) for wrong in wrong_items]
+    steps += [EXAMPLE._replace(admitted=(admitted._replace(**wrong),)) for wrong in wrong_admitted]
+    for step in (*steps, EXAMPLE._replace(released=(-1,))):
+        with raises_code("wire.malformed", MessageError):
+            decode_step(encode_step(step))
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+def admitted_with(params: object) -> bytes:
+    """A frame with one admitted sequence of these sampling parameters."""
+    return sealed(msgspec.msgpack.encode((1, [1, [], [[0, 5, [3], 1, params, 0]], []])), kind=STEP_KIND)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=4).filter(str.isprintable),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", max_size=4), inner, max_size=3),
     max_leaves=6,
 )
 NAMES = st.sampled_from([*SamplingParams.__dataclass_fields__, "best_of", "use_beam_search", "self", "_is_sound", "x"])
 
 
-def test_the_frame_of_these_tests_is_sound() -> None:
-    assert decode_step(admitted_with("{}")).admitted == (Admitted(0, 5, (3,), 1, SamplingParams(), 2**63),)
-
-
-@given(st.dictionaries(NAMES, JSON, min_size=1, max_size=3))
-def test_params_of_any_values_are_refused_or_are_params(told: dict[str, object]) -> None:
+@given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3))
+def test_params_of_any_values_are_refused_or_are_params(fields: dict[str, object]) -> None:
     try:
-        step = decode_step(admitted_with(json.dumps(told)))
+        step = decode_step(admitted_with(fields))
     except MessageError:
         return
     assert isinstance(step.admitted[0].params, SamplingParams)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "null",
-        "[]",
-        "[1]",
-        '"n"',
-        "7",
-        '{"n": 0}',
-        '{"logit_bias": 3}',
-        '{"logit_bias": [[[], 1]]}',
-        "[" * 10**5,
-        '{"n": ' + "9" * 5000 + "}",
-        '{"temperature": NaN}',
-        '{"seed": 1e999}',
-        '{"logit_bias": [["a", 1]]}',
-        '{"n": 1} x',
-    ],
-    ids=lambda text: text[:12],
-)
-def test_params_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(MessageError, match="its sampling parameters are not sound"):
-        decode_step(admitted_with(text))
+def test_malformed_params_are_refused() -> None:
+    assert decode_step(admitted_with({})).admitted == (Admitted(0, 5, (3,), 1, SamplingParams(), 0),)
+    nan, wrong_key = float("nan"), {"logit_bias": {"a": 1}}
+    for params in (None, [], [1], "n", 7, {"n": 0}, {"logit_bias": 3}, {"n": 2**63}, {"temperature": nan}, wrong_key):
+        with raises_code("wire.malformed", MessageError):
+            decode_step(admitted_with(params))
 
 
-def test_many_announced_sequences_that_are_not_there_are_refused_at_once() -> None:
-    with pytest.raises(MessageError, match="it ends before what it announces"):
-        decode_step(body_of(("int", 1), numbers(admitted=MAX_TOKEN_ID)))
-    with pytest.raises(MessageError, match="it ends before what it announces"):
-        decode_step(body_of(("int", 1), numbers(items=MAX_TOKEN_ID // 2, plain=1)))
-    with pytest.raises(MessageError, match="has no tokens"):
-        decode_step(body_of(("int", 1), numbers(admitted=1), ("int", 0), ("int", 5), ("ints", ()), ("int", 1)))
+def test_announced_items_that_are_missing_are_refused() -> None:
+    for body in (b"\x92\x01\x94\x01\xdd\x7f\xff\xff\xff", b"\x92\x01\x94\x01\x90\x90\xdd\x7f\xff\xff\xff"):
+        with raises_code("wire.malformed", MessageError):
+            decode_step(sealed(body, kind=STEP_KIND))

@@ -1,143 +1,181 @@
-"""Wire: what is written is read back, and nothing that is cut, changed, foreign or made up is believed or costs memory."""
+"""Frames: a message comes back as it was, and nothing truncated, corrupt, foreign or out of bounds decodes or costs memory."""
 
 import struct
 import tracemalloc
-from contextlib import suppress
+from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import MessageError
+from error_codes import raises_code
+from holdfast.errors import HoldfastError, MessageError, QueueFullError
 from holdfast.request.wire import (
     HEADER_BYTES,
     MAGIC,
     MAX_BODY_BYTES,
+    MAX_TOKEN_ID,
     VERSION,
-    Reader,
-    Writer,
+    AnyError,
+    Codec,
+    Count,
+    Numbering,
+    TokenId,
+    TokenIds,
     body_length,
     open_frame,
-    pack_lists,
 )
 from request.frames import sealed
 
-WORDS = st.integers(-(2**63), 2**63 - 1)
-SMALL = st.integers(-(2**31), 2**31 - 1)
-VALUES = st.one_of(
-    st.tuples(st.just("int"), WORDS),
-    st.tuples(st.just("float"), st.floats(allow_nan=False)),
-    st.tuples(st.just("ints"), st.lists(SMALL, max_size=9).map(tuple)),
-    st.tuples(st.just("ints"), st.lists(WORDS, max_size=9).map(tuple)),
-    st.tuples(st.just("bytes"), st.binary(max_size=20)),
-    st.tuples(st.just("text"), st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
+
+class Note(NamedTuple):
+    """A message with one field of each kind of bound."""
+
+    count: Count = 0
+    token: TokenId = 0
+    tokens: TokenIds = (1,)
+    text: str = ""
+    data: bytes = b""
+    share: float = 0.0
+
+
+class Failure(NamedTuple):
+    """A message with an error."""
+
+    error: AnyError
+
+
+CODEC = Codec({7: Note, 9: Failure})
+TOKENS = st.integers(0, MAX_TOKEN_ID)
+NOTES = st.builds(
+    Note,
+    count=st.integers(0, 2**64 - 1),
+    token=TOKENS,
+    tokens=st.lists(TOKENS, min_size=1, max_size=9).map(tuple),
+    text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    data=st.binary(max_size=20),
+    share=st.floats(allow_nan=False),
 )
+NUMBERS = st.integers(1, 2**62)
 
 
-def written(values: list[tuple[str, object]], kind: int = 7) -> bytes:
-    writer = Writer()
-    for name, value in values:
-        getattr(writer, name)(value)
-    return writer.frame(kind)
+@given(NOTES, NUMBERS)
+def test_codec_round_trip(note: Note, number: int) -> None:
+    assert CODEC.decode(CODEC.encode(note, number)) == (number, note)
 
 
-@given(st.lists(VALUES, max_size=8), st.integers(0, 2**16 - 1))
-def test_what_is_written_is_read_back(values: list[tuple[str, object]], kind: int) -> None:
-    found_kind, reader = open_frame(written(values, kind))
-    assert found_kind == kind
-    assert [(name, getattr(reader, name)()) for name, _ in values] == values
-    reader.end()
-
-
-def test_a_list_takes_four_bytes_each_where_it_can_and_any_iterable_is_taken() -> None:
-    assert len(written([("ints", [1] * 100)])) == HEADER_BYTES + 8 + 400
-    assert len(written([("ints", [2**31] * 100)])) == HEADER_BYTES + 8 + 800
-    writer = Writer()
-    writer.ints(number for number in (1, 2**40))
-    writer.ints(range(3))
-    _, reader = open_frame(writer.frame(1))
-    assert (reader.ints(), reader.ints()) == ((1, 2**40), (0, 1, 2))
-
-
-@given(st.lists(VALUES, min_size=1, max_size=4))
-def test_a_frame_cut_short_at_every_byte_is_refused(values: list[tuple[str, object]]) -> None:
-    frame = written(values)
+@given(NOTES)
+def test_frame_cut_anywhere_is_refused(note: Note) -> None:
+    frame = CODEC.encode(note, 1)
     for length in range(len(frame)):
-        with pytest.raises(MessageError):
-            open_frame(frame[:length])
-    with pytest.raises(MessageError):
-        open_frame(frame + frame)
+        with raises_code("wire.truncated", MessageError):
+            CODEC.decode(frame[:length])
+    with raises_code("wire.truncated", MessageError):
+        CODEC.decode(frame + frame)
 
 
-@given(st.lists(VALUES, min_size=1, max_size=4), st.data())
-def test_a_flipped_bit_is_seen_or_changes_the_kind_alone(values: list[tuple[str, object]], data: st.DataObject) -> None:
-    frame = bytearray(written(values))
+@given(NOTES, st.data())
+def test_flipped_bit_is_refused(note: Note, data: st.DataObject) -> None:
+    frame = bytearray(CODEC.encode(note, 1))
     place = data.draw(st.integers(0, 8 * len(frame) - 1))
     frame[place // 8] ^= 1 << place % 8
-    if 6 <= place // 8 < 8:
-        assert open_frame(bytes(frame))[0] != 7
-        return
     with pytest.raises(MessageError):
-        open_frame(bytes(frame))
+        CODEC.decode(bytes(frame))
 
 
-def test_another_version_and_another_sender_are_named() -> None:
-    with pytest.raises(MessageError, match="version 2 came; version 1 is spoken here; run the same release"):
-        open_frame(sealed(b"", version=2))
-    with pytest.raises(MessageError, match="does not begin as one of Holdfast's"):
+def test_foreign_version_and_magic_are_refused() -> None:
+    with raises_code("wire.wrong_version", MessageError, version=VERSION + 1, own=VERSION):
+        open_frame(sealed(b"", version=VERSION + 1))
+    with raises_code("wire.wrong_magic", MessageError):
         open_frame(sealed(b"", magic=b"GET "))
+    with raises_code("wire.unknown_kind", MessageError, found=8):
+        CODEC.decode(sealed(b"", kind=8))
+    with raises_code("wire.checksum", MessageError):
+        open_frame(struct.pack("<4sHHII", MAGIC, VERSION, 7, 1, 0) + b"x")
 
 
-def test_a_header_tells_what_follows_and_not_too_much() -> None:
-    frame = written([("int", 5)])
-    assert body_length(frame[:HEADER_BYTES]) == (7, 8)
+def test_header_announces_a_bounded_length() -> None:
+    frame = CODEC.encode(Note(), 1)
+    assert body_length(frame[:HEADER_BYTES]) == (7, len(frame) - HEADER_BYTES)
     huge = struct.pack("<4sHHII", MAGIC, VERSION, 7, MAX_BODY_BYTES + 1, 0)
-    with pytest.raises(MessageError, match="at most"):
+    with raises_code("wire.too_long", MessageError, length=MAX_BODY_BYTES + 1):
         body_length(huge)
 
 
-@pytest.mark.parametrize("verb", ["ints", "bytes", "text"])
-@pytest.mark.parametrize("count", [2**40, 2 * MAX_BODY_BYTES, MAX_BODY_BYTES, 1000, -1, -(2**63)])
-def test_an_announced_length_costs_nothing_before_it_is_there(verb: str, count: int) -> None:
-    reader = Reader(struct.pack("<q", count) + b"\0" * 16)
+@pytest.mark.parametrize("header", [b"\xdd", b"\xc6", b"\xdb", b"\xdf"], ids=["array", "bytes", "text", "map"])
+def test_announced_item_count_allocates_nothing(header: bytes) -> None:
+    body = b"\x92\x01" + header + struct.pack(">I", 2**31 - 1) + b"\0" * 16
+    CODEC.encode(Note(), 1)
     tracemalloc.start()
-    with pytest.raises(MessageError):
-        getattr(reader, verb)()
+    with raises_code("wire.malformed", MessageError):
+        CODEC.decode(sealed(body, kind=7))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000
 
 
-@given(st.binary(max_size=60), st.lists(st.sampled_from(["int", "float", "ints", "bytes", "text"]), max_size=5))
-def test_any_bytes_are_read_or_refused(body: bytes, verbs: list[str]) -> None:
-    _, reader = open_frame(sealed(body))
-    with suppress(MessageError):
-        for verb in verbs:
-            getattr(reader, verb)()
-        reader.end()
+@given(st.binary(max_size=60))
+def test_any_body_is_refused_or_a_message(body: bytes) -> None:
+    for kind in (7, 9):
+        try:
+            number, message = CODEC.decode(sealed(body, kind=kind))
+        except MessageError:
+            continue
+        assert CODEC.decode(CODEC.encode(message, number)) == (number, message)
 
 
-@pytest.mark.parametrize(
-    ("values", "read", "words"),
-    [
-        ([("int", 5)], lambda reader: reader.int(0, 4), "it holds 5 where 0 to 4 are possible"),
-        ([("ints", (3, 9))], lambda reader: reader.ints(0, 8), "it lists 3 to 9 where 0 to 8 are possible"),
-        ([("ints", (-1, 3))], lambda reader: reader.ints(0, 8), "it lists -1 to 3 where 0 to 8 are possible"),
-        ([("int", 5), ("int", 6)], lambda reader: (reader.int(), reader.end()), "8 bytes follow its end"),
-        ([("bytes", b"\xff\xfe")], lambda reader: reader.text(), "its text is not UTF-8"),
-        ([("int", 5)], lambda reader: (reader.int(), reader.int()), "it ends before what it announces"),
-    ],
-)
-def test_what_is_out_of_bounds_is_refused_in_words(values, read, words: str) -> None:
-    _, reader = open_frame(written(values))
-    with pytest.raises(MessageError) as caught:
-        read(reader)
-    assert caught.value.has == words
+def test_values_out_of_bounds_are_refused() -> None:
+    fields = list(Note())
+    for place, values in enumerate(
+        (
+            (-1, 1.5, True, "1", None),
+            (-1, MAX_TOKEN_ID + 1),
+            ((), (-1,), (1.0,), 3),
+            (b"x", 5, b"\xff"),
+            ("", 1),
+            ("", None),
+        )
+    ):
+        for value in values:
+            body = msgspec.msgpack.encode((1, [*fields[:place], value, *fields[place + 1 :]]))
+            with raises_code("wire.malformed", MessageError):
+                CODEC.decode(sealed(body, kind=7))
+    for number in (0, -1, "1"):
+        with raises_code("wire.malformed", MessageError):
+            CODEC.decode(sealed(msgspec.msgpack.encode((number, fields)), kind=7))
+    for more in (b"\0", b"\xc0\xc0"):
+        with raises_code("wire.malformed", MessageError):
+            CODEC.decode(sealed(msgspec.msgpack.encode((1, fields)) + more, kind=7))
 
 
-@pytest.mark.parametrize("numbers", [[], [1, -2], [2**40], [0, 2**31]])
-@pytest.mark.parametrize("others", [[], [5], [7, -(2**40), 9]])
-def test_pack_lists_writes_what_a_writer_writes(numbers: list[int], others: list[int]) -> None:
-    reader = Reader(pack_lists(3, numbers, -4, others))
-    assert (reader.int(), list(reader.ints()), reader.int(), list(reader.ints())) == (3, numbers, -4, others)
-    reader.end()
+def test_deeply_nested_body_is_refused() -> None:
+    with raises_code("wire.malformed", MessageError):
+        CODEC.decode(sealed(b"\x92\x01\x91" + b"\x91" * 10**5, kind=9))
+
+
+def test_error_keeps_class_code_values_and_text() -> None:
+    error = QueueFullError("value.not_bool", name="a\ud800", value=10**30).within("prompt 3").hinting("Retry.")
+    _, (found,) = CODEC.decode(CODEC.encode(Failure(error), 1))
+    assert (type(found), found.code, found.values) == (
+        QueueFullError,
+        "value.not_bool",
+        {"name": "a?", "value": str(10**30)},
+    )
+    assert str(found) == str(error).replace("\ud800", "?")
+    plain = {"kind": "dataclass", "code": "a.b", "text": "Text.", "values": {}, "contexts": [], "hints": []}
+    _, (found,) = CODEC.decode(sealed(msgspec.msgpack.encode((1, [plain])), kind=9))
+    assert (type(found), str(found)) == (HoldfastError, "Text.")
+    for broken in ({}, {**plain, "values": 3}, [plain], None):
+        with raises_code("wire.malformed", MessageError):
+            CODEC.decode(sealed(msgspec.msgpack.encode((1, [broken])), kind=9))
+
+
+def test_numbering_accepts_only_the_next_number() -> None:
+    sender, receiver = Numbering(), Numbering()
+    receiver.accept(sender.next())
+    for wrong in (1, 0, 3, -1):
+        with raises_code("wire.out_of_order", MessageError, number=wrong, expected=2):
+            receiver.accept(wrong)
+    receiver.accept(sender.next())
+    assert receiver.last == 2

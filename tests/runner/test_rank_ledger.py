@@ -31,7 +31,7 @@ from holdfast.memory.ledger import Ledger
 from holdfast.memory.planner import KV_OWNER
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.families import parameters
+from holdfast.models.grouped_readers import parameters
 from holdfast.models.parameters import Parameter
 from holdfast.planning import fit
 from holdfast.planning.plan import RunnerPlan

@@ -252,12 +252,12 @@ def test_numbers_changed_at_random_are_refused_or_sound():
         number = dice.choice([-1, 0, 1, 2, 3, 7, 41, 60, 2**40])
         step = Step(2, items=(item,))
         if name == "number":
-            step = replace(step, number=number)
+            step = step._replace(number=number)
         else:
             value = {"pages": ((number,), (number,)), "proposals": (number,), "samples": bool(number % 2)}.get(
                 name, number
             )
-            step = replace(step, items=(item._replace(**{name: value}),))
+            step = step._replace(items=(item._replace(**{name: value}),))
         before = state(slots)
         try:
             slots.accept(step)

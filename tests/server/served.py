@@ -124,7 +124,7 @@ def served(engine: Engine | None = None, **options: Any) -> Iterator[Served]:
         yield Served(address_of(listener), service, engine)
     finally:
         server, loop = started[0]
-        loop.call_soon_threadsafe(server.tell)
+        loop.call_soon_threadsafe(server.stop)
         thread.join(30)
         service.llm.shutdown()
 

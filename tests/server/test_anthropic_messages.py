@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.server.anthropic_input import Conversation, conversation_of
-from holdfast.server.anthropic_output import message_usage
+from error_codes import raises_code
+from holdfast.server.anthropic_input import conversation_of, shows_thinking
+from holdfast.server.anthropic_messages import message_usage
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import parse
-from holdfast.server.conversations import plain_message
+from holdfast.server.conversations import Conversation, plain_message
 from holdfast.server.errors import ApiError
 from holdfast.server.streams import Counted
 from server.families import Messages, ask
@@ -63,20 +64,20 @@ def test_stream_events_have_names_and_a_ping(client):
     assert values[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-@pytest.mark.parametrize(
-    ("thinking", "told", "shown"),
-    [
+def test_thinking_setting_decides_template_and_answer():
+    cases = [
         (None, OFF, False),
         ({"type": "disabled"}, OFF, False),
         ({"type": "enabled", "budget_tokens": 2048}, {**ON, "thinking_budget": 2048}, True),
         ({"type": "adaptive"}, {}, True),
         ({"type": "adaptive", "display": "omitted"}, {}, False),
-    ],
-)
-def test_thinking_is_told_and_shown_if_asked(thinking, told, shown):
-    conversation = read(*user("x"), thinking=thinking, output_config={"effort": "low"})
-    assert (conversation.template_options, conversation.shows_thinking) == (told, shown)
-    assert conversation.effort == "low"
+    ]
+    for thinking, options, shown in cases:
+        body = {"messages": user("x"), "max_tokens": 9, "thinking": thinking, "output_config": {"effort": "low"}}
+        request = parse(MessageRequest, body)
+        conversation = conversation_of(request)
+        assert (conversation.template_options, shows_thinking(request)) == (options, shown)
+        assert conversation.effort == "low"
 
 
 def test_system_blocks_are_one_text_without_billing():
@@ -119,24 +120,27 @@ def test_answer_that_was_begun_is_continued(last, continues):
     ],
 )
 def test_block_of_another_role_is_refused(role, block):
-    with pytest.raises(ApiError, match="no place there"):
+    with raises_code("http.misplaced_block", ApiError):
         read(*user("x"), turn(role, block))
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": [turn("user", {"type": "image", "source": {}})]}, "not this type: send its content as text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "runs no tools of its own"),
-        ({"mcp_servers": [{"url": "x"}]}, "no MCP servers"),
-        ({"stop_sequence": "x"}, "did you mean stop_sequences?"),
+        (
+            {"messages": [turn("user", {"type": "image", "source": {}})]},
+            "blocks are supported: send the content as text",
+        ),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "server tools are not supported"),
+        ({"mcp_servers": [{"url": "x"}]}, "MCP servers are not supported"),
+        ({"stop_sequence": "x"}, "Did you mean stop_sequences?"),
         ({"max_tokens": None}, "max_tokens"),
     ],
 )
-def test_request_that_cannot_be_is_told_why(fields, words):
+def test_wrong_request_names_its_fault(fields, words):
     with pytest.raises(ApiError) as caught:
         parse(MessageRequest, {"messages": user("x"), "max_tokens": 9, **fields})
-    assert words in caught.value.message
+    assert words in str(caught.value)
 
 
 def test_usage_counts_cached_tokens_apart():

@@ -378,8 +378,8 @@ WELL = {"is_alive": True, "core_silence_seconds": 1.9, "seconds_in_step": 4.9, "
         ({}, "draining", None),
         ({}, "dead", "has stopped"),
         ({"is_alive": False}, "ready", "has stopped"),
-        ({"core_silence_seconds": 2.0}, "ready", "no sign of life for 2.0 seconds"),
-        ({"seconds_in_step": 5.0}, "ready", "has run for 5 seconds; 5 are allowed"),
+        ({"core_silence_seconds": 2.0}, "ready", "no heartbeat for 2.0 seconds"),
+        ({"seconds_in_step": 5.0}, "ready", "has run for 5 seconds; the limit is 5"),
         ({"seconds_since_progress": 7.0}, "ready", "has run for 7 seconds"),
     ],
 )

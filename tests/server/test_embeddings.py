@@ -102,7 +102,7 @@ def test_more_inputs_than_the_queue_holds_are_answered(client):
         ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
         ({"input": "x", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens", "-1"),
-        ({"prompt": "x"}, "prompt", "did you mean input?"),
+        ({"prompt": "x"}, "prompt", "Did you mean input?"),
     ],
     ids=["long", "empty text", "vocabulary", "empty", "dimensions", "zero", "encoding", "truncate", "prompt"],
 )
@@ -113,7 +113,7 @@ def test_wrong_embedding_request_names_its_field(client, body, param, words):
 
 
 def test_embedding_of_another_model_name_is_not_found(client):
-    told(client.post("/v1/embeddings", json={"input": "x", "model": "ada"}), 404, "model", "'ada' was asked")
+    told(client.post("/v1/embeddings", json={"input": "x", "model": "ada"}), 404, "model", "'ada' does not exist")
 
 
 def test_long_input_is_cut_if_the_request_says_so(client):
@@ -179,10 +179,10 @@ def test_rerank_paths_follow_jina_and_cohere(client):
         ({"query": "a", "documents": []}, "documents", "at least 1 item"),
         ({"query": "a", "documents": ["b", "x" * 2000]}, "documents[1]", "maximum context length"),
         ({"query": "x" * 2000, "documents": ["b"]}, "query", "maximum context length"),
-        ({"query": "a", "documents": [{"txt": "b"}]}, "documents[0].text", "is needed"),
+        ({"query": "a", "documents": [{"txt": "b"}]}, "documents[0].text", "is required"),
         ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "greater than or equal to 1"),
-        ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", "judged whole"),
-        ({"documents": ["b"]}, "query", "is needed"),
+        ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", "scored whole"),
+        ({"documents": ["b"]}, "query", "is required"),
     ],
     ids=["none", "long", "long query", "no text", "top_n", "tokens", "no query"],
 )

@@ -6,8 +6,7 @@ import pytest
 
 from holdfast.server.bodies import parse
 from holdfast.server.errors import ApiError
-from holdfast.server.ollama_answers import read_messages, read_options
-from holdfast.server.ollama_output import OllamaOutput
+from holdfast.server.ollama_answers import OllamaWriter, read_messages, read_options
 from holdfast.server.ollama_schemas import OllamaChatRequest, Options
 from holdfast.text.answer_deltas import ContentDelta, ReasoningDelta, ToolCallDelta
 from server.families import Ollama, ask
@@ -64,23 +63,36 @@ def test_options_become_sampling_fields():
     [
         ({"options": {"temprature": 1}}, "there is no option 'temprature'"),
         ({"options": {"top_p": 2}}, "options.top_p"),
-        ({"messages": [{"role": "user", "images": ["x"]}]}, "text alone"),
-        ({"fromat": "json"}, "did you mean format?"),
+        ({"messages": [{"role": "user", "images": ["x"]}]}, "only text"),
+        ({"fromat": "json"}, "Did you mean format?"),
     ],
 )
-def test_request_that_cannot_be_is_told_why(fields, words):
+def test_wrong_request_names_its_fault(fields, words):
     with pytest.raises(ApiError) as caught:
         parse(OllamaChatRequest, fields)
-    assert words in caught.value.message
+    assert words in str(caught.value)
 
 
-def test_output_tells_calls_when_they_are_whole():
-    output = OllamaOutput(MODEL, is_chat=True, shows_thinking=False)
-    output.add([ReasoningDelta("Hm"), ContentDelta("See."), ToolCallDelta(0, "look"), ToolCallDelta(0, None, '{"a":')])
-    assert b"look" not in output.lines()
-    output.add([ToolCallDelta(0, None, "1}"), ToolCallDelta(1, "now", "", "mine"), ToolCallDelta(2, "cut", '{"b')])
-    output.close_call()
-    lines = [json.loads(line)["message"] for line in output.lines().splitlines()]
+def output_of(*, shows_thinking):
+    return OllamaWriter(None, None, None, MODEL, is_chat=True, shows_thinking=shows_thinking)
+
+
+def add(output, *pieces):
+    for piece in pieces:
+        output.add_piece(piece)
+
+
+def messages_of(output):
+    return [json.loads(line)["message"] for line in output.take().splitlines()]
+
+
+def test_output_has_calls_when_they_are_complete():
+    output = output_of(shows_thinking=False)
+    add(output, ReasoningDelta("Hm"), ContentDelta("See."), ToolCallDelta(0, "look"), ToolCallDelta(0, None, '{"a":'))
+    assert "look" not in output.take()
+    add(output, ToolCallDelta(0, None, "1}"), ToolCallDelta(1, "now", "", "mine"), ToolCallDelta(2, "cut", '{"b'))
+    output.finish(None)
+    lines = messages_of(output)
     calls = [call for line in lines for call in line["tool_calls"]]
     assert [call["function"] for call in calls] == [
         {"index": 0, "name": "look", "arguments": {"a": 1}},
@@ -90,15 +102,14 @@ def test_output_tells_calls_when_they_are_whole():
     assert not any("thinking" in line for line in lines)
 
 
-def test_output_tells_a_call_before_the_text_that_follows_it():
-    output = OllamaOutput(MODEL, is_chat=True, shows_thinking=True)
-    output.add([ToolCallDelta(0, "look", '{"a":1}'), ContentDelta("x"), ToolCallDelta(1, "now"), ReasoningDelta("y")])
-    lines = [json.loads(line)["message"] for line in output.lines().splitlines()]
-    told = [
+def test_output_has_a_call_before_the_text_that_follows_it():
+    output = output_of(shows_thinking=True)
+    add(output, ToolCallDelta(0, "look", '{"a":1}'), ContentDelta("x"), ToolCallDelta(1, "now"), ReasoningDelta("y"))
+    written = [
         line["tool_calls"][0]["function"]["name"] if "tool_calls" in line else line["content"] or line["thinking"]
-        for line in lines
+        for line in messages_of(output)
     ]
-    assert told == ["look", "x", "now", "y"]
+    assert written == ["look", "x", "now", "y"]
 
 
 def test_options_reach_the_engine(client, rendered):
@@ -139,7 +150,7 @@ def test_generate_uses_the_template_unless_raw(client, rendered, stream):
     raw = client.post("/api/generate", json={"prompt": said("x"), "raw": True, "stream": stream}).text.splitlines()
     assert (json.loads(raw[-1])["prompt_eval_count"], len(rendered)) == (3, 1)
     refused = client.post("/api/generate", json={**asked, "raw": True})
-    assert (refused.status_code, "put it into the prompt" in refused.json()["error"]) == (400, True)
+    assert (refused.status_code, "Put it into the prompt" in refused.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(

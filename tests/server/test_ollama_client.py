@@ -186,7 +186,7 @@ def test_async_client_streams_texts_side_by_side(server):
     ("call", "status", "words"),
     [
         (lambda api: api.chat("other", user("x")), 404, "fake, alias/model is served here"),
-        (lambda api: list(api.chat("other:latest", user("x"), stream=True)), 404, "'other' was asked"),
+        (lambda api: list(api.chat("other:latest", user("x"), stream=True)), 404, "'other' does not exist"),
         (lambda api: api.show("other"), 404, "served here"),
         (lambda api: api.chat(MODEL, user("x" * 4000)), 400, "maximum context length"),
         (lambda api: api.chat(MODEL, [{**user("x")[0], "images": [b"abc"]}]), 400, "text alone"),

@@ -200,7 +200,7 @@ def test_errors_have_the_clients_own_kinds(api):
         with pytest.raises(kind) as caught:
             api.chat.completions.create(**{"model": MODEL, **fields})
         assert caught.value.param == param
-    assert "did you mean max_tokens" in str(_refused(api, max_tokns=1))
+    assert "Did you mean max_tokens" in str(_refused(api, max_tokns=1))
     assert _refused(api, messages=user("x" * 4000)).code == "context_length_exceeded"
 
 
@@ -325,7 +325,7 @@ def test_stored_response_is_read_until_deleted(api, server):
     ):
         with pytest.raises(openai.NotFoundError) as caught:
             gone()
-        assert "until newer ones need the room (64.00 MiB and 4096 responses)" in caught.value.message
+        assert "until newer ones need the space (64.00 MiB and 4096 responses)" in caught.value.message
     assert caught.value.param == "previous_response_id"
 
 

@@ -106,7 +106,7 @@ def test_server_without_response_memory_keeps_nothing():
             made = client.post("/v1/responses", json={"input": said("Yes.")}).json()
             assert (made["store"], len(service.responses)) == (False, 0)
             told = client.get(f"/v1/responses/{made['id']}")
-            assert (told.status_code, "keeps no responses" in told.text) == (404, True)
+            assert (told.status_code, "stores no responses" in told.text) == (404, True)
             refused = client.post("/v1/responses", json={"input": "x", "store": True})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "store")
     finally:

@@ -22,9 +22,9 @@ from holdfast.server.app import make_app
 from holdfast.server.errors import MAX_MESSAGE_CHARS, cleaned, from_exception
 from holdfast.server.logs import RequestLog, RequestRecord
 from holdfast.server.metrics import Histogram
-from holdfast.server.ollama_output import times_of
+from holdfast.server.ollama_answers import times_of
 from holdfast.server.service import Service
-from holdfast.server.status import _map_facts
+from holdfast.server.status import map_facts
 from server.families import ALL, Chat, Completions, Family, Ollama, ask, events, names
 from server.served import NAMES, make_served_engine, said
 from server.test_server_status import samples
@@ -244,7 +244,7 @@ def test_memory_map_tells_of_every_request_and_group(logged, monkeypatch):
     requests = (pages(1, "decode", 0), pages(2, "waiting", 3), pages(3, "waiting", 0))
     groups = (GroupPages("whole", 16, 5, 6), GroupPages("window", 8, 7, 9))
     seen = MemoryMap(0.0, 100, 73, groups, requests, 6, 42)
-    facts: Any = _map_facts(logged.service, seen)
+    facts: Any = map_facts(logged.service, seen)
     told = ("name", "page_tokens", "in_use", "cached")
     assert [tuple(group[name] for name in told) for group in facts["kv"]["groups"]] == [
         ("whole", 16, 5, 6),
@@ -307,14 +307,18 @@ def test_request_metrics_split_the_times_of_a_delta(logged, monkeypatch):
         now[0] = 10.0
         watch.take(delta(1, 1, RequestMetrics(1.0, 3.0, 8.0, 0, 0)))
         assert metrics.num_open == 0
-    assert metrics.first_token_seconds.total == 2.0 + 3.0
-    assert metrics.inter_token_seconds.total == 4.0 + 7.0
-    assert sum(metrics.inter_token_seconds.counts) == 4 + 1
-    assert metrics.output_token_seconds.total == 4.0 / 4 + 7.0 / 2
-    assert metrics.total_seconds.total == 6.0 + 10.0
-    sums = (metrics.queue_seconds.total, metrics.prefill_seconds.total, metrics.decode_seconds.total)
+    assert metrics.histograms["first_token_seconds"].total == 2.0 + 3.0
+    assert metrics.histograms["inter_token_seconds"].total == 4.0 + 7.0
+    assert sum(metrics.histograms["inter_token_seconds"].counts) == 4 + 1
+    assert metrics.histograms["output_token_seconds"].total == 4.0 / 4 + 7.0 / 2
+    assert metrics.histograms["total_seconds"].total == 6.0 + 10.0
+    sums = (
+        metrics.histograms["queue_seconds"].total,
+        metrics.histograms["prefill_seconds"].total,
+        metrics.histograms["decode_seconds"].total,
+    )
     assert sums == (2.0, 4.0, 10.0)
-    assert metrics.generation_tokens.total == 5 + 3
+    assert metrics.histograms["generation_tokens"].total == 5 + 3
 
 
 def test_log_cuts_long_texts_and_paths():

@@ -16,8 +16,8 @@ from holdfast.server.conversations import plain_message
 from holdfast.server.fields import SamplingFields
 from holdfast.server.logprobs import ChatLogprobWriter, CompletionLogprobWriter
 from holdfast.server.response_items import input_of, kept_item, messages_of
-from holdfast.server.responses_schemas import ResponseRequest
 from holdfast.server.sampling import sampling_params
+from holdfast.server.schemas import ResponseRequest
 from holdfast.server.service import Service
 from server.families import ALL, CHATS, Chat, Completions, Family, Messages, ask, events, names
 from server.raw_server import SHORT, Running, connect, get, post, read_to_end, running, status_of, talk

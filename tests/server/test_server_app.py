@@ -250,17 +250,17 @@ def test_our_own_faults_are_a_bare_sentence(client: TestClient, caplog: pytest.L
     [
         (PromptError("a", "b", "c"), 400, None),
         (QueueFullError("a", "b", "c"), 429, "queue_full"),
-        (EngineDeadError("a", "/home/somebody/x", "c"), 503, "engine_dead"),
+        (EngineDeadError("a", "/home/user/x", "c"), 503, "engine_dead"),
         (MemoryPlanError("a", "0xdeadbeefdead", "c"), 500, "internal_error"),
-        (OSError("/home/somebody/x"), 500, "internal_error"),
+        (OSError("/home/user/x"), 500, "internal_error"),
         (RuntimeError(), 500, "internal_error"),
-        (ApiError(418, "x", code="y"), 418, "y"),
+        (ApiError("http.bad_host", value="x"), 400, "bad_host"),
     ],
 )
-def test_what_exceptions_become(error: Exception, status: int, code: str | None) -> None:
+def test_exceptions_become_statuses_and_codes(error: Exception, status: int, code: str | None) -> None:
     told = from_exception(error)
-    assert (told.status, told.code) == (status, code)
-    body = json.loads(told.json_bytes())
+    assert (told.status, told.public_code) == (status, code)
+    body = json.loads(told.to_json())
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert not LEAK.search(body["error"]["message"])
     if status == 429:

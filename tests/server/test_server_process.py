@@ -119,7 +119,7 @@ def test_what_does_not_finish_in_time_gets_an_error() -> None:
         code, errors = process.end(5)
         assert time.monotonic() - started_at < 0.5 + 2
         assert code == 0, errors
-        assert "running requests may finish for 0.5 s" in errors
+        assert "running requests may finish within 0.5 s" in errors
         for answer in answers:
             last = [line for line in answer.split(b"\n") if line.startswith(b"data: ")][-1]
             assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"

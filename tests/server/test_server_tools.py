@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from holdfast.server.bodies import parse
+from holdfast.server.sampling import rule_of
 from holdfast.server.schemas import CompletionRequest
-from holdfast.server.structured import asked_rule
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.harmony import TOKENS
 from server.served import TEMPLATE, app_client, open_tiny_engine, said, user
@@ -290,7 +290,7 @@ SCHEMAS = {"type": "object", "title": "mine"}
 def test_rule_of_each_field_is_the_same_form(fields, form, rule):
     body = {"prompt": "x", **fields, **({} if form is None else {"response_format": form})}
     asked = parse(CompletionRequest, body)
-    found = asked_rule(asked, asked.response_format)
+    found = rule_of(asked, asked.response_format)
     assert (None if found is None else (found.param, found.value)) == rule
     assert found is None or found.made().kind in found.value
 

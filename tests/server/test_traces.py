@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.errors import ConfigError
 from holdfast.server.traces import MODULES, open_traces
 from server.test_server_app import make_client
@@ -51,11 +52,11 @@ def test_nothing_without_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_traces("tiny") is None
 
 
-def test_a_missing_sdk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sdk_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
-    with pytest.raises(ConfigError, match="pip install opentelemetry-sdk"):
+    with raises_code("http.traces_not_installed", ConfigError, module="opentelemetry.sdk.trace"):
         open_traces("tiny")
 
 

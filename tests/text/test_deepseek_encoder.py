@@ -18,7 +18,7 @@ from counted_work import num_lines
 from holdfast.config import EngineConfig
 from holdfast.engine.open_text import open_text
 from holdfast.errors import PromptError, RequestError, TemplateError
-from holdfast.models.families import FAMILIES
+from holdfast.models.grouped_readers import FAMILIES
 from holdfast.text import deepseek_encoder
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.deepseek_encoder import ARCHITECTURES, DATA_FILE, V4, V32, DeepSeekEncoder, Encoding, encodings

@@ -168,7 +168,7 @@ def open_visibly(config: EngineConfig, report: Path | None = None, start: StartL
 def shown_download(download: Download) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, a line elsewhere; Ctrl-C stops it and leaves no partial file behind."""
     if not is_watched():
-        write_line(f"Downloading {download.words}")
+        write_line(f"Downloading {download.summary}")
     with raising_interrupts(), DownloadBar(download) as tell:
         yield tell
 

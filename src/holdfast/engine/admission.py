@@ -1,15 +1,14 @@
-"""Admission: what can be wrong with a request is found before it costs anything; prompts, salts, seeds; no torch.
+"""Admission: check a request before it costs anything; prompts, salts, seeds; no torch.
 
-Nothing is changed: a request that passes is a `PreparedRequest`, which the engine can take at once. May be called from
-any thread.
+It changes no state: a request that passes is a `PreparedRequest`. Any thread may call it.
 
 A completion depends on its request's seed and its index, and on nothing else:
 
     request seed   params.seed, or derive_seed(engine seed, number of the request)
     sequence seed  derive_seed(request seed, index of the completion)
 
-The first completion is thus the same for n = 1 and n = 4, and unseeded requests repeat when an engine is made again with
-the same seed and is given the same requests in the same order.
+So the first completion is equal for n = 1 and n = 4, and unseeded requests repeat in a new engine with the same seed and the
+same requests in the same order.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NotRequired, TypedDict
 
-from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateError, shown
+from holdfast.errors import HoldfastError, PromptError, RequestError, TemplateError
 from holdfast.observability.log import get_logger
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.text.chat_template import ChatTemplate, RenderedChat
@@ -39,7 +38,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids; the text, if given, is only carried along."""
+    """A prompt as token ids; the text, if given, is only passed through."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -53,7 +52,7 @@ Conversation = list[Message]
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrompt:
-    """A prompt of sound types: text, token ids, or both."""
+    """A prompt of valid types: text, token ids, or both."""
 
     text: str | None
     token_ids: list[int] | None
@@ -61,24 +60,16 @@ class ParsedPrompt:
 
 
 def parse_prompt(prompt: object) -> ParsedPrompt:
-    """Sort out which kind of prompt this is; neither length nor vocabulary is looked at yet."""
+    """Check the types of a prompt, not yet its length or vocabulary."""
     if isinstance(prompt, str):
         return ParsedPrompt(_text(prompt), None)
     if not isinstance(prompt, Mapping):
-        raise PromptError(
-            f"a prompt of type {type(prompt).__name__} was given",
-            "a string works, and so do token ids",
-            'pass "text" or {"prompt_token_ids": [1, 2, 3]}',
-        )
+        raise PromptError("request.prompt_type", kind=type(prompt).__name__)
     if not prompt.keys() <= set(_KEYS) or not prompt.keys() & {"prompt", "prompt_token_ids"}:
-        raise PromptError(
-            f"a prompt with the keys {shown(list(prompt))} was given",
-            f"the keys are {', '.join(_KEYS)}",
-            "pass prompt or prompt_token_ids",
-        )
+        raise PromptError("request.prompt_keys", accepted=_KEYS, value=list(prompt))
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
-        raise PromptError(f"a prompt text of type {type(text).__name__} was given", "a string works", "pass a string")
+        raise PromptError("request.prompt_text_type", kind=type(text).__name__)
     ids = prompt.get("prompt_token_ids")
     if ids is None:
         return ParsedPrompt(_text(text or ""), None, _salt(prompt.get("cache_salt")))
@@ -86,7 +77,7 @@ def parse_prompt(prompt: object) -> ParsedPrompt:
 
 
 def salt_bytes(cache_salt: object) -> bytes:
-    """The salt as the prefix cache takes it; the empty one is shared by all requests without a salt."""
+    """Encode a salt for the prefix cache; requests without one share the empty salt."""
     salt = _salt(cache_salt)
     return b"" if salt is None else salt.encode()
 
@@ -95,37 +86,31 @@ def _salt(salt: object) -> str | None:
     if salt is None:
         return None
     if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS or not is_utf8(salt):
-        raise RequestError(
-            f"cache_salt={shown(salt)} was asked",
-            f"a string of 1 to {MAX_CACHE_SALT_CHARS} characters works",
-            "change it or leave it out",
-        )
+        raise RequestError("request.cache_salt", name="cache_salt", value=salt, maximum=MAX_CACHE_SALT_CHARS)
     return salt
 
 
 def _text(text: str) -> str:
     if not text:
-        raise PromptError("an empty prompt was given", "there is nothing to continue", "pass at least one character")
+        raise PromptError("request.prompt_empty")
     return text
 
 
 def _token_ids(ids: object) -> list[int]:
     if not isinstance(ids, list | tuple):
-        raise PromptError(
-            f"prompt_token_ids of type {type(ids).__name__} were given", "a list of integers works", "try .tolist()"
-        )
+        raise PromptError("request.prompt_ids_type", kind=type(ids).__name__)
     if not ids:
-        raise PromptError("an empty prompt was given", "there is nothing to continue", "pass at least one token id")
+        raise PromptError("request.prompt_empty")
     # The exact type: a bool is an int to isinstance, and numpy's integers are not.
     wrong = set(map(type, ids)) - {int}
     if wrong:
-        names = ", ".join(sorted(kind.__name__ for kind in wrong))
-        raise PromptError(f"prompt_token_ids hold {names}", "integers work", "convert them with int()")
+        kinds = ", ".join(sorted(kind.__name__ for kind in wrong))
+        raise PromptError("request.prompt_ids_items", kinds=kinds)
     return list(ids)
 
 
 def is_utf8(text: str) -> bool:
-    """False where the text holds half of a surrogate pair, which no encoding can carry."""
+    """False if the text contains half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,7 +120,7 @@ def is_utf8(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that was found sound."""
+    """A request that passed admission."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -143,25 +128,25 @@ class PreparedRequest:
     max_tokens: int
     cache_salt: bytes
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    """params.bad_words in tokens."""
+    """Token ids of params.bad_words."""
     kept_token_ids: frozenset[int] = frozenset()
-    """Special tokens that stay in the text, because they mark the parts of an answer."""
+    """Special tokens that stay in the text: they delimit parts of an answer."""
     is_pooled: bool = False
-    """The hidden state of its last token is wanted, and no answer."""
+    """Returns the hidden state of its last token, not an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation is read, beside what its template is told."""
+    """How to read a conversation, beside the values of its template."""
 
     chat_template: str | None = None
-    """A template for this request, in place of the model's own."""
+    """A template for this request, instead of the model's."""
     allow_special_tokens: bool = False
-    """Read control tokens that are written out in messages as control tokens, and not as text."""
+    """Read control tokens in messages as control tokens, not as text."""
 
 
 class Admission:
-    """The rules of one engine: its context (tokens of the longest sequence that it can hold), its vocabulary, its queue."""
+    """Checks requests of one engine. `max_tokens`: the longest sequence that it can hold."""
 
     def __init__(
         self,
@@ -180,7 +165,7 @@ class Admission:
         self._chat_template = chat_template
         self._forms = forms
         self._takes_priorities = takes_priorities
-        self._has_told_cut = False
+        self._has_warned = False
 
     def prepare(self, prompt: object, params: object, cache_salt: str | None = None) -> PreparedRequest:
         """Check a prompt and its params, and tokenize it."""
@@ -198,9 +183,9 @@ class Admission:
     def prepare_pooled(
         self, prompt: object, cache_salt: str | None = None, *, truncate: bool = False, priority: int = 0
     ) -> PreparedRequest:
-        """Check a prompt whose hidden state is wanted; it may fill the whole context, because nothing follows it.
+        """Like `prepare`, for a hidden state: the prompt may fill the whole context.
 
-        With `truncate` a text that is too long is cut at its end; the special tokens around it stay.
+        `truncate` cuts a text that is too long at its end and keeps the special tokens around it.
         """
         params = self._check_params(SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, priority=priority))
         parsed = parse_prompt(prompt)
@@ -216,16 +201,12 @@ class Admission:
         if len(token_ids) > self._max_tokens and truncate:
             token_ids = self._cut(text if parsed.token_ids is None else None, token_ids)
         if len(token_ids) > self._max_tokens:
-            raise PromptError(
-                f"an input of {len(token_ids)} tokens was given",
-                f"the context holds {self._max_tokens}",
-                "shorten it, or raise max_model_len",
-            )
+            raise PromptError("request.input_too_long", count=len(token_ids), maximum=self._max_tokens)
         self._check_ids(token_ids, "prompt", PromptError)
         return PreparedRequest(parsed.text, token_ids, params, 1, salt, is_pooled=True)
 
     def _cut(self, text: str | None, token_ids: list[int]) -> list[int]:
-        """As many tokens as fit; of a text the last of its own are left out, and not what the tokenizer adds."""
+        """Cut tokens to the context; from a text cut its own last tokens, not those that the tokenizer adds."""
         if text is None:
             return token_ids[: self._max_tokens]
         bare = self._encoded(lambda tokenizer: tokenizer.encode(text, add_special_tokens=False))
@@ -245,7 +226,7 @@ class Admission:
         template_options: Mapping[str, object] | None = None,
         options: ChatOptions | None = None,
     ) -> PreparedRequest:
-        """The same for a conversation, which the chat template turns into a prompt."""
+        """Like `prepare`, for a conversation that the chat template renders."""
         sound_params = self._check_params(params)
         salt = salt_bytes(cache_salt)
         text, own = self._render(messages, template_options or {}, options or ChatOptions())
@@ -257,39 +238,36 @@ class Admission:
         return self._prepare(text, token_ids, sound_params, salt)
 
     def check_form(self, params: object) -> None:
-        """Find out whether the form of an answer can be met, where one is asked; compiling it may take seconds."""
-        form = params.structured_outputs if isinstance(params, SamplingParams) else None
-        if form is None:
+        """Check that the grammar of an answer compiles, which may take seconds."""
+        grammar = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if grammar is None:
             return
         if self._forms is None:
-            raise RequestError(
-                f"structured_outputs.{form.kind} was asked", "the engine has no tokenizer", "leave tokenizer out"
-            )
-        self._forms.check(form)
+            what = f"structured_outputs.{grammar.kind}"
+            raise RequestError("request.no_tokenizer", what=what, fix="Leave tokenizer out of its options")
+        self._forms.check(grammar)
 
     def _render(self, messages: object, values: Mapping[str, object], options: ChatOptions) -> RenderedChat:
         template = self._chat_template if options.chat_template is None else self._template_of(options.chat_template)
         if template is None:
-            raise TemplateError("a chat was asked", "the model has no chat template", "pass chat_template, or a prompt")
+            raise TemplateError("request.no_chat_template")
         is_open = options.allow_special_tokens or self._tokenizer is None
         control = None if is_open or self._tokenizer is None else self._tokenizer.control_tokens
         try:
-            # What a conversation may hold is checked there, and only there.
+            # render_chat checks the messages.
             rendered = template.render_chat(messages, control, tools_in_words=True, **values)  # type: ignore[arg-type]
         except HoldfastError:
             raise
         except Exception as error:
-            raise TemplateError(
-                "a chat was asked", f"the template failed: {describe(error)}", "change the messages or the template"
-            ) from error
+            raise TemplateError("request.template_failed", reason=describe(error)) from error
         if not rendered.text:
-            raise PromptError("a chat was asked", "the template made an empty prompt of it", "change the messages")
+            raise PromptError("request.chat_empty")
         return rendered
 
     def _template_of(self, source: object) -> ChatTemplate:
-        """A template that came with the request."""
+        """Parse a template of the request."""
         if not isinstance(source, str) or not source:
-            raise PromptError(f"chat_template={shown(source)} was asked", "the text of a template works", "pass it")
+            raise PromptError("request.chat_template_type", name="chat_template", value=source)
         tokens = {} if self._tokenizer is None else self._tokenizer.special_tokens
         return ChatTemplate(source, "chat_template", tokens)
 
@@ -300,38 +278,35 @@ class Admission:
             token_ids = token_ids[-most:]
         num_left = self._max_tokens - len(token_ids)
         if num_left < 1:
+            longest = self._max_tokens - 1
             raise PromptError(
-                f"a prompt of {len(token_ids)} tokens was given",
-                f"the context holds {self._max_tokens}, the answer included",
-                f"shorten it to {self._max_tokens - 1}, or raise max_model_len",
+                "request.prompt_too_long", count=len(token_ids), maximum=self._max_tokens, longest=longest
             )
         self._check_ids(token_ids, "prompt", PromptError)
-        self._tell_cut(params, len(token_ids), num_left)
+        self._warn_if_cut(params, len(token_ids), num_left)
         max_tokens = min(params.max_tokens or num_left, num_left)
         return PreparedRequest(text, token_ids, params, max_tokens, salt, self._bad_word_ids(params))
 
-    def _tell_cut(self, params: SamplingParams, num_prompt_tokens: int, num_left: int) -> None:
-        """An answer that cannot be as long as asked ends by length; told once, since thousands may follow."""
+    def _warn_if_cut(self, params: SamplingParams, num_prompt_tokens: int, num_left: int) -> None:
+        """Warn once that an answer will end by length: thousands may follow."""
         name = "max_tokens" if params.max_tokens else "min_tokens"
-        if (getattr(params, name) or 0) > num_left and not self._has_told_cut:
-            self._has_told_cut = True
+        if (getattr(params, name) or 0) > num_left and not self._has_warned:
+            self._has_warned = True
             _log.warning(
-                "%s=%s was asked after a prompt of %s tokens; the context holds %s, so the answer ends after %s at the "
-                "latest, with finish_reason length (told once; raise max_model_len for more)",
+                "%s=%s after a prompt of %s tokens exceeds the context of %s: the answer ends after at most %s tokens "
+                "with finish_reason length (logged once; raise max_model_len for more)",
                 *(name, getattr(params, name), num_prompt_tokens, self._max_tokens, num_left),
             )
 
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each bad word in tokens, as it begins a text and as it follows a space, where that is another first token."""
+        """Encode each bad word, alone and after a space if the first token differs."""
         found: list[tuple[int, ...]] = []
         for word in params.bad_words:
             bare = word.lstrip() or word
             alone = self._word_ids(bare)
             spaced = self._word_ids(f" {bare}")
             if not alone:
-                raise RequestError(
-                    f"bad_words holds {shown(word)}", "the tokenizer makes no token of it", "leave it out"
-                )
+                raise RequestError("request.bad_word_without_token", name="bad_words", value=word)
             found.append(alone)
             if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
                 found.append(spaced)
@@ -345,21 +320,13 @@ class Admission:
 
     def _check_text(self, text: str, params: SamplingParams) -> None:
         if self._tokenizer is None:
-            raise PromptError(
-                "a text prompt was given", "the engine has no tokenizer", 'pass {"prompt_token_ids": [...]}'
-            )
+            raise PromptError("request.no_tokenizer", what="A text prompt", fix='Pass {"prompt_token_ids": [...]}')
         most = self._max_tokens * self._tokenizer.longest_token_chars
-        # Known before tokenizing, which costs time in proportion to the text.
+        # Before tokenizing, which takes time proportional to the text.
         if len(text) > most and params.truncate_prompt_tokens is None:
-            raise PromptError(
-                f"a prompt of {len(text)} characters was given",
-                f"the context holds {self._max_tokens} tokens, at best {most} characters",
-                "shorten it, or raise max_model_len",
-            )
+            raise PromptError("request.prompt_too_many_chars", count=len(text), maximum=self._max_tokens, chars=most)
         if not is_utf8(text):
-            raise PromptError(
-                "a prompt with a lone surrogate was given", "no text encoding can carry it", "remove it or pair it"
-            )
+            raise PromptError("request.lone_surrogate", what="prompt")
 
     def _encoded(self, encode: Callable[[Tokenizer], list[int]]) -> list[int]:
         assert self._tokenizer is not None, "texts are refused without a tokenizer"
@@ -368,54 +335,34 @@ class Admission:
         except RequestError:
             raise
         except Exception as error:
-            raise PromptError(
-                "a prompt was given", f"the tokenizer failed on it: {describe(error)}", "change the prompt"
-            ) from error
+            raise PromptError("request.tokenizer_failed", reason=describe(error)) from error
         if not token_ids:
-            raise PromptError("a prompt was given", "the tokenizer made no token of it", "change the prompt")
+            raise PromptError("request.no_tokens")
         return token_ids
 
     def _check_params(self, params: object) -> SamplingParams:
         if not isinstance(params, SamplingParams):
-            raise RequestError(
-                f"params of type {type(params).__name__} were given",
-                "SamplingParams work",
-                "write SamplingParams(temperature=0.0, max_tokens=100)",
-            )
+            raise RequestError("request.params_type", kind=type(params).__name__)
         if params.n > self._max_queue:
-            raise RequestError(
-                f"n={params.n} was asked", f"the queue holds {self._max_queue}", "ask for fewer, or raise max_queue"
-            )
+            raise RequestError("request.n_above_queue", name="n", count=params.n, maximum=self._max_queue)
         if params.priority and not self._takes_priorities:
-            raise RequestError(
-                f"priority={params.priority} was asked",
-                "this engine serves requests in the order in which they come (scheduling_policy=fcfs)",
-                "leave priority out, or start the engine with scheduling_policy=priority",
-            )
+            raise RequestError("request.no_priorities", name="priority", priority=params.priority)
         if (params.stop or params.bad_words) and self._tokenizer is None:
-            name, other = ("stop strings", "stop_token_ids") if params.stop else ("bad_words", "logit_bias")
-            raise RequestError(f"{name} were asked", "the engine has no tokenizer", f"use {other}")
+            name, other = ("stop", "stop_token_ids") if params.stop else ("bad_words", "logit_bias")
+            raise RequestError("request.no_tokenizer", name=name, what=name, fix=f"Use {other}")
         if not all(map(is_utf8, (*params.stop, *params.bad_words))):
-            raise RequestError(
-                "a stop string or bad word with a lone surrogate was asked",
-                "no generated text can hold it",
-                "remove it",
-            )
+            raise RequestError("request.lone_surrogate", what="stop string or bad word")
         self.check_form(params)
         self._check_ids(params.stop_token_ids, "stop_token_ids", RequestError)
         self._check_ids(tuple(params.logit_bias or ()), "logit_bias", RequestError)
         self._check_ids(params.allowed_token_ids or (), "allowed_token_ids", RequestError)
-        # The caller may set fields of its own later, while the request runs.
+        # The caller may change its params while the request runs.
         return params.clone()
 
     def _check_ids(self, token_ids: list[int] | tuple[int, ...], name: str, error: type[RequestError]) -> None:
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
             wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
-            raise error(
-                f"{name} holds token id {shown(wrong)}",
-                f"the vocabulary has {self._vocab_size} tokens",
-                f"use ids from 0 to {self._vocab_size - 1}",
-            )
+            raise error("request.token_outside_vocabulary", name=name, value=wrong, largest=self._vocab_size - 1)
 
 
 def _encode_whole(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -423,14 +370,14 @@ def _encode_whole(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one bounded line."""
+    """Describe an exception in one bounded line."""
     text = " ".join(str(error).split())
     named = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {text}"
     return named if len(named) <= 300 else f"{named[:297]}..."
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of stream `index` under `seed`: the SplitMix64 finalizer over two rounds, one for each number."""
+    """Derive the seed of stream `index`: two rounds of the SplitMix64 finalizer."""
     return _mix((_mix((seed + _GOLDEN_GAMMA) & _MASK) + (index + 1) * _GOLDEN_GAMMA) & _MASK)
 
 

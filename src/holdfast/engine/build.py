@@ -4,12 +4,11 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from holdfast.config import AUTO_STRETCH, EngineConfig
-from holdfast.engine.core import EngineCore, StepRunner
+from holdfast.engine.core import CoreResources, EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.open_text import open_text, open_tokenizer, pooling_of
@@ -99,7 +98,7 @@ def build_core(
     built.runner.sampler.follow(grammars)
     try:
         memory = replace(_report(built), ranks=ranks)
-        return _core(config, built, runner, memory, is_remote, release=release, grammars=grammars, watch=watch)
+        return _core(config, built, runner, CoreResources(memory, release, watch), grammars, is_remote=is_remote)
     except BaseException:
         release()
         raise
@@ -127,9 +126,10 @@ def _core(
     config: EngineConfig,
     built: BuiltRunner,
     runner: StepRunner,
-    memory: MemoryReport,
+    resources: CoreResources,
+    grammars: Grammars,
+    *,
     is_remote: bool,
-    **others: Any,  # noqa: ANN401 as EngineCore has them
 ) -> EngineCore:
     plan = built.plan
     assert plan.cache is not None, f"{plan.declared.name} runs without a cache"
@@ -153,9 +153,9 @@ def _core(
         run_ahead=run_ahead,
         proposer=NgramProposer(plan.resolved.num_proposals) if plan.resolved.num_proposals else None,
         max_queue=config.max_queue,
-        memory=memory,
+        grammars=grammars,
         pacer=make_pacer(config, built.runner),
-        **others,
+        resources=resources,
     )
     if plan.target.kind == "cpu" and config.num_ranks == 1:
         # Weak: what the core holds must not hold the core.

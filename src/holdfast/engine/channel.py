@@ -1,8 +1,8 @@
-"""Channel: whole frames over a socket, in order; nobody waits who only looks, and no two wait for each other; no torch.
+"""Channel: whole frames over a socket, in order, without a deadlock of two senders; no torch.
 
-A frame is taken out only when all of it is there. Whoever sends and finds the socket full takes in meanwhile what the
-other side sends, so that two that send at once do not wait for each other for ever; what is taken in that way is bounded.
-With `silence_seconds` a sender gives up on one that neither takes nor says anything for so long.
+A frame is returned only when all of it has arrived. A sender that finds the socket full reads meanwhile what the other side
+sends, so that two senders do not deadlock; the bytes read in that way are bounded. With `silence_seconds` a sender gives up
+on a process that neither reads nor sends for so long.
 """
 
 import select
@@ -16,28 +16,25 @@ from holdfast.request.wire import HEADER_BYTES, body_length
 READ_BYTES = 2**18
 LOOK_SECONDS = 0.5
 MAX_UNREAD_BYTES = 2**30
-"""Taken in while sending, at the most: the other side would talk and not listen."""
+"""Most bytes to read while sending: more means that the other side sends and does not read."""
 
 
 class ChannelClosedError(Exception):
-    """The other side is gone."""
+    """The other side closed the connection."""
 
 
 class Channel:
     """One end of a connection. One thread reads; several may send."""
 
     def __init__(
-        self,
-        connection: socket.socket,
-        max_unread_bytes: int = MAX_UNREAD_BYTES,
-        silence_seconds: float | None = None,
+        self, connection: socket.socket, max_unread_bytes: int = MAX_UNREAD_BYTES, silence_seconds: float | None = None
     ) -> None:
         connection.setblocking(False)
         self._silence_seconds = silence_seconds
         self._socket = connection
         self._max_unread_bytes = max_unread_bytes
         self._unread = bytearray()
-        self._room = memoryview(bytearray(READ_BYTES))  # taken once: most looks find nothing
+        self._buffer = memoryview(bytearray(READ_BYTES))  # allocated once: most reads find nothing
         self._is_ended = False
         self._sending = threading.Lock()
 
@@ -46,31 +43,30 @@ class Channel:
         return self._socket.fileno() < 0
 
     def fileno(self) -> int:
-        """For whoever waits for several."""
         return self._socket.fileno()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until something has come or the other side is gone; False when time is up. Loses nothing when interrupted."""
+        """Wait until bytes arrive or the other side closes; False on timeout. An interrupt loses nothing."""
         return self._is_ended or bool(self._poll(select.POLLIN, timeout))
 
     def take(self) -> bytes | None:
-        """The next whole frame, None while there is none; ChannelClosedError behind the last one."""
+        """Return the next whole frame, or None; raise ChannelClosedError after the last one."""
         frame = self._cut()
         while frame is None and not self._is_ended and self._read():
             frame = self._cut()
         if frame is None and self._is_ended:
             if self._unread:
-                raise MessageError("a message came", "it was cut short by the end of its sender", "start the core anew")
+                raise MessageError("wire.cut_short")
             raise ChannelClosedError("the other side has closed the channel")
         return frame
 
     def send(self, make: Callable[[], bytes], *, is_owner: bool = True) -> None:
-        """Send a frame, which is made when its turn has come. `is_owner`: this is the thread that reads."""
+        """Send a frame that `make` encodes once the channel is free. `is_owner`: this is the thread that reads."""
         with self._sending:
             self._write(make(), is_owner)
 
     def send_frame(self, frame: bytes) -> None:
-        """The same for a frame that is made already, by a thread that does not read; at once, as nearly always."""
+        """Like `send` for an encoded frame, from a thread that does not read. Nearly always one call of the socket."""
         with self._sending:
             try:
                 num_sent = self._socket.send(frame)
@@ -82,7 +78,7 @@ class Channel:
                 self._write(memoryview(frame)[num_sent:], is_owner=False)
 
     def try_send(self, make: Callable[[], bytes]) -> bool:
-        """The same for a small frame of another thread, if nobody else sends and there is room."""
+        """Like `send` for a small frame of another thread, if the channel is free and the socket is not full."""
         if not self._sending.acquire(blocking=False):
             return False
         try:
@@ -94,15 +90,15 @@ class Channel:
             self._sending.release()
 
     def is_other_side_gone(self) -> bool:
-        """Any thread: whether the other side has hung up, which the reading thread may not know yet."""
+        """True if the other side closed, which the reading thread may not know yet. Any thread."""
         return bool(self._poll(0, 0.0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL))
 
     def wait_for_end(self, timeout: float) -> None:
-        """Any thread: until the other side hangs up, at the most so long."""
+        """Wait until the other side closes, at most `timeout` seconds. Any thread."""
         self._poll(0, timeout)
 
     def close(self) -> None:
-        """Hang up. May be called twice."""
+        """Close the connection. Idempotent."""
         self._socket.close()
 
     def _poll(self, events: int, timeout: float | None) -> int:
@@ -125,15 +121,15 @@ class Channel:
         return frame
 
     def _read(self) -> bool:
-        """Take in what has come; False where nothing had."""
+        """Read what has arrived; False if nothing has."""
         try:
-            count = self._socket.recv_into(self._room)
+            count = self._socket.recv_into(self._buffer)
         except BlockingIOError:
             return False
         except OSError:  # reset by the other side's end, or closed here
             count = 0
         if count:
-            self._unread += self._room[:count]
+            self._unread += self._buffer[:count]
         else:
             self._is_ended = True
         return True
@@ -150,44 +146,36 @@ class Channel:
                 if self._make_way(is_owner, look_seconds):
                     silent_seconds = 0.0
                     continue
-                # Counted in waits and not by the clock: a machine that slept was silent as a whole.
+                # Count waits, not the clock: a machine that slept was silent as a whole.
                 silent_seconds += look_seconds or 0.0
                 if most is not None and silent_seconds >= most:
-                    raise MessageError(
-                        "a message was to be sent",
-                        f"the other side has taken and said nothing for {silent_seconds:.1f} seconds",
-                        "start the core anew",
-                    ) from None
+                    raise MessageError("wire.other_side_hangs", seconds=f"{silent_seconds:.1f}") from None
             except OSError as error:
                 raise ChannelClosedError("the other side has closed the channel") from error
 
     def _make_way(self, is_owner: bool, timeout: float | None) -> bool:
-        """Wait for room, and take in what comes meanwhile; False where neither came in time."""
+        """Wait until the socket takes bytes, and read what arrives meanwhile; False if neither happened in time."""
         if not is_owner or self._is_ended:
             return bool(self._poll(select.POLLOUT, timeout))
         found = self._poll(select.POLLIN | select.POLLOUT, timeout)
         if not found or found & select.POLLOUT:
             return bool(found)
         if self._read() and len(self._unread) > self._max_unread_bytes:
-            raise MessageError(
-                "a message was to be sent",
-                f"the other side sent {len(self._unread)} bytes meanwhile and takes none",
-                "start the core anew",
-            )
+            raise MessageError("wire.other_side_floods", num_bytes=len(self._unread))
         return True
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets, that only the processes they are passed to inherit."""
+    """Return two connected sockets; only processes that they are passed to inherit them."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return _above_standard(ours), _above_standard(theirs)
 
 
 def _above_standard(connection: socket.socket) -> socket.socket:
-    """Where standard streams are closed a socket may have got one of their numbers, which a child puts its own streams at."""
+    """Move a socket off the numbers of closed standard streams: a child opens its own streams there."""
     if connection.fileno() > 2:
         return connection
-    import fcntl  # a system without it has no such numbers
+    import fcntl  # Windows has none
 
     with connection:
         return socket.socket(fileno=fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))

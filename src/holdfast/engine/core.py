@@ -2,38 +2,37 @@
 
     step      fill, collect the oldest step in flight, book it
     _fill     schedule and launch, until 1 + run_ahead steps are in flight
-    _collect  the only wait, and the only place where Ctrl-C comes through
-    _book     every token to the scheduler; ends by eos, stop token and length; outputs
+    _collect  the only wait, and the only place where Ctrl-C arrives
+    _book     give every token to the scheduler; end by eos, stop token and length; outputs
 
     run_ahead 0    launch 1, collect 1 | launch 2, collect 2 | ...
     run_ahead 1    launch 1, launch 2, collect 1 | launch 3, collect 2 | ...
 
-**Pipelines.** With stages, run_ahead is one less than their number: a step is in each of them, with sequences of its own
-(engine/scheduler.py). So every token that a step begins with is known when it is launched, and nothing of it is surplus but by
-a stop string or an abort. What can run next is launched before a step's tokens are handed out: the first stage would wait else
-while text is made of them, and a lone sequence with it.
+**Pipelines.** With stages, run_ahead is one less than their number: each has a step, with sequences of its own
+(engine/scheduler.py). So every token that a step begins with is known at its launch, and only a stop string or an abort makes
+surplus. The core launches the next steps before it returns the tokens of a step: otherwise the first stage would wait for text.
 
-**Surplus.** With steps in flight the end of a sequence is learned late: by eos or stop token a step late, by a stop
-string or an abort whenever the front says so. What steps in flight still bring to it is dropped and counted nowhere.
-An end by length is known before, and brings none.
+**Surplus.** With steps in flight the core learns the end of a sequence late: a step late for eos or a stop token, and later for
+a stop string or an abort. It drops what steps in flight bring to that sequence and counts it nowhere. An end by length is known
+before, so it has no surplus.
 
-**Proposals.** With a proposer a sequence may bring several tokens in a step (engine/ngram.py). It must have its last token on
-the host for that, so that no step runs ahead of one that it is in, unless it backs off or stages are to be kept busy. Penalties and bad words need every
-token before they choose the next, so that sequences with them never have proposals.
+**Draft tokens.** With a proposer a step may bring a sequence several tokens (engine/ngram.py). Drafting needs its last token on
+the host, so no step runs ahead of one that it is in, unless it backs off or stages must stay busy. Penalties and bad words need
+every token before the next choice, so such sequences never draft.
 
-**Ctrl-C.** An interrupted wait leaves the steps where they are: on a CPU they are cancelled and scheduled anew, on a
-GPU they stay in flight and are collected by the next call. A result that was there already is kept for it.
+**Ctrl-C.** An interrupted wait leaves the steps where they are. On a CPU they are cancelled and scheduled anew; on a GPU they
+stay in flight and the next call collects them. A result that had arrived is kept for it.
 
-**Pace.** While sequences decode, a pacer limits the rows of prompts in a step (engine/pacing.py). The core has the clock: a step
-begins when it is launched or when the one before it was collected, whichever is later, and ends when it is collected.
+**Pace.** While sequences decode, a pacer limits the prompt rows of a step (engine/pacing.py). The core has the clock: a step
+begins at its launch or when the one before it was collected, whichever is later, and ends when it is collected.
 
-**Hang-ups.** If every live sequence of a step is hung up while a CPU computes it, the step stops at the next layer. It is
+**Hang-ups.** If every live sequence of a step hangs up while a CPU computes it, the step stops at the next layer. It is
 cancelled like an interrupted one, and its sequences end.
 
-**Forms.** A request whose answers have a form (structured outputs) is held until that is compiled, in a thread beside the step
-loop, and joins the queue then; meanwhile the others run on. What goes wrong with it ends that request alone.
+**Grammars.** A request with a grammar (structured outputs) is held until a thread has compiled it, and then joins the queue.
+An error of the grammar ends that request alone.
 
-An exception of scheduler or runner comes through as it is; nothing here can be used afterwards.
+Exceptions of scheduler and runner propagate, and the core cannot be used afterwards.
 """
 
 import time
@@ -42,7 +41,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.cache.groups import longest_sequence, unrewindable
 from holdfast.config import Limits
@@ -52,7 +51,7 @@ from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.pacing import StepPacer
 from holdfast.engine.pulse import CoreCounts, CorePulse, HangUps
 from holdfast.engine.scheduler import Scheduler
-from holdfast.errors import QueueFullError, RequestError
+from holdfast.errors import MessageError, QueueFullError, RequestError
 from holdfast.memory.report import MemoryReport
 from holdfast.request.sequence import (
     NO_TOKEN,
@@ -65,18 +64,17 @@ from holdfast.request.sequence import (
 )
 from holdfast.request.step import Step
 from holdfast.request.structured import StructuredOutputs
-from holdfast.request.wire import refuse
 from holdfast.text.grammar import Grammars
 
-HELD_SECONDS = 0.02
-"""That a step waits for a form to be compiled at the most, where there is nothing else to do."""
+GRAMMAR_SECONDS = 0.02
+"""Longest time an idle step waits for a grammar to compile."""
 
 Waiting = Callable[[], AbstractContextManager[object]]
-"""Entered around every wait: what is inside may be interrupted."""
+"""Context around every wait, in which an interrupt may arrive."""
 
 
 class StepStoppedError(Exception):
-    """Ends a step on a CPU between two layers: no live sequence is in it any more."""
+    """Ends a step on a CPU between two layers because all its sequences hung up."""
 
 
 class StepRunner(Protocol):
@@ -92,7 +90,7 @@ class StepRunner(Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """What the oldest launched step has chosen. An interrupted call may be made again, or followed by `cancel`."""
+        """Return the result of the oldest launched step. After an interrupt, call it again or `cancel`."""
         ...
 
     def cancel(self) -> bool:
@@ -101,70 +99,39 @@ class StepRunner(Protocol):
 
 
 class Core(Protocol):
-    """What an engine drives: an EngineCore of its own, or one in a process of its own."""
+    """What an engine drives: an EngineCore in this process, or a CoreProcess. Methods as in `EngineCore`."""
 
     @property
     def facts(self) -> CoreFacts: ...
-
     @property
-    def memory(self) -> MemoryReport | None:
-        """Who holds how many bytes, planned and taken."""
-        ...
-
-    def check_room(self, num_sequences: int) -> None:
-        """QueueFullError where so many more find no place to wait."""
-        ...
-
-    def submit(self, requests: SequenceABC[CoreRequest]) -> None:
-        """Queue the sequences of one request, all or none; RequestError or QueueFullError where they cannot be."""
-        ...
-
-    def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences; those that have ended already are passed over."""
-        ...
-
-    def hang_up(self, sequence_ids: Iterable[int]) -> None:
-        """Any thread: these are about to be aborted, so that a step with no others may stop."""
-        ...
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
-        ...
-
-    def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
-        """What the next step brings; nothing where there is nobody to run."""
-        ...
-
-    def settle(self, waiting: Waiting = nullcontext) -> None:
-        """Wait for what still runs for nobody."""
-        ...
-
-    def watch(self, waiting: Waiting = nullcontext) -> None:
-        """Look after a core that has nothing to do; raises where it is gone."""
-        ...
-
+    def memory(self) -> MemoryReport | None: ...
+    @property
+    def num_queued(self) -> int: ...
+    def check_room(self, num_sequences: int) -> None: ...
+    def submit(self, requests: SequenceABC[CoreRequest]) -> None: ...
+    def abort(self, sequence_ids: Iterable[int]) -> None: ...
+    def hang_up(self, sequence_ids: Iterable[int]) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def step(self, waiting: Waiting = nullcontext) -> CoreOutputs: ...
+    def settle(self, waiting: Waiting = nullcontext) -> None: ...
+    def watch(self, waiting: Waiting = nullcontext) -> None: ...
     def stats(self) -> CoreStats: ...
+    def pulse(self) -> CorePulse | None: ...
+    def ask_map(self) -> None: ...
+    def take_map(self) -> CoreMap | None: ...
+    def close(self) -> None: ...
 
-    def pulse(self) -> CorePulse | None:
-        """Any thread: how its process is at this moment, seen from outside; None where it is this process."""
-        ...
 
-    def ask_map(self) -> None:
-        """Have a look taken at the pages, between two steps."""
-        ...
+class CoreResources(NamedTuple):
+    """What a core holds beside its queue, and how it releases it."""
 
-    def take_map(self) -> CoreMap | None:
-        """The look that was asked for, once it is here."""
-        ...
+    memory: MemoryReport | None = None
+    release: Callable[[], None] | None = None
+    watch: Callable[[], None] | None = None
+    """Raises if another rank is gone."""
 
-    @property
-    def num_queued(self) -> int:
-        """Any thread: sequences that wait, or are on their way there, as far as is known here."""
-        ...
 
-    def close(self) -> None:
-        """Give all memory back; nothing can run afterwards. May be called twice."""
-        ...
+NO_RESOURCES = CoreResources()
 
 
 @dataclass(eq=False, slots=True)
@@ -175,7 +142,7 @@ class _Live:
 
 
 class EngineCore:
-    """One model, one queue of sequences, known by integers that only grow. One thread at a time."""
+    """One model and one queue of sequences, numbered by integers that only grow. One thread at a time."""
 
     def __init__(
         self,
@@ -186,49 +153,38 @@ class EngineCore:
         *,
         proposer: NgramProposer | None = None,
         max_queue: int | None = None,
-        memory: MemoryReport | None = None,
-        release: Callable[[], None] | None = None,
         grammars: Grammars | None = None,
-        watch: Callable[[], None] | None = None,
         pacer: StepPacer | None = None,
+        resources: CoreResources = NO_RESOURCES,
     ) -> None:
-        """`max_queue` is what the front is told, where the scheduler takes more (a few may be on their way to it).
-
-        `watch` looks after what computes elsewhere, and raises where it is gone.
-        """
+        """`max_queue`: the front's limit, if the scheduler takes more because some requests are on their way."""
         assert run_ahead >= 0, f"{run_ahead=}"
         rewinds = None if proposer is None else unrewindable(scheduler.groups)
         assert rewinds is None, f"proposals cannot be rejected: {rewinds}"
         self.facts = _facts(runner, scheduler, max_queue)
-        self.memory = memory
+        self.memory, self._release, self._watch = resources
         self.scheduler = scheduler
-        """Queues and pages, to be looked at between two steps."""
         self.proposer = proposer
-        """Where proposals come from, if there are any."""
         self.runner: StepRunner | None = runner
         self._eos_token_ids = runner.eos_token_ids
         self._vocab_size = runner.vocab_size
         self._clock = clock
         self.run_ahead = run_ahead
-        """Steps that are launched before the result of the one before is known; may be changed between two steps."""
+        """Steps launched before the result of the one before is known; may change between two steps."""
         self.pacer, self.hang_ups = pacer, HangUps()
-        """Limits rows of prompts while sequences decode, None: no limit, may be changed between two steps; clients that are gone."""
-        self._release = release
-        self._watch = watch
         self.grammars = grammars
-        """Whoever follows the forms of answers; the runner asks the same one."""
         self._held: dict[int, Sequence] = {}
-        """Sequences that wait for their form to be compiled, or then for room in the queue."""
+        """Sequences that wait for their grammar, or then for a place in the queue."""
         self._prepared: deque[int] = deque()
-        """Those of them whose form is there."""
+        """Held sequences whose grammar is compiled."""
         self._in_flight: deque[LiveStep] = deque()
         """The oldest first."""
         self._begun: deque[tuple[float, int]] = deque()
-        """Of each of these: when it was launched, and how many sequences decoded."""
+        """For each of these: its launch time, and how many sequences decoded."""
         self._collected_at, self._may_read = 0.0, True
-        """When the last step ended, and whether a prompt may wait or be half read."""
+        """End of the last step, and whether a prompt may wait or be half computed."""
         self._kept: StepResult | None = None
-        """Of the oldest, where its result was there when an interrupt came."""
+        """Result of the oldest step, if it had arrived before an interrupt."""
         self._live: dict[int, _Live] = {}
         self._num_known = 0
         """One more than the largest id so far."""
@@ -240,8 +196,8 @@ class EngineCore:
 
     @property
     def num_queued(self) -> int:
-        """Any thread: sequences that wait."""
-        return self._num_waiting
+        """Sequences that wait. Any thread."""
+        return self.scheduler.num_waiting + len(self._held)
 
     @property
     def num_in_flight(self) -> int:
@@ -249,42 +205,34 @@ class EngineCore:
 
     @property
     def awaits_decode(self) -> bool:
-        """Whether the oldest step in flight has one token of each sequence: it is as short as steps are."""
+        """True if the oldest step in flight has one token a sequence: the shortest kind of step."""
         return all(item.num_new_tokens == 1 for item in self._in_flight[0].scheduled) if self._in_flight else False
 
     @property
     def has_unfinished(self) -> bool:
-        """True while a step has to be run or collected."""
+        """True while there is a step to run or collect."""
         return bool(self._live or self._in_flight)
 
     def check_room(self, num_sequences: int) -> None:
-        """QueueFullError where so many more find no place to wait."""
-        refuse_full(num_sequences, self._num_waiting, self.scheduler.max_queue)
-
-    @property
-    def _num_waiting(self) -> int:
-        return self.scheduler.num_waiting + len(self._held)
+        """Raise QueueFullError if the queue cannot take so many more."""
+        refuse_full(num_sequences, self.num_queued, self.scheduler.max_queue)
 
     def submit(self, requests: SequenceABC[CoreRequest]) -> None:
         """Queue the sequences of one request, all or none."""
         ids = [request.sequence_id for request in requests]
         if not ids or ids != sorted(set(ids)) or ids[0] < self._num_known:
-            refuse(f"it names sequences {ids[:8]}, and new ones begin at {self._num_known}")
+            raise MessageError("wire.wrong_sequences", ids=ids[:8], expected=f"from {self._num_known} on")
         self.check_room(len(requests))
         if requests[0].is_pooled and self.scheduler.num_stages > 1:
-            raise RequestError(
-                f"a pooled request came to a model in {self.scheduler.num_stages} pipeline stages",
-                "hidden states stay in the last stage",
-                "start the engine with tensor_parallel_size instead of pipeline_parallel_size",
-            )
+            raise RequestError("request.pooled_pipeline", stages=self.scheduler.num_stages)
         now, sequences = self._clock(), [_sequence(request) for request in requests]
         for sequence in sequences:
             sequence.may_speculate = self._may_speculate(sequence)
-        form = requests[0].params.structured_outputs
-        if form is None:
+        grammar = requests[0].params.structured_outputs
+        if grammar is None:
             self._queue(sequences)
         else:
-            self._hold(sequences, form)
+            self._hold(sequences, grammar)
         self._num_known = ids[-1] + 1
         self._live.update({sequence.sequence_id: _Live(sequence, now) for sequence in sequences})
 
@@ -297,23 +245,21 @@ class EngineCore:
                 self.scheduler.finish(sequence)
             raise
 
-    def _hold(self, sequences: list[Sequence], form: StructuredOutputs) -> None:
-        """Until their form is compiled."""
+    def _hold(self, sequences: list[Sequence], grammar: StructuredOutputs) -> None:
+        """Hold sequences until their grammar is compiled."""
         if self.grammars is None:
-            raise RequestError(
-                f"structured_outputs.{form.kind} was asked", "this core follows no forms", "leave it out"
-            )
+            raise RequestError("request.no_grammars", field=grammar.kind)
         for sequence in sequences:
             self.scheduler.check_fits(sequence)
-        self.grammars.begin([sequence.sequence_id for sequence in sequences], form)
+        self.grammars.begin([sequence.sequence_id for sequence in sequences], grammar)
         self._held.update({sequence.sequence_id: sequence for sequence in sequences})
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences; those that have ended already are passed over."""
+        """End sequences. Idempotent."""
         ids = list(sequence_ids)
         unknown = [sequence_id for sequence_id in ids if not 0 <= sequence_id < self._num_known]
         if unknown:
-            refuse(f"it names sequences {unknown[:8]}, and those below {self._num_known} are known")
+            raise MessageError("wire.wrong_sequences", ids=unknown[:8], expected=f"below {self._num_known}")
         for sequence_id in ids:
             live = self._live.pop(sequence_id, None)
             if live is not None:
@@ -324,14 +270,14 @@ class EngineCore:
         self.scheduler.reset_prefix_cache()
 
     def step(self, waiting: Waiting = nullcontext) -> CoreOutputs:
-        """Launch what can be launched, and give what the oldest step in flight has brought."""
+        """Launch steps as far as possible, and return the outputs of the oldest in flight."""
         failed = self._take_prepared(waiting) if self._held else ()
         if failed:
             return CoreOutputs(failed, self.stats())
         if self._live:
             self._fill()
         if not self._in_flight:
-            assert len(self._live) == len(self._held), f"nobody is scheduled of {len(self._live)} that want to run"
+            assert len(self._live) == len(self._held), f"none of {len(self._live)} live sequences is scheduled"
             return CoreOutputs((), self.stats())
         result = self._collect(waiting)
         if result is None:
@@ -344,26 +290,26 @@ class EngineCore:
         return CoreOutputs(outputs, self.stats())
 
     def settle(self, waiting: Waiting = nullcontext) -> None:
-        """Wait for steps in flight, where nobody waits for what they bring: the pages of their sequences come back."""
+        """Wait for steps in flight whose sequences have all ended, so that their pages are released."""
         while self._in_flight and not self._live:
             self.step(waiting)
 
     def watch(self, waiting: Waiting = nullcontext) -> None:
-        """Other ranks may be gone; nothing else can happen to it while nobody calls."""
+        """Raise if another rank is gone."""
         if self._watch is not None:
             self._watch()
 
     @property
     def has_ranks(self) -> bool:
-        """Whether something computes elsewhere, which is to be watched."""
+        """True if other ranks compute too."""
         return self._watch is not None
 
     def stats(self) -> CoreStats:
-        """Counters since the start, and the state of now."""
+        """Return the current state and the counters since the start."""
         scheduler = self.scheduler
         return CoreStats(
             num_running=scheduler.num_running,
-            num_waiting=self._num_waiting,
+            num_waiting=self.num_queued,
             num_prefix_query_tokens=scheduler.num_prefix_query_tokens,
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -377,25 +323,25 @@ class EngineCore:
 
     @property
     def counts(self) -> CoreCounts:
-        """The part of `stats` that changes when a step begins."""
+        """The stats that change when a step begins."""
         scheduler = self.scheduler
-        return CoreCounts(scheduler.num_running, self._num_waiting, self._num_known, scheduler.kv_usage)
+        return CoreCounts(scheduler.num_running, self.num_queued, self._num_known, scheduler.kv_usage)
 
     def pulse(self) -> CorePulse | None:
-        """Whoever drives it knows."""
+        """None: the core is in this process."""
         return None
 
     def ask_map(self) -> None:
-        """Look at the pages now."""
+        """Take a map now."""
         self._map = self.map()
 
     def take_map(self) -> CoreMap | None:
-        """The look that was asked for."""
+        """Return the map that was taken, once."""
         taken, self._map = self._map, None
         return taken
 
     def map(self) -> CoreMap:
-        """Who holds which pages."""
+        """Map the pages of every sequence."""
         scheduler, pool, now = self.scheduler, self.scheduler.pool, self._clock()
         counts = zip(scheduler.groups, pool.num_owned_by_group, pool.num_cached_by_group, strict=True)
         return CoreMap(
@@ -406,7 +352,7 @@ class EngineCore:
                 self._pages_of(sequence, now)
                 for sequence in (*scheduler.running, *scheduler.first_waiting(MAX_WAITING_SHOWN))
             ),
-            num_waiting=self._num_waiting,
+            num_waiting=self.num_queued,
             num_steps=self._num_steps,
         )
 
@@ -425,7 +371,7 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory. Idempotent."""
         release, self._release = self._release, None
         if self.grammars is not None:
             self.grammars.close()
@@ -434,20 +380,22 @@ class EngineCore:
             release()
 
     def _take_prepared(self, waiting: Waiting) -> tuple[SequenceOutput, ...]:
-        """Sequences whose form is compiled join the queue, as far as it has room; the ends of those whose form failed."""
+        """Queue sequences whose grammar is compiled, as far as places are free; return the ends of those whose grammar failed."""
         grammars, failed = self.grammars, []
-        assert grammars is not None, "forms are followed by nobody"
+        assert grammars is not None, "no grammars are followed"
         if not self._in_flight and not self._prepared and len(self._held) == len(self._live):
             with waiting():
-                grammars.wait(HELD_SECONDS)
+                grammars.wait(GRAMMAR_SECONDS)
         for sequence_ids, error in grammars.ready():
             for sequence_id in sequence_ids:
                 if error is None:
                     self._prepared.append(sequence_id)
                 else:
-                    form = self._held.pop(sequence_id).params.structured_outputs
+                    grammar = self._held.pop(sequence_id).params.structured_outputs
                     del self._live[sequence_id]
-                    failed.append(SequenceOutput(sequence_id, ending=Ending("error", error=_form_words(form, error))))
+                    failed.append(
+                        SequenceOutput(sequence_id, ending=Ending("error", error=_grammar_failure(grammar, error)))
+                    )
         while self._prepared and self.scheduler.num_waiting < self.scheduler.max_queue:
             sequence = self._held.pop(self._prepared.popleft(), None)
             if sequence is not None:
@@ -460,7 +408,7 @@ class EngineCore:
         while len(self._in_flight) <= self.run_ahead and not (self._in_flight and self._is_guessing()):
             num_decoding, most_rows = self._pace()
             step = self.scheduler.schedule(None if self.proposer is None else self._propose, most_rows)
-            # None: not before a step in flight has ended.
+            # None: a step in flight must end first.
             if step is None or not step.scheduled:
                 return
             now = self._clock()
@@ -473,7 +421,7 @@ class EngineCore:
             self._begun.append((now, num_decoding))
 
     def _pace(self) -> tuple[int, int | None]:
-        """Sequences that decode, 0 if that was not counted, and the most rows of prompts for the next step."""
+        """Return the decoding sequences, 0 if not counted, and the prompt rows for the next step."""
         scheduler = self.scheduler
         if self.pacer is None or not (self._may_read or scheduler.num_waiting):
             return 0, None
@@ -482,7 +430,7 @@ class EngineCore:
         return num_decoding, self.pacer.prompt_rows(num_decoding)
 
     def _time(self, step: LiveStep, launched_at: float, num_decoding: int) -> None:
-        """Tell the pacer how long a collected step took."""
+        """Report the duration of a collected step to the pacer."""
         now, collected_at = self._clock(), self._collected_at
         self._collected_at = now
         if self.pacer is not None:
@@ -492,11 +440,11 @@ class EngineCore:
             )
 
     def hang_up(self, sequence_ids: Iterable[int]) -> None:
-        """Any thread: these are about to be aborted."""
+        """Announce an abort. Any thread."""
         self.hang_ups.add(sequence_ids)
 
     def check_needed(self) -> None:
-        """Called between layers on a CPU; raises if no live sequence is in the step."""
+        """Raise StepStoppedError if all sequences of the step hung up. Called between layers on a CPU."""
         step = self._in_flight[0] if self._in_flight else None
         if step is not None and self.hang_ups.has_all(
             item.sequence.sequence_id for item in step.scheduled if item.sequence.sequence_id in self._live
@@ -504,7 +452,7 @@ class EngineCore:
             raise StepStoppedError
 
     def _collect(self, waiting: Waiting) -> StepResult | None:
-        """The result of the oldest step; None if it was stopped, and then its sequences have ended."""
+        """Return the result of the oldest step; None if it was stopped, which ended its sequences."""
         runner = self.runner
         assert runner is not None, "the core is closed"
         result, self._kept = self._kept, None
@@ -540,7 +488,7 @@ class EngineCore:
         return True
 
     def _book(self, step: LiveStep, results: tuple[SequenceResult, ...]) -> list[SequenceOutput]:
-        """Give every sequence its tokens; what the step has brought to those that still live."""
+        """Give every sequence its tokens; return the outputs of those that still live."""
         assert len(results) == len(step.scheduled), f"{len(results)} results for {len(step.scheduled)}"
         brought = [self._cut(item.sequence, result) for item, result in zip(step.scheduled, results, strict=True)]
         self.scheduler.complete(step, [token_ids for token_ids, _ in brought])
@@ -564,26 +512,26 @@ class EngineCore:
         return outputs
 
     def _is_guessing(self) -> bool:
-        """Whether somebody who runs waits for tokens to propose from: a step ahead would leave them out, and halve every batch."""
+        """True if a running sequence needs its last token to draft: launching ahead would exclude it and halve the batch."""
         if self.proposer is None or self.scheduler.num_stages > 1:
             return False
         return any(item.sequence.may_speculate for step in self._in_flight for item in step.scheduled)
 
     def _propose(self, sequence: Sequence) -> tuple[int, ...]:
-        assert self.proposer is not None, "nobody proposes"
+        assert self.proposer is not None, "there is no proposer"
         return self.proposer.propose(sequence.sequence_id, sequence.token_ids)
 
     def _learn(self, proposer: NgramProposer, item: ScheduledSequence, num_accepted: int) -> None:
-        """What became of a sequence's proposals; one that backs off may run ahead until it proposes again."""
+        """Report accepted draft tokens to the proposer; a sequence that backs off may run ahead."""
         sequence = item.sequence
         if item.proposals:
             proposer.book(sequence.sequence_id, num_accepted, sequence.num_tokens)
         sequence.may_speculate = self._may_speculate(sequence)
 
     def _may_speculate(self, sequence: Sequence) -> bool:
-        """Whether its next step may have proposals: nothing in its choices needs the tokens before them on the host.
+        """True if its next step may have draft tokens: sampling needs no earlier tokens on the host.
 
-        While log-probabilities of the prompt are made, rows of the step are theirs.
+        While prompt logprobs are computed, they take the rows.
         """
         params = sequence.params
         if self.proposer is None or params.has_penalties or sequence.bad_word_ids:
@@ -603,7 +551,7 @@ class EngineCore:
             self.proposer.forget(sequence.sequence_id)
 
     def _cut(self, sequence: Sequence, result: SequenceResult) -> tuple[tuple[int, ...], Ending | None]:
-        """Its tokens up to the one that ends it, if one does; none for a sequence that has ended before."""
+        """Return its tokens up to the one that ends it, and the ending; no tokens if it ended before."""
         if sequence.sequence_id not in self._live:
             return (), None
         params, num_output_tokens = sequence.params, sequence.num_output_tokens
@@ -613,7 +561,7 @@ class EngineCore:
             num_output_tokens += 1
             may_stop = num_output_tokens >= params.min_tokens
             ending: Ending | None = None
-            # A form that is complete lets nothing follow, whatever else was asked.
+            # A complete grammar allows no more tokens, whatever the other parameters are.
             is_end = (may_stop and not params.ignore_eos) or params.structured_outputs is not None
             if is_end and token_id in self._eos_token_ids:
                 ending = Ending("stop")
@@ -626,22 +574,22 @@ class EngineCore:
         return result.token_ids, None
 
     def _without_token(self, token_id: int, sequence: Sequence, num_output_tokens: int) -> Ending:
-        """How a sequence ends that no token could be chosen for."""
-        form = sequence.params.structured_outputs
-        if form is not None and self.grammars is not None and token_id == NO_TOKEN:
+        """Return the ending of a sequence without a valid token."""
+        grammar = sequence.params.structured_outputs
+        if grammar is not None and self.grammars is not None and token_id == NO_TOKEN:
             if self.grammars.is_complete(sequence.sequence_id):
                 return Ending("stop")
             failure = self.grammars.failure(sequence.sequence_id)
             if failure is not None:
-                return Ending("error", error=f"after {num_output_tokens} tokens {_form_words(form, failure)}")
-        # Where a request may have banned every token itself, nothing is wrong with anybody's pages: else any client could
-        # have all cached prefixes forgotten. Numbers that are not finite show in the next request that has them.
-        if sequence.params.allowed_token_ids is None and not (form is not None and sequence.params.bad_words):
+                return Ending("error", error=f"after {num_output_tokens} tokens {_grammar_failure(grammar, failure)}")
+        # A request that banned every token itself is no reason to distrust pages: any client could reset the prefix cache.
+        # Logits that are not finite show in the next request that has them.
+        if sequence.params.allowed_token_ids is None and not (grammar is not None and sequence.params.bad_words):
             self._distrust(sequence)
         return Ending("error", error=_no_token_reason(token_id, sequence, num_output_tokens))
 
     def _distrust(self, sequence: Sequence) -> None:
-        """Numbers that are not finite may lie in pages that others would share."""
+        """Drop cached prefixes: pages with values that are not finite may be shared."""
         self._finish(sequence)
         self.scheduler.reset_prefix_cache()
 
@@ -658,31 +606,20 @@ def _facts(runner: StepRunner, scheduler: Scheduler, max_queue: int | None) -> C
 
 
 def refuse_full(num_sequences: int, num_waiting: int, max_queue: int) -> None:
-    """For more sequences than there are places to wait."""
+    """Raise QueueFullError for more sequences than free places."""
     if num_sequences > max_queue - num_waiting:
-        raise QueueFullError(
-            f"{num_sequences} more completions were asked",
-            f"{num_waiting} wait and the queue holds {max_queue}",
-            "try again later, or raise max_queue",
-        )
+        raise QueueFullError("request.queue_full", count=num_sequences, waiting=num_waiting, maximum=max_queue)
 
 
-def _form_words(form: StructuredOutputs | None, failure: str) -> str:
-    return f"structured_outputs.{'' if form is None else form.kind} could not be followed: {failure}"
+def _grammar_failure(grammar: StructuredOutputs | None, failure: str) -> str:
+    return f"structured_outputs.{'' if grammar is None else grammar.kind} could not be followed: {failure}"
 
 
 def _sequence(request: CoreRequest) -> Sequence:
+    tokens = request.token_ids
     return Sequence(
-        sequence_id=request.sequence_id,
-        token_ids=list(request.token_ids),
-        num_prompt_tokens=len(request.token_ids),
-        params=request.params,
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        cache_salt=request.cache_salt,
-        use_prefix_cache=request.use_prefix_cache,
-        bad_word_ids=request.bad_word_ids,
-        is_pooled=request.is_pooled,
+        *(request.sequence_id, list(tokens), len(tokens), request.params, request.seed, request.max_tokens),
+        *(request.cache_salt, request.use_prefix_cache, request.bad_word_ids, request.is_pooled),
     )
 
 
@@ -713,15 +650,10 @@ def _output(
 
 
 def _no_token_reason(token_id: int, sequence: Sequence, num_output_tokens: int) -> str:
-    where = f"after {num_output_tokens} tokens"
-    form = sequence.params.structured_outputs
-    if token_id == NO_TOKEN and form is not None:
-        return (
-            f"no token could be chosen {where}: of those that structured_outputs.{form.kind} allows none is left that is "
-            "finite and not banned (bad_words, allowed_token_ids)"
-        )
-    if token_id == NO_TOKEN and sequence.params.allowed_token_ids is not None:
-        return f"no token could be chosen {where}: of allowed_token_ids none is left that is finite and not banned"
-    if token_id == NO_TOKEN:
-        return f"the model's numbers were not finite {where}, so no token could be chosen"
-    return f"the model chose token {token_id} {where}, which is outside the vocabulary"
+    after, grammar = f"after {num_output_tokens} tokens", sequence.params.structured_outputs
+    if token_id != NO_TOKEN:
+        return f"the model chose token {token_id} {after}, which is outside the vocabulary"
+    if grammar is None and sequence.params.allowed_token_ids is None:
+        return f"the logits were not finite {after}, so no token could be sampled"
+    allowed = "allowed_token_ids" if grammar is None else f"structured_outputs.{grammar.kind}"
+    return f"no token could be sampled {after}: {allowed} leaves none that is finite and not banned"

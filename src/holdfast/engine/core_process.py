@@ -70,7 +70,6 @@ from holdfast.loading.planning.open_model import OpenModel
 from holdfast.memory.report import MemoryReport
 from holdfast.observability.log import get_logger, log_to_stderr
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
-from holdfast.request.wire import refuse
 
 HEARTBEAT_SECONDS = 0.25
 LOOK_SECONDS = 0.25
@@ -557,7 +556,7 @@ class CoreServer:
                 case MapRequest():
                     self.send(core.map())
                 case _:
-                    refuse(f"it is {type(message).__name__}, which a front does not send")
+                    raise MessageError("wire.unexpected", found=type(message).__name__, expected="a command")
         except RequestError as error:
             assert isinstance(message, Submit), "only requests are refused"
             self.send(Refused(tuple(request.sequence_id for request in message.requests), error))
@@ -570,7 +569,7 @@ class CoreServer:
         number, message = decode_message(frame)
         self._received.accept(number)
         if not isinstance(message, Start):
-            refuse(f"it is {type(message).__name__}, and Start comes first")
+            raise MessageError("wire.unexpected", found=type(message).__name__, expected="Start")
         self.has_ranks = message.config.num_ranks > 1
         return message.config
 

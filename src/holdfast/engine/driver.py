@@ -1,12 +1,12 @@
-"""Driver: lets several calls share one engine, each stepping it for all and reading only its own; no torch.
+"""Driver: several calls share one engine; each steps it for all and reads its own deltas; no torch.
 
     call A: submit, pump, pump, ...   \\                       / sink of A's requests
                                        one lock -> engine.step
     call B: submit, pump, pump, ...   /                       \\ sink of B's requests
 
-`Call.pump` takes the lock, steps the engine once for everybody, and hands each delta to the sink of its request.
-A call that ends for any reason (done, an exception, Ctrl-C, a generator that is closed) aborts what it left behind.
-A forked child may drop a driver and close it, which does nothing: a lock that a thread of the parent holds stays held there.
+`Call.pump` takes the lock, steps the engine once for all calls, and gives each delta to the sink of its request.
+A call that ends for any reason (done, an exception, Ctrl-C, a closed generator) aborts its unfinished requests.
+In a forked child `close` does nothing: a lock of a parent's thread stays locked there.
 """
 
 import threading
@@ -26,7 +26,7 @@ class DeltaSink(Protocol):
     """Where the deltas of one request go."""
 
     def add(self, delta: CompletionDelta) -> None:
-        """Take in one delta."""
+        """Add one delta."""
         ...
 
 
@@ -37,7 +37,7 @@ class _Reading:
 
 
 class Driver:
-    """One engine and those who wait for it. Safe to use from several threads."""
+    """One engine and its callers. Thread-safe."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -46,11 +46,11 @@ class Driver:
         self._readings: dict[str, _Reading] = {}
 
     def call(self) -> "Call":
-        """A context in which requests are made; what is unfinished when it ends is aborted."""
+        """Open a context for requests; its end aborts unfinished ones."""
         return Call(self)
 
     def submit(self, prepared: PreparedRequest, sink: DeltaSink, names: set[str]) -> None:
-        """Queue a request under a new name, which is in `names` before the engine has heard of it."""
+        """Queue a request under a new name, which is added to `names` first."""
         self.home.check()
         with self._lock:
             name = self.engine.unused_request_id()
@@ -64,7 +64,7 @@ class Driver:
                 raise
 
     def pump(self) -> None:
-        """One step, for everybody."""
+        """Run one step for all calls."""
         self.home.check()
         with self._lock:
             self._deliver(self.engine.step())
@@ -72,17 +72,17 @@ class Driver:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests of all calls whose last delta is still to come."""
+        """Unfinished requests of all calls."""
         with self._lock:
             return len(self._readings)
 
     def unfinished(self, names: set[str]) -> set[str]:
-        """Those of the names whose last delta is still to come."""
+        """Return the names of unfinished requests among these."""
         with self._lock:
             return names & self._readings.keys()
 
     def take(self, buffer: DeltaBuffer, names: set[str]) -> tuple[list[CompletionDelta], bool]:
-        """What waits in a buffer, and whether nothing more will come: no other thread delivers between the two."""
+        """Return what waits in a buffer and whether that is all, atomically."""
         with self._lock:
             return buffer.take(), not self.unfinished(names)
 
@@ -104,7 +104,7 @@ class Driver:
             self.abort(set(self._readings))
 
     def close(self) -> None:
-        """End every request and give all memory back, after the step that runs."""
+        """End every request and release all memory, after the step that runs."""
         if self.home.is_elsewhere:
             return
         with self._lock:
@@ -114,7 +114,7 @@ class Driver:
                 self.engine.close()
 
     def stats(self) -> EngineStats:
-        """Counters since the start, and the state of now; never waits for a step."""
+        """Like `Engine.stats`; never waits for a step."""
         if not self._readings and not self.home.is_elsewhere and self._lock.acquire(blocking=False):
             try:
                 self.engine.watch()
@@ -155,7 +155,7 @@ class Call:
         self._driver.abort(self._names)
 
     def try_submit(self, prepared: PreparedRequest, sink: DeltaSink) -> bool:
-        """Queue a request; False when the queue has no room for it now."""
+        """Queue a request; False if the queue is full."""
         try:
             self._driver.submit(prepared, sink, self._names)
         except QueueFullError:
@@ -163,11 +163,11 @@ class Call:
         return True
 
     def pump(self) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         self._driver.pump()
 
     def take(self, buffer: DeltaBuffer) -> tuple[list[CompletionDelta], bool]:
-        """What waits in the buffer of the only request, and whether that was the last of it."""
+        """Return what waits in the buffer of the only request, and whether that is all."""
         return self._driver.take(buffer, self._names)
 
     @property

@@ -1,6 +1,6 @@
-"""EngineThread: a thread that owns an engine; commands go in between two steps, deltas come out after each; no torch.
+"""EngineThread: a thread that owns an engine; it runs commands between two steps and publishes deltas after each; no torch.
 
-A reader in an event loop has a Mailbox, which the thread fills and wakes it for.
+A reader in an event loop has a Mailbox, which the thread fills.
 """
 
 import asyncio
@@ -23,26 +23,25 @@ from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 
 WATCH_SECONDS = 1.0
-"""How often an engine is looked after that has nothing to do: its core may be a process, which may end."""
+"""Interval of checks of an idle engine: its core process may end."""
 MAP_SECONDS = 0.02
-"""The same while somebody waits for a map that no step will bring."""
+"""Like WATCH_SECONDS, while an idle engine has to return a map."""
 NUM_REMEMBERED = 64
-"""Ends of requests, which the pace is taken from."""
+"""Ends of requests that give the pace."""
 RETRY_SECONDS = (1.0, 60.0)
-"""That somebody who finds the queue full is told to wait, at the least and at the most."""
+"""Bounds of Retry-After when the queue is full."""
 _log = get_logger(__name__)
 
 
 class Mailbox:
-    """Filled by the engine's thread, emptied by one reader; what a slow reader has not taken yet is merged.
+    """Filled by the engine's thread, emptied by one reader; deltas that wait are merged.
 
-    Made in the event loop of its reader. Between two wake-ups of that loop any number of deltas may arrive.
+    Created in the event loop of its reader. Any number of deltas may arrive between two wake-ups of that loop.
     """
 
     def __init__(self, n: int) -> None:
         self.loop = asyncio.get_running_loop()
         self.request_id: str | None = None
-        """The name under which the engine took the request."""
         self._lock = threading.Lock()
         self._buffer = DeltaBuffer()
         self._num_unfinished = n
@@ -55,76 +54,76 @@ class Mailbox:
         return self._num_unfinished == 0
 
     def put(self, delta: CompletionDelta) -> None:
-        """Engine's thread: add a delta. The reader does not know before `wake` runs in its loop."""
+        """Add a delta; the reader sees it when `wake` runs in its loop. Engine's thread."""
         with self._lock:
             self._buffer.add(delta)
             self._num_unfinished -= delta.finish_reason is not None
 
     def fail(self, error: Exception) -> None:
-        """Engine's thread: the reader is to get this exception, in place of what it has not read yet."""
+        """Make the reader raise this error instead of returning what waits. Engine's thread."""
         with self._lock:
             self._error = error
 
     def wake(self) -> None:
-        """In the reader's loop: there is something to take."""
+        """Wake the reader. In the reader's loop."""
         self._arrived.set()
 
     async def accepted(self) -> None:
-        """Wait until the engine has the request, or raise what it was refused with. Before the first `take`."""
+        """Wait until the engine has accepted the request, or raise its error. Before the first `take`."""
         while True:
             await self._arrived.wait()
             with self._lock:
                 if self._error is not None:
                     raise self._error
             if self.request_id is not None:
-                return  # what has arrived meanwhile is still to be taken
+                return  # deltas that arrived meanwhile wait for `take`
             self._arrived.clear()
 
     async def take(self) -> tuple[list[CompletionDelta], bool]:
-        """What has arrived since the last time, merged by completion, and whether it was the last of the request."""
+        """Return new deltas, merged by completion, and whether they end the request."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
             with self._lock:
                 if self._error is not None:
                     raise self._error
-                # Empty where an earlier take was ahead of its wake-up.
+                # Empty if an earlier take ran before its wake-up.
                 if self._buffer:
                     return self._buffer.take(), self._num_unfinished == 0
 
 
 class MapReader:
-    """Somebody in an event loop who waits for a memory map."""
+    """Waits for a memory map in an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
 
-    def tell(self) -> None:
-        """Engine's thread: it is here, or never will be."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+    def wake(self) -> None:
+        """The map has arrived, or never will. Engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def wait(self, seconds: float) -> None:
-        """Until then, at the most so long."""
+        """Wait for `wake`, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether the engine moves. A hung step shows as seconds that grow while something is unfinished."""
+    """Liveness of the engine. A hung step shows as growing seconds while requests are unfinished."""
 
     is_alive: bool
     num_unfinished_requests: int
     seconds_since_progress: float
-    """Since the last completed step, or since there has been work; 0 when there is none."""
+    """Since the last step ended, or since work arrived; 0 when idle."""
     num_commands: int
-    """Requests and aborts that wait for the step in progress to end."""
+    """Commands that wait for the step in progress."""
     core_silence_seconds: float = 0.0
-    """Since the process of the core last gave a sign of life, which it does all the time; 0 where that is this process."""
+    """Since the last heartbeat of the core process; 0 if the core is in this process."""
     seconds_in_step: float = 0.0
-    """That the step in progress has run; 0 where there is none."""
+    """Age of the step in progress; 0 if none runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +134,9 @@ class _Submission:
 
 
 class EngineThread:
-    """Drives an engine until told to stop. Public methods may be called from any thread and do not wait for a step.
+    """Drives an engine until it is stopped. Any thread may call public methods, which do not wait for a step.
 
-    In a forked child, where the thread is not, whatever asks raises, and whatever ends something does nothing.
+    In a forked child, which has no such thread, methods raise or, if they end something, do nothing.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -147,39 +146,38 @@ class EngineThread:
         self._changed = threading.Condition()
         self._commands: deque[_Submission | Callable[[], None]] = deque()
         self._mailboxes: dict[str, Mailbox] = {}
-        """By the name of the live request; changed by the engine's thread only."""
+        """By name of the live request; only the engine's thread changes it."""
         self._takes_requests = True
         self._is_idle = True
         self._progressed_at = clock()
         self._num_posted = 0
-        """Completions of requests that wait for the step in progress to end."""
+        """Completions of requests that wait for the step in progress."""
         self._finished_at: deque[float] = deque(maxlen=NUM_REMEMBERED)
-        """Of the last requests."""
         self._map: MemoryMap | None = None
-        self._is_map_asked = False
+        self._is_map_wanted = False
         self._map_readers: list[MapReader] = []
         self._thread = threading.Thread(target=self._run, name="holdfast-engine", daemon=True)
         self._thread.start()
 
     def submit(self, prepared: PreparedRequest, request_id: str | None, mailbox: Mailbox) -> None:
-        """Queue a request before the next step; if the engine refuses it, its mailbox fails."""
+        """Queue a request before the next step; a refusal fails its mailbox."""
         self.home.check()
         with self._changed:
             self.engine.raise_if_dead()
             if not self._takes_requests:
-                raise EngineDeadError("a request was given", "the engine is shutting down", "make a new engine")
+                raise EngineDeadError("engine.shutting_down")
             self._num_posted += prepared.params.n
             self._post(_Submission(prepared, request_id, mailbox))
 
     def abort(self, request_id: str) -> None:
-        """End the request of this name before the next step; its reader gets the last deltas."""
+        """End a request before the next step; its reader gets the last deltas."""
         self.home.check()
         self.engine.hang_up(request_id)
         with self._changed:
             self._post(lambda: self._publish(self.engine.abort(request_id)))
 
     def withdraw(self, mailbox: Mailbox) -> None:
-        """End the request of a reader that has gone, before the next step."""
+        """End the request of a reader that is gone, before the next step."""
         if self.home.is_elsewhere:
             return
         name = mailbox.request_id
@@ -195,7 +193,7 @@ class EngineThread:
             self._post(self.engine.reset_prefix_cache)
 
     def health(self) -> Health:
-        """How long ago the engine last moved."""
+        """Return how long ago the engine made progress."""
         self.home.check()
         with self._changed:
             is_idle = self._is_idle and not self._commands
@@ -205,29 +203,29 @@ class EngineThread:
             return Health(is_alive, len(self._mailboxes), seconds, len(self._commands), *pulse)
 
     def stats(self) -> EngineStats:
-        """Counters since the start, and the state of now; requests that wait for the step in progress to end wait too."""
+        """Like `Engine.stats`; requests that wait for the step in progress count as waiting."""
         stats = self.engine.stats()
         return replace(stats, num_waiting=stats.num_waiting + self._num_posted)
 
     def memory_map(self) -> MemoryMap | None:
-        """The last look at the pages; None before the first."""
+        """Return the last map of the pages; None before the first."""
         return self._map
 
     def ask_map(self, reader: "MapReader | None" = None) -> None:
-        """Have a newer one taken between two steps; one question at a time is on its way. The reader is told of it."""
+        """Request a new map between two steps, one at a time, and wake the reader when it arrives."""
         self.home.check()
         with self._changed:
             self.engine.raise_if_dead()
             if not self._takes_requests and not self._thread.is_alive():
-                raise EngineDeadError("a memory map was asked", "the engine has ended", "make a new engine")
+                raise EngineDeadError("engine.shutting_down")
             if reader is not None:
                 self._map_readers.append(reader)
-            if not self._is_map_asked:
-                self._is_map_asked = True
+            if not self._is_map_wanted:
+                self._is_map_wanted = True
                 self._post(self._look)
 
     def check_room(self, num_sequences: int) -> None:
-        """QueueFullError where so many more would find no place to wait, as far as is known here."""
+        """Raise QueueFullError if the queue cannot take so many more, as far as is known here."""
         core = self.engine.core
         try:
             refuse_full(num_sequences, core.num_queued + self._num_posted, core.facts.max_queue)
@@ -236,14 +234,14 @@ class EngineThread:
             raise
 
     def drain(self) -> None:
-        """Refuse new requests, finish the others, then end; `join` waits for that."""
+        """Refuse new requests, finish the others, then end."""
         self.home.check()
         with self._changed:
             self._takes_requests = False
             self._changed.notify()
 
     def stop(self) -> None:
-        """Abort everything, then end; `join` waits for that."""
+        """Abort everything, then end."""
         for name in self.engine.front.names():
             self.engine.hang_up(name)
         with self._changed:
@@ -251,7 +249,7 @@ class EngineThread:
             self._post(lambda: self._publish(self.engine.abort_all()))
 
     def join(self) -> None:
-        """Wait until the thread has ended."""
+        """Wait until the thread ends."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -269,14 +267,14 @@ class EngineThread:
                 with self._changed:
                     self._progressed_at = self._clock()
                 self._publish(deltas)
-                if self._is_map_asked:
+                if self._is_map_wanted:
                     self._take_map()
         except Exception as error:
             _log.error("the engine's thread ended: %s", error)
             self._fail_all(error)
 
     def _wait_for_work(self) -> bool:
-        """Carry out the commands that have come; True when there is a step to run, False when the thread may end."""
+        """Run the commands that arrived; True if there is a step to run, False if the thread may end."""
         while True:
             if not self.engine.has_unfinished():
                 self.engine.settle()
@@ -285,10 +283,10 @@ class EngineThread:
                 if self._is_idle and not self._commands:
                     if not self._takes_requests:
                         return False
-                    self._changed.wait(MAP_SECONDS if self._is_map_asked else WATCH_SECONDS)
+                    self._changed.wait(MAP_SECONDS if self._is_map_wanted else WATCH_SECONDS)
                 num_commands = len(self._commands)
                 self._is_idle = self._is_idle and num_commands == 0
-            # One by one: those behind one that fails must still be found by _fail_all.
+            # One by one: _fail_all must find those after one that fails.
             for _ in range(num_commands):
                 self._carry_out(self._commands.popleft())
             if self.engine.has_unfinished():
@@ -296,26 +294,26 @@ class EngineThread:
             if num_commands == 0:
                 self.engine.watch()
                 self.engine.raise_if_dead()
-                if self._is_map_asked:
+                if self._is_map_wanted:
                     self._take_map()
 
     def _look(self) -> None:
         self.engine.ask_map()
         if not self.engine.has_unfinished():
-            self.engine.watch()  # no step would bring it
+            self.engine.watch()  # no step would return it
             self.engine.raise_if_dead()
         self._take_map()
 
     def _take_map(self) -> None:
-        """Tell whoever asked, where it is here."""
+        """Publish a map that has arrived."""
         taken = self.engine.take_map()
         if taken is None:
             return
         with self._changed:
-            self._map, self._is_map_asked = taken, False
+            self._map, self._is_map_wanted = taken, False
             readers, self._map_readers = self._map_readers, []
         for reader in readers:
-            reader.tell()
+            reader.wake()
 
     def _carry_out(self, command: "_Submission | Callable[[], None]") -> None:
         if not isinstance(command, _Submission):
@@ -364,12 +362,12 @@ class EngineThread:
             try:
                 loop.call_soon_threadsafe(_wake_all, waiting)
             except RuntimeError:
-                # The loop is closed: its readers went without saying so.
+                # The loop is closed, and its readers are gone.
                 for mailbox in waiting:
                     self._withdraw(mailbox)
 
     def _retry_after_seconds(self) -> float:
-        """When a quarter of those that wait has gone at the pace of the last ones: all who are refused come again together."""
+        """Return the time in which a quarter of the queue drains at the recent pace: refused clients retry together."""
         finished = list(self._finished_at)
         if len(finished) < 2:
             return RETRY_SECONDS[0]
@@ -377,15 +375,16 @@ class EngineThread:
         return min(max(seconds_each * self.engine.core.num_queued / 4, RETRY_SECONDS[0]), RETRY_SECONDS[1])
 
     def _fail_all(self, cause: Exception) -> None:
-        """Nobody waits for an engine that is gone."""
+        """Fail every reader: the engine is gone."""
         with self._changed:
             self._takes_requests = False
             commands, self._commands = self._commands, deque()
         mailboxes = [command.mailbox for command in commands if isinstance(command, _Submission)]
         mailboxes += self._mailboxes.values()
         for mailbox in mailboxes:
-            # Each reader raises its own, since a traceback grows wherever it passes.
-            death = EngineDeadError("an answer was awaited", f"the engine stopped: {cause}", "make a new engine")
+            # One error each: a traceback grows as it propagates.
+            reason = cause.values.get("reason", str(cause)) if isinstance(cause, HoldfastError) else str(cause)
+            death = EngineDeadError("engine.dead", reason=reason)
             death.__cause__ = cause
             mailbox.fail(death)
         self._wake(mailboxes)
@@ -393,7 +392,7 @@ class EngineThread:
         with self._changed:
             readers, self._map_readers = self._map_readers, []
         for reader in readers:
-            reader.tell()
+            reader.wake()
 
 
 def _wake_all(mailboxes: list[Mailbox]) -> None:

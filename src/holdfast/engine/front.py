@@ -1,12 +1,12 @@
-"""Front: requests in, deltas out: admission, names, text, stop strings, metrics; what a request controls fails it alone; no torch.
+"""Front: requests in, deltas out: admission, names, text, stop strings, metrics; a request can only fail itself; no torch.
 
-    prepare    what can be wrong with a request (engine/admission.py)
-    open       its completions, and the sequences that a core is to run
-    take       what a core brought: text of each completion, deltas; which sequences it need not go on with
-    deliver    the deltas, once
+    prepare    check a request (engine/admission.py)
+    open       make its completions, and the sequences for the core
+    take       turn outputs of the core into text and deltas; return sequences that ended here first
+    deliver    return the deltas, once
 
 A front knows its core by `CoreFacts` alone, and never calls it: an `Engine` joins the two, in one process or in two.
-Names that callers give are labels; sequences have integers that never repeat.
+Names of callers are labels; sequences have integers that never repeat.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OpenedRequest:
-    """A request with its completions, which nobody knows of yet."""
+    """A request with its completions, before `register`."""
 
     name: str
     completions: tuple[Completion, ...]
@@ -53,7 +53,7 @@ class Front:
         vocabulary: Vocabulary | None = None,
         takes_priorities: bool = True,
     ) -> None:
-        """`vocabulary`: the tokenizer's for forms of answers, where somebody shares one."""
+        """`vocabulary`: that of the tokenizer for grammars, if it is shared."""
         if vocabulary is None and tokenizer is not None:
             vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
         self._forms = forms = None if vocabulary is None else FormCheck(vocabulary)
@@ -70,15 +70,14 @@ class Front:
         self._num_sequences = 0
         self.num_requests = 0
         self.num_output_tokens = 0
-        """Tokens of completions that were alive to get them."""
         self.steps_by_size = [0] * MAX_STEP_BITS
-        """Steps by their tokens, computed of prompts and chosen: place k counts those of at most 2**k, and of more than half."""
+        """Steps by their prompt and output tokens: place k counts those of at most 2**k, and more than half."""
         self.num_step_tokens = 0
         self._num_prompt_tokens = 0
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that live."""
+        """Live requests."""
         return len(self._requests)
 
     @property
@@ -86,13 +85,13 @@ class Front:
         return bool(self._undelivered)
 
     def prepare(self, prompt: object, params: object, cache_salt: str | None = None) -> PreparedRequest:
-        """Find everything that can be wrong with a request, and change nothing. Any thread may call this."""
+        """Check a request; changes no state. Any thread."""
         return self._admission.prepare(prompt, params, cache_salt)
 
     def prepare_pooled(
         self, prompt: object, cache_salt: str | None = None, *, truncate: bool = False, priority: int = 0
     ) -> PreparedRequest:
-        """The same for a prompt whose hidden state is wanted. Any thread may call this."""
+        """Like `prepare`, for a hidden state. Any thread."""
         return self._admission.prepare_pooled(prompt, cache_salt, truncate=truncate, priority=priority)
 
     def prepare_chat(
@@ -103,54 +102,46 @@ class Front:
         template_options: Mapping[str, object] | None = None,
         options: ChatOptions | None = None,
     ) -> PreparedRequest:
-        """The same for a conversation."""
+        """Like `prepare`, for a conversation. Any thread."""
         return self._admission.prepare_chat(messages, params, cache_salt, template_options, options)
 
     def check_form(self, params: object) -> None:
-        """The part of `prepare` that may take seconds: whether the form of an answer can be met. Any thread may call this."""
+        """Check that the grammar of an answer compiles: the slow part of `prepare`. Any thread."""
         self._admission.check_form(params)
 
     def unused_name(self) -> str:
-        """A name that no live request has."""
+        """Return a name that no live request has."""
         number = self.num_requests
         while str(number) in self._requests:
             number += 1
         return str(number)
 
     def checked_name(self, request_id: object) -> str:
-        """The name that a caller gave, unless it is none or a live request has it."""
+        """Check the name that a caller gave."""
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
-            raise RequestError(
-                f"request id {shown(request_id)} was given",
-                f"a string of 1 to {MAX_REQUEST_ID_CHARS} characters works",
-                "change it or leave it out",
-            )
+            raise RequestError("request.request_id", value=request_id, maximum=MAX_REQUEST_ID_CHARS)
         if request_id in self._requests or any(delta.request_id == request_id for delta in self._undelivered):
-            raise RequestError(
-                f"request id {shown(request_id)} was given", "a live request has it already", "choose another"
-            )
+            raise RequestError("request.request_id_in_use", value=request_id)
         return request_id
 
     def open(self, prepared: PreparedRequest, name: str) -> OpenedRequest:
-        """The completions of a request that `prepare` found sound; nothing is changed before `register`."""
+        """Make the completions of a prepared request; `register` records them."""
         try:
             return OpenedRequest(name, tuple(self._completions(name, prepared)))
         except Exception as error:
-            raise RequestError(
-                "a request was given", f"its text could not be set up: {describe(error)}", "change the request"
-            ) from error
+            raise RequestError("request.setup_failed", reason=describe(error)) from error
 
     def register(self, opened: OpenedRequest) -> None:
-        """The core has the sequences of this request."""
+        """Record a request whose sequences the core has accepted."""
         self.num_requests += 1
         self._num_sequences += len(opened.completions)
         self._requests[opened.name] = {completion.sequence_id: completion for completion in opened.completions}
         self._by_sequence.update(self._requests[opened.name])
 
     def take(self, outputs: CoreOutputs) -> list[int]:
-        """Make text of what the core brought; the sequences that have ended here and not there.
+        """Make text of outputs; return the sequences that ended here and not in the core.
 
-        Outputs of completions that are over are surplus, and dropped.
+        Outputs of ended completions are surplus, and dropped.
         """
         now, ended, num_tokens = self._clock(), [], outputs.stats.num_prompt_tokens - self._num_prompt_tokens
         self._num_prompt_tokens += num_tokens
@@ -165,24 +156,24 @@ class Front:
         return ended
 
     def deliver(self) -> list[CompletionDelta]:
-        """Every delta that nobody has got yet."""
+        """Return every delta that was not delivered."""
         deltas, self._undelivered = self._undelivered, []
         return deltas
 
     def end_request(self, request_id: str, ending: Ending) -> tuple[list[CompletionDelta], list[int]]:
-        """End a live request: its undelivered and its last deltas, and its sequences."""
-        told = [delta for delta in self._undelivered if delta.request_id == request_id]
+        """End a live request; return its undelivered and last deltas, and its sequences."""
+        waiting = [delta for delta in self._undelivered if delta.request_id == request_id]
         self._undelivered = [delta for delta in self._undelivered if delta.request_id != request_id]
         deltas, ids = self._end(self._requests.get(request_id, {}).values(), ending)
-        return told + deltas, ids
+        return waiting + deltas, ids
 
     def end_all(self, ending: Ending) -> None:
-        """End every live request; nothing in here can fail."""
+        """End every live request. Never fails."""
         deltas, _ = self._end(self._by_sequence.values(), ending)
         self._undelivered += deltas
 
     def named_map(self, seen: CoreMap) -> MemoryMap:
-        """A core's look at its pages with the names of requests; those that have ended here are left out."""
+        """Add the names of requests to a map; requests that ended here are left out."""
         now, requests = self._clock(), []
         for sequence in seen.sequences:
             completion = self._by_sequence.get(sequence.sequence_id)
@@ -201,32 +192,28 @@ class Front:
         )
 
     def close(self) -> None:
-        """End what forms are tried out in."""
+        """End the process that compiles grammars for checks."""
         if self._forms is not None:
             self._forms.close()
 
     def sequence_ids(self, request_id: str) -> tuple[int, ...]:
-        """Any thread: those of a live request."""
+        """Sequences of a live request. Any thread."""
         return tuple(self._requests.get(request_id, ()))
 
     def names(self) -> list[str]:
-        """Those of all live requests."""
+        """Names of all live requests."""
         return list(self._requests)
 
     def _completions(self, name: str, prepared: PreparedRequest) -> Iterator[Completion]:
         params, now = prepared.params, self._clock()
         seed = derive_seed(self._seed, self.num_requests) if params.seed is None else params.seed
         token_ids = tuple(prepared.prompt_token_ids)
-        # What is asked of the prompt is the same for all completions, so the first one answers for them.
+        # Prompt logprobs are equal for all completions, so only the first computes them.
         later_params = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
         for index in range(params.n):
             own_params = later_params if index else params
             request = CoreRequest(
-                sequence_id=self._num_sequences + index,
-                token_ids=token_ids,
-                params=own_params,
-                seed=derive_seed(seed, index),
-                max_tokens=prepared.max_tokens,
+                *(self._num_sequences + index, token_ids, own_params, derive_seed(seed, index), prepared.max_tokens),
                 cache_salt=prepared.cache_salt,
                 use_prefix_cache=own_params.prompt_logprobs is None and not own_params.skip_reading_prefix_cache,
                 bad_word_ids=prepared.bad_word_ids,
@@ -235,7 +222,7 @@ class Front:
             yield Completion(name, index, request, self._tokenizer, now, prepared.kept_token_ids)
 
     def _advance(self, completion: Completion, output: SequenceOutput, now: float) -> list[int]:
-        """Hand a completion its tokens; what fails in its text ends this request alone."""
+        """Give a completion its tokens; an exception in its text ends this request alone."""
         try:
             delta = completion.advance(output, now)
         except Exception as error:
@@ -261,7 +248,7 @@ class Front:
         return deltas, [completion.sequence_id for completion in ended]
 
     def _forget(self, completion: Completion) -> None:
-        """The request goes with its last completion."""
+        """Forget a completion, and its request with the last one."""
         del self._by_sequence[completion.sequence_id]
         siblings = self._requests[completion.request_id]
         del siblings[completion.sequence_id]

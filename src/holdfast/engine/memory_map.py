@@ -1,13 +1,15 @@
-"""Memory maps: pages by state and group, and who holds them; by number as a core sees it, by name as a front does; no torch.
+"""Memory maps: pages by state and group, and which sequences hold them; a core numbers them, a front names them; no torch.
 
-A look costs in proportion to the sequences that run, never to the pages: groups are counted as pages change hands.
+A map costs time in proportion to the running sequences, not to the pages: the pool counts pages of groups as they move.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.request.wire import Count
+
 MAX_WAITING_SHOWN = 64
-"""Sequences that wait are many, and hold nothing: so many of them are listed, the next ones first."""
+"""A map lists at most so many waiting sequences, the next ones first: they hold no pages."""
 SequencePhase = Literal["waiting", "prefill", "decode"]
 
 
@@ -15,26 +17,26 @@ class GroupPages(NamedTuple):
     """One cache group's part of the pool."""
 
     name: str
-    page_tokens: int
-    """Tokens that one of its pages holds; 0 of a state."""
-    num_in_use: int
-    num_cached: int
-    """Held by nobody, and kept because they begin a prompt that may come again."""
+    page_tokens: Count
+    """Tokens of one page; 0 for a state."""
+    num_in_use: Count
+    num_cached: Count
+    """Pages without an owner that hold a cached prefix."""
 
 
 class SequencePages(NamedTuple):
-    """What one sequence holds."""
+    """The pages of one sequence."""
 
-    sequence_id: int
+    sequence_id: Count
     is_running: bool
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_computed_tokens: int
-    """Of both, those that are on its pages."""
-    num_cached_tokens: int
-    num_preemptions: int
+    num_prompt_tokens: Count
+    num_output_tokens: Count
+    num_computed_tokens: Count
+    """Tokens of both that are on its pages."""
+    num_cached_tokens: Count
+    num_preemptions: Count
     priority: int
-    pages: tuple[int, ...]
+    pages: tuple[Count, ...]
     """By group, shared ones included."""
     age_seconds: float
     """Since it was submitted."""
@@ -48,15 +50,15 @@ class SequencePages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CoreMap:
-    """A look at the pages of a core. Pages in quarantine count as in use."""
+    """The pages of a core. Pages in quarantine count as in use."""
 
-    num_pages: int
-    num_free: int
+    num_pages: Count
+    num_free: Count
     groups: tuple[GroupPages, ...]
     sequences: tuple[SequencePages, ...]
-    """Those that run, the most important first, then the first of those that wait."""
-    num_waiting: int
-    num_steps: int
+    """Running ones in order, then the first that wait."""
+    num_waiting: Count
+    num_steps: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +77,15 @@ class RequestPages:
     pages: tuple[int, ...]
     age_seconds: float
     tokens_per_second: float
-    """Of output, since the first one; 0 before the second."""
+    """Output tokens a second since the first; 0 before the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryMap:
-    """The same with the names of requests."""
+    """Like CoreMap, with the names of requests."""
 
     taken_at: float
-    """By the clock of time.monotonic."""
+    """Time of time.monotonic."""
     num_pages: int
     num_free: int
     groups: tuple[GroupPages, ...]

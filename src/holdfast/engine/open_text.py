@@ -1,4 +1,4 @@
-"""Tokenizer and chat template of a model, from its small files or another place that was asked for; no torch."""
+"""Tokenizer and chat template of a model, from its own files or from configured ones; no torch."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ MAX_TEMPLATE_BYTES = 1024**2
 
 
 def pooling_of(model: OpenModel, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> Pooling:
-    """What a model can give beside answers."""
+    """Return embeddings and scores of a model."""
     reranker = find_reranker(model.name, tokenizer, template)
     return Pooling(model.pooling, model.name, model.spec.hidden_size, reranker)
 
 
 def open_text(config: EngineConfig, model: OpenModel) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Tokenizer and chat template of an engine; neither where token ids are all that comes and goes."""
+    """Open tokenizer and chat template of an engine; neither with tokenizer=none."""
     if config.tokenizer == NO_TOKENIZER:
         return None, None
     tokenizer = open_tokenizer(config, model)
@@ -34,9 +34,9 @@ def open_text(config: EngineConfig, model: OpenModel) -> tuple[Tokenizer | None,
 
 
 def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
-    """The tokenizer that was asked for, or the model's own."""
+    """Open the configured tokenizer, or the model's own."""
     if config.tokenizer == NO_TOKENIZER:
-        raise ConfigError(f"tokenizer={NO_TOKENIZER} was asked", "text is to be read here", "leave it out")
+        raise ConfigError("engine.no_tokenizer")
     if config.tokenizer is None:
         if model.gguf is not None:
             return tokenizer_from_gguf(model.gguf.metadata, model.path.name)
@@ -46,11 +46,7 @@ def open_tokenizer(config: EngineConfig, model: OpenModel) -> Tokenizer:
         return tokenizer_from_directory(path)
     if path is not None and path.is_file() and path.suffix == ".gguf":
         return tokenizer_from_gguf(read_parts(path).metadata, path.name)
-    raise ModelNotFoundError(
-        f"tokenizer={config.tokenizer!r} was asked",
-        "it is neither a folder nor a GGUF file nor a name on the Hub",
-        "pass one of these",
-    )
+    raise ModelNotFoundError("engine.tokenizer_not_found", name="tokenizer", value=config.tokenizer)
 
 
 def open_chat_template(config: EngineConfig, model: OpenModel, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -66,10 +62,8 @@ def open_chat_template(config: EngineConfig, model: OpenModel, tokenizer: Tokeni
         path = Path(source).expanduser()
         try:
             if path.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise ConfigError(f"chat_template={source!r} was asked", "it is over 1 MiB", "pass a template file")
+                raise ConfigError("engine.template_too_large", name="chat_template", value=source)
             source, origin = path.read_text(encoding="utf-8"), path.name
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"chat_template={source!r} was asked", f"it cannot be read ({error})", "pass a Jinja file or its text"
-            ) from error
+            raise ConfigError("engine.template_unreadable", name="chat_template", value=source, reason=error) from error
     return ChatTemplate(source, origin, tokenizer.special_tokens)

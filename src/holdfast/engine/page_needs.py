@@ -1,4 +1,4 @@
-"""PageNeeds: pages that a sequence lacks, may still take, and holds at the most, in every cache group; no torch."""
+"""PageNeeds: pages that a sequence lacks, may still take, and holds at most, in every cache group; no torch."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
@@ -23,7 +23,7 @@ class PageNeeds:
         return [group.pages_for(num_tokens) - len(table) for group, table in zip(self.groups, tables, strict=True)]
 
     def capacity(self, tables: SequenceABC[SequenceABC[int]]) -> int:
-        """Tokens that there are places for in every group."""
+        """Tokens that the tables of all groups can hold."""
         most = self.limits.max_model_len
         pairs = zip(self.groups, tables, strict=True)
         return min(
@@ -38,9 +38,9 @@ class PageNeeds:
         longest: int,
         is_shared: Callable[[int], bool],
     ) -> int:
-        """Pages that it may still take, in all groups, until its tokens, known and coming, and a page more are computed.
+        """Pages that it may still take in all groups until its tokens, known and coming, and one more page are computed.
 
-        `num_kept`: of its tokens, what is on pages. `is_shared` says of a page whether it has other owners, so that giving it back makes nothing available.
+        `num_kept`: its tokens on pages. `is_shared`: the page has other owners, so releasing it makes nothing available.
         """
         num_tokens, budget = sequence.num_tokens_coming, self.limits.max_num_batched_tokens
         total = 0
@@ -56,31 +56,28 @@ class PageNeeds:
         return total
 
     def longest(self, sequence: Sequence) -> int:
-        """Tokens that are computed of it at the most: its last one never is."""
+        """Most tokens that are computed for it: its last one never is."""
         longest = max(sequence.num_prompt_tokens + sequence.max_tokens - 1, len(sequence.token_ids))
         return min(longest, self.limits.max_model_len)
 
     def max_pages(self, sequence: Sequence) -> int:
-        """Pages that it holds at the most, in all groups; refuses one that can never run."""
+        """Most pages that it holds in all groups; raise RequestError for one that can never run."""
         num_tokens, max_model_len = len(sequence.token_ids), self.limits.max_model_len
         if not 1 <= num_tokens <= max_model_len:
-            raise RequestError(
-                f"a sequence of {num_tokens} tokens was asked",
-                f"1 to max_model_len={max_model_len} work",
-                "change the prompt or max_model_len",
-            )
+            raise RequestError("request.sequence_length", count=num_tokens, maximum=max_model_len)
         longest, budget = self.longest(sequence), self.limits.max_num_batched_tokens
         max_pages = sum(group.most_pages(longest, budget) for group in self.groups)
         if max_pages > self.num_pages:
             raise RequestError(
-                f"{sequence.num_prompt_tokens} prompt and {sequence.max_tokens} output tokens were asked",
-                self._capacity_in_words(max_pages),
-                "shorten the prompt, lower max_tokens or give the KV cache more memory",
+                "request.never_fits",
+                prompt=sequence.num_prompt_tokens,
+                output=sequence.max_tokens,
+                capacity=self._capacity(max_pages),
             )
         return max_pages
 
-    def _capacity_in_words(self, max_pages: int) -> str:
+    def _capacity(self, max_pages: int) -> str:
         first = self.groups[0]
         if len(self.groups) == 1 and first.window is None and not first.is_state:
             return f"the KV cache holds {self.num_pages * first.page_tokens} tokens"
-        return f"the KV cache holds {self.num_pages} pages, and one such sequence takes {max_pages}"
+        return f"the KV cache holds {self.num_pages} pages, and such a sequence needs {max_pages}"

@@ -167,7 +167,7 @@ class RankZero:
     def build(self) -> tuple[BuiltRunner, tuple[RankMemory, ...]]:
         """From the reports of all ranks to all of them ready."""
         group, model = self._group, self._model
-        others = (RankReport.of(message.told) for message in group.expect(RankReported, OPENING_SECONDS))
+        others = (RankReport.of(message.report) for message in group.expect(RankReported, OPENING_SECONDS))
         reports = self._own, *others
         check_places(self._config, reports)
         agreement = plan_ranks(self._config, declare_opened(model, model.name), reports).agreement
@@ -244,7 +244,7 @@ def build_rank(start: RankStart, server: RankServer) -> FollowingRank:
             check_devices(config, launched)
         own = report(config, model, rank, launched)
         server.send(RankReported(own.as_dict()))
-        agreement = Agreement.of(server.expect(RankPlanned).told)
+        agreement = Agreement.of(server.expect(RankPlanned).agreement)
 
         def connect(plan: RunnerPlan, ledger: Ledger, row_sizes: tuple[int, ...]) -> tuple[Exchange, tuple[int, ...]]:
             server.send(RankLoaded(row_sizes))

@@ -23,10 +23,9 @@ from holdfast.engine.rank_messages import (
     decode_rank_message,
     encode_rank_message,
 )
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, MessageError
 from holdfast.memory.report import RankMemory
 from holdfast.request.step import Step
-from holdfast.request.wire import refuse
 
 MessageT = TypeVar("MessageT")
 
@@ -109,7 +108,7 @@ class RankServer:
         if not isinstance(message, kind):
             if isinstance(message, Shutdown):
                 raise ChannelClosedError("rank 0 has ended the start")
-            refuse(f"it is {type(message).__name__}, and {kind.__name__} is due")
+            raise MessageError("wire.unexpected", found=type(message).__name__, expected=kind.__name__)
         return message
 
     def _serve(self, rank: Rank) -> None:
@@ -118,7 +117,7 @@ class RankServer:
                 self.send(RankLook(rank.look()))
                 continue
             if not isinstance(message, RankFrame):
-                refuse(f"it is {type(message).__name__}, and a frame is due")
+                raise MessageError("wire.unexpected", found=type(message).__name__, expected="RankFrame")
             for tokens in message.results:
                 rank.book(tokens)
             self.pulse.begin_step()

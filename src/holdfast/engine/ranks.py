@@ -206,7 +206,7 @@ class RankGroup:
     def look(self) -> list[dict[str, int]]:
         """Counters of each rank's memory, behind every step that was sent."""
         self.send_all(RankLookRequest())
-        return [message.told for message in self.expect(RankLook)]
+        return [message.counters for message in self.expect(RankLook)]
 
     def serve(self) -> None:
         """All are ready: from here on nobody has an excuse for silence."""

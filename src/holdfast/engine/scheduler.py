@@ -235,9 +235,7 @@ class Scheduler:
         """Appends a new sequence to the queue, or refuses one that can never run or that finds the queue full."""
         max_pages = self._needs.max_pages(sequence)
         if self.num_waiting >= self.max_queue:
-            raise QueueFullError(
-                "one more request was asked", f"{self.num_waiting} wait already", "try again later or raise max_queue"
-            )
+            raise QueueFullError("request.queue_full", count=1, waiting=self.num_waiting, maximum=self.max_queue)
         self._queues.append(sequence)
         sequence.tables = [[] for _ in self.groups]
         chain = self.prefix.chain(sequence.cache_salt)
@@ -666,7 +664,8 @@ class Scheduler:
         return self.prefix.match(chain, sequence.token_ids, most)
 
     def _is_still_blocked(self, sequence: Sequence) -> bool:
-        """Without somebody leaving, claiming less, or a change of its prefix, it fits no better than last time."""
+        """True if nothing has changed since this sequence did not fit: no sequence left or claims less, and its prefix hit is
+        the same. Then another attempt would fail too."""
         blocked = self._blocked
         if blocked is None or blocked.sequence_id != sequence.sequence_id:
             return False

@@ -1,7 +1,7 @@
-"""Scoring: pairs of texts as requests of an engine, and scores from what they bring: by cosine, or by a reranker's yes; no torch.
+"""Scoring: requests for pairs of texts, and their scores: a cosine, or a reranker's yes; no torch.
 
-prepare   the request of each input: a distinct text for its embedding, or a pair for its judgement
-again     a second request if the first told of one token only
+prepare   the request of each input: a distinct text for its embedding, or a pair for a reranker
+again     a second request if the first returned the log-probability of one token only
 scores    one for each pair
 """
 
@@ -38,14 +38,14 @@ class Scoring:
         self._truncate = truncate
         self._priority = priority
         self.texts = list(dict.fromkeys((*queries, *documents)))
-        """Of an embedding model: each text once."""
+        """Each text once, for an embedding model."""
 
     def __len__(self) -> int:
         """Requests to make."""
         return len(self.texts) if self._reranker is None else len(self._pairs)
 
     def text_of(self, place: int) -> str:
-        """The text of a request, or the document of a pair: what an error is about."""
+        """Return the text of a request, or the document of a pair, for errors."""
         return self.texts[place] if self._reranker is None else self._pairs[place][1]
 
     def prepare(self, place: int) -> PreparedRequest:
@@ -57,30 +57,30 @@ class Scoring:
             )
         query, document = self._pairs[place]
         if not query or not document:
-            raise PromptError("an empty text was given", "there is nothing to judge", "pass at least one character")
+            raise PromptError("request.prompt_empty")
         most = self._engine.core.facts.longest - 1 if self._truncate else None
         token_ids = self._reranker.prompt(query, document, self._instruction, most)
         params = self._reranker.params(priority=self._priority)
         return self._engine.prepare({"prompt_token_ids": token_ids}, params, cache_salt=self._salt)
 
     def again(self, place: int, output: RequestOutput) -> PreparedRequest | None:
-        """One more request, if the first did not tell of both tokens."""
+        """Return a second request, if the first has not both tokens."""
         if self._reranker is None:
             return None
-        missing = self._reranker.missing(_told(output))
+        missing = self._reranker.missing(_logprobs(output))
         if missing is None:
             return None
         params = self._reranker.params((missing,), self._priority)
         return self._engine.prepare({"prompt_token_ids": output.prompt_token_ids}, params, cache_salt=self._salt)
 
     def scores(self, outputs: Sequence[RequestOutput], later: Mapping[int, RequestOutput]) -> list[float]:
-        """Of every pair, from the outputs of all requests; `later` has those of second ones by place."""
+        """Score every pair from the outputs of all requests; `later` has second requests by place."""
         reranker = self._reranker
         if reranker is not None:
-            told = [_told(output) for output in outputs]
+            found = [_logprobs(output) for output in outputs]
             return [
-                reranker.score({**own, **(_told(later[place]) if place in later else {})})
-                for place, own in enumerate(told)
+                reranker.score({**own, **(_logprobs(later[place]) if place in later else {})})
+                for place, own in enumerate(found)
             ]
         pooling, params = self._engine.pooling, PoolingParams()
         pairs = zip(self.texts, outputs, strict=True)
@@ -88,13 +88,13 @@ class Scoring:
         return [cosine(vectors[query], vectors[document]) for query, document in self._pairs]
 
     def used(self, outputs: Sequence[RequestOutput], pair: int) -> list[RequestOutput]:
-        """The outputs that the score of a pair comes from."""
+        """Return the outputs that gave the score of a pair."""
         if self._reranker is not None:
             return [outputs[pair]]
         return [outputs[self.texts.index(text)] for text in self._pairs[pair]]
 
 
-def _told(output: RequestOutput) -> PositionLogprobs:
+def _logprobs(output: RequestOutput) -> PositionLogprobs:
     logprobs = output.outputs[0].logprobs
     if not logprobs:
         raise failed(output)
@@ -102,7 +102,7 @@ def _told(output: RequestOutput) -> PositionLogprobs:
 
 
 def pooled_of(output: RequestOutput) -> bytes:
-    """The hidden state that a pooled request brought, or its error."""
+    """Return the hidden state of a pooled request, or raise its error."""
     pooled = output.outputs[0].pooled
     if not pooled:
         raise failed(output)
@@ -110,30 +110,22 @@ def pooled_of(output: RequestOutput) -> bytes:
 
 
 def failed(output: RequestOutput) -> HoldfastError:
-    """Why a request brought nothing."""
-    return RequestError("a text was given", output.error or "its request was aborted", "change it, or try again")
+    """Return the error of a request without a result."""
+    return RequestError("request.failed", reason=output.error or "it was aborted")
 
 
 def paired(text_1: object, text_2: object) -> tuple[list[str], list[str]]:
-    """Texts in pairs: one with each of several, or as many of both."""
+    """Pair texts: one with each of several, or two lists of equal length."""
     first, second = _texts(text_1), _texts(text_2)
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
-        raise RequestError(
-            f"{len(first)} and {len(second)} texts were given",
-            "one text goes with each of several, or both lists are equally long",
-            "change the lists",
-        )
+        raise RequestError("request.pairs_differ", first=len(first), second=len(second))
     return first, second
 
 
 def _texts(given: object) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) for text in texts):
-        raise RequestError(
-            f"texts of type {type(given).__name__} were given",
-            "a string or a list of strings works",
-            "pass one of these",
-        )
+        raise RequestError("request.texts_type", kind=type(given).__name__)
     return [text for text in texts if isinstance(text, str)]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_constant, tl
@@ -16,7 +17,7 @@ from holdfast.kernels.triton_compat import can_run, constexpr, jit, kernel_const
 # ruff: noqa: SIM108 a branch on a constant is taken when a kernel is compiled
 
 
-REFERENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -31,7 +32,7 @@ NUM_WARPS = 8
 spreads over 13 processors."""
 
 
-def activate(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+def activate(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
     """[T, I] to [T, I], into `out_TI` where it is given, which may be x itself; rows may lie apart.
 
     On CPU in float32 torch rounds the last elements of a tensor differently; the C kernel does not.
@@ -50,13 +51,13 @@ def activate(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None = None) 
     return y_TI if out_TI is None or y_TI is out_TI else out_TI.copy_(y_TI)
 
 
-def activate_reference(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+def activate_reference(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
     """The same in plain torch."""
     y_TI = REFERENCES[kind](x_TI)
     return y_TI if out_TI is None else out_TI.copy_(y_TI)
 
 
-def activate_triton(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+def activate_triton(x_TI: Tensor, kind: str, out_TI: Tensor | None = None) -> Tensor:
     """The same as a Triton kernel, a program for some columns of a row."""
     num_rows, size = x_TI.shape
     y_TI = x_TI.new_empty(num_rows, size) if out_TI is None else out_TI
@@ -65,30 +66,14 @@ def activate_triton(x_TI: torch.Tensor, kind: str, out_TI: torch.Tensor | None =
     if y_TI.numel():
         num_blocks = -(-size // COLUMNS_PER_PROGRAM)
         _activate_kernel[(num_rows * num_blocks,)](
-            x_TI,
-            y_TI,
-            x_TI.stride(0),
-            y_TI.stride(0),
-            size,
-            KIND=kind,
-            NUM_BLOCKS=num_blocks,
-            BLOCK=COLUMNS_PER_PROGRAM,
-            num_warps=NUM_WARPS,
-        )
+            x_TI, y_TI, x_TI.stride(0), y_TI.stride(0), size,
+            KIND=kind, NUM_BLOCKS=num_blocks, BLOCK=COLUMNS_PER_PROGRAM, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return y_TI
 
 
 @jit
-def _activate_kernel(
-    p_x,
-    p_y,
-    x_stride,
-    y_stride,
-    size,
-    KIND: constexpr,
-    NUM_BLOCKS: constexpr,
-    BLOCK: constexpr,
-):
+def _activate_kernel(p_x, p_y, x_stride, y_stride, size, KIND: constexpr, NUM_BLOCKS: constexpr, BLOCK: constexpr):
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     o_i = (i_program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +96,7 @@ def activated_numbers(b_x, KIND: constexpr):
     return b_y
 
 
-def gate_mul(gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+def gate_mul(gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None = None) -> Tensor:
     """The activation of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI`.
 
     With a limit, the left half is at most, and the right half within plus and minus, this.
@@ -126,9 +111,7 @@ def gate_mul(gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor, limit: f
     return activate(gate_TI, kind, out_TI).mul_(up_TI)
 
 
-def gate_mul_reference(
-    gate_up_TX: torch.Tensor, kind: str, out_TI: torch.Tensor, limit: float | None = None
-) -> torch.Tensor:
+def gate_mul_reference(gate_up_TX: Tensor, kind: str, out_TI: Tensor, limit: float | None = None) -> Tensor:
     """The same in plain torch."""
     if limit is not None:
         gate_up_TX = clamped_halves(gate_up_TX, limit)
@@ -136,13 +119,13 @@ def gate_mul_reference(
     return torch.mul(REFERENCES[kind](gate_TI), up_TI, out=out_TI)
 
 
-def clamped_halves(gate_up_TX: torch.Tensor, limit: float) -> torch.Tensor:
+def clamped_halves(gate_up_TX: Tensor, limit: float) -> Tensor:
     """Gates that are at most, and ups that are within plus and minus, this; what is NaN stays so."""
     gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
     return torch.cat((gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)), dim=-1)
 
 
-def silu_mul(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(gate_up_TX: Tensor, out_TI: Tensor | None = None) -> Tensor:
     """silu of the left half times the right half: [T, 2 I] -> [T, I], into `out_TI` where it is given."""
     num_rows, width = gate_up_TX.shape
     y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
@@ -155,53 +138,35 @@ def silu_mul(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> to
     return y_TI
 
 
-def silu_mul_reference(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul_reference(gate_up_TX: Tensor, out_TI: Tensor | None = None) -> Tensor:
     """The same in plain torch."""
     gate_TI, up_TI = gate_up_TX.chunk(2, dim=-1)
     return torch.mul(F.silu(gate_TI), up_TI, out=out_TI)
 
 
-def silu_mul_triton(gate_up_TX: torch.Tensor, out_TI: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul_triton(gate_up_TX: Tensor, out_TI: Tensor | None = None) -> Tensor:
     """The same as a Triton kernel."""
     num_rows, width = gate_up_TX.shape
     y_TI = gate_up_TX.new_empty(num_rows, width // 2) if out_TI is None else out_TI
     return gate_mul_triton(gate_up_TX, "silu", y_TI)
 
 
-def gate_mul_triton(
-    gate_up_TX: torch.Tensor, kind: str, y_TI: torch.Tensor, limit: float | None = None
-) -> torch.Tensor:
+def gate_mul_triton(gate_up_TX: Tensor, kind: str, y_TI: Tensor, limit: float | None = None) -> Tensor:
     """A program for some columns of a row; rounded once, where torch rounds the activation too."""
     num_rows, width = gate_up_TX.shape
     assert gate_up_TX.stride(1) == y_TI.stride(1) == 1, f"{gate_up_TX.stride()=} {y_TI.stride()=}: columns lie apart"
     if y_TI.numel():
         num_blocks = -(-width // 2 // COLUMNS_PER_PROGRAM)
         _gate_mul_kernel[(num_rows * num_blocks,)](
-            gate_up_TX,
-            y_TI,
-            gate_up_TX.stride(0),
-            y_TI.stride(0),
-            width // 2,
-            KIND=kind,
-            LIMIT=limit or 0.0,
-            NUM_BLOCKS=num_blocks,
-            BLOCK=COLUMNS_PER_PROGRAM,
-            num_warps=NUM_WARPS,
-        )
+            gate_up_TX, y_TI, gate_up_TX.stride(0), y_TI.stride(0), width // 2,
+            KIND=kind, LIMIT=limit or 0.0, NUM_BLOCKS=num_blocks, BLOCK=COLUMNS_PER_PROGRAM, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return y_TI
 
 
 @jit
 def _gate_mul_kernel(
-    p_gate_up,
-    p_y,
-    x_stride,
-    y_stride,
-    size,
-    KIND: constexpr,
-    LIMIT: constexpr,
-    NUM_BLOCKS: constexpr,
-    BLOCK: constexpr,
+    p_gate_up, p_y, x_stride, y_stride, size, KIND: constexpr, LIMIT: constexpr, NUM_BLOCKS: constexpr, BLOCK: constexpr
 ):
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
@@ -231,14 +196,20 @@ class GateForm(NamedTuple):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether it is the sigmoid of 1.702 gates that counts, and up + 1."""
+        """True for gate * sigmoid(1.702 * gate) * (up + 1)."""
         return self.limit is not None and not self.is_silu
+
+    def flags(self, gated: bool) -> dict[str, bool | float]:
+        """Return the constants of kernels with a gate in their epilogue."""
+        is_interleaved = gated and self.is_interleaved
+        limit = self.limit or 0.0
+        return {"GATED": gated, "INTERLEAVED": is_interleaved, "LIMIT": limit, "IS_SCALED": self.is_scaled}
 
 
 SILU_HALVES = GateForm()
 
 
-def gate_up_product(gate_up_TX: torch.Tensor, form: GateForm) -> torch.Tensor:
+def gate_up_product(gate_up_TX: Tensor, form: GateForm) -> Tensor:
     """[T, 2 I] -> [T, I] on a CPU; on a GPU it is in the epilogue of products (`gated_numbers`)."""
     if form == SILU_HALVES:
         return silu_mul(gate_up_TX)
@@ -252,7 +223,7 @@ def gate_up_product(gate_up_TX: torch.Tensor, form: GateForm) -> torch.Tensor:
     return y_TI
 
 
-def gate_up_product_reference(gate_up_TX: torch.Tensor, form: GateForm) -> torch.Tensor:
+def gate_up_product_reference(gate_up_TX: Tensor, form: GateForm) -> Tensor:
     """The same in plain torch."""
     halves = (gate_up_TX[:, ::2], gate_up_TX[:, 1::2]) if form.is_interleaved else gate_up_TX.chunk(2, dim=-1)
     gate_TI, up_TI = (half.contiguous() for half in halves)

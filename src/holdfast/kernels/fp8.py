@@ -6,6 +6,7 @@ Bytes that become float32 are exponents (e8m0), a type that Triton does not know
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 
@@ -100,16 +101,9 @@ def nearest_magnitudes(b_x, m_x, BITS: constexpr, MAGNITUDES: constexpr):
 
 @jit
 def store_keys(
-    p_codes,
-    p_signs,
-    i_place,
-    m_store,
-    b_x,
-    HEAD_DIM: constexpr,
-    BITS: constexpr,
-    GAIN: constexpr,
-    MAGNITUDES: constexpr,
-):
+    p_codes, p_signs, i_place, m_store, b_x,
+    HEAD_DIM: constexpr, BITS: constexpr, GAIN: constexpr, MAGNITUDES: constexpr,
+):  # fmt: skip
     """Code heads into their places among all heads of the pages: bytes, or 32-bit words for 4 bits; gives their scales."""
     QUARTER: constexpr = HEAD_DIM // 4
     if BITS == 8:
@@ -139,16 +133,9 @@ def store_keys(
 
 @jit
 def store_values(
-    p_codes,
-    p_signs,
-    i_place,
-    m_store,
-    b_x,
-    HEAD_DIM: constexpr,
-    BITS: constexpr,
-    GAIN: constexpr,
-    MAGNITUDES: constexpr,
-):
+    p_codes, p_signs, i_place, m_store, b_x,
+    HEAD_DIM: constexpr, BITS: constexpr, GAIN: constexpr, MAGNITUDES: constexpr,
+):  # fmt: skip
     """The same for values, as 16-bit words."""
     QUARTER: constexpr = HEAD_DIM // 4
     if BITS == 8:
@@ -186,14 +173,7 @@ def _rising(b_number, b_sign, BITS: constexpr):
 
 @jit
 def _store_words(
-    p_words,
-    i_place,
-    m_store,
-    b_bits,
-    SIDE_BY_SIDE: constexpr,
-    FIRST: constexpr,
-    COUNT: constexpr,
-    STRIDE: constexpr,
+    p_words, i_place, m_store, b_bits, SIDE_BY_SIDE: constexpr, FIRST: constexpr, COUNT: constexpr, STRIDE: constexpr
 ):
     """Bits of neighbours, which share no place, become words: `COUNT` of each head from its `FIRST`, of `STRIDE` in all."""
     WORDS: constexpr = b_bits.shape[1] // SIDE_BY_SIDE
@@ -230,12 +210,12 @@ EXPONENT_BITS = {
 """Bits that are all set in what is not finite, and in no other number; other types have no such bits."""
 
 
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+def as_bits(tensor: Tensor) -> Tensor:
     """The same memory as integers."""
     return tensor.view(AS_INTEGERS[tensor.element_size()])
 
 
-def as_kernels_read(tensor: torch.Tensor) -> torch.Tensor:
+def as_kernels_read(tensor: Tensor) -> Tensor:
     """The same memory in a type that `float32_of` takes: bfloat16 and e4m3 as integers."""
     return as_bits(tensor) if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn) else tensor
 
@@ -381,6 +361,6 @@ def loaded_numbers(b_codes, PLAIN: constexpr):
     return b_numbers
 
 
-def kernel_codes(codes: torch.Tensor) -> torch.Tensor:
+def kernel_codes(codes: Tensor) -> Tensor:
     """Codes as a kernel takes them: e4m3 as bytes in the interpreter, which does not know it; all else as it is."""
     return codes.view(torch.uint8) if is_interpreted() and codes.dtype == torch.float8_e4m3fn else codes

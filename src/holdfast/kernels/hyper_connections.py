@@ -12,7 +12,9 @@ its RMSNorm. Sums have an order that no launch can change: there are no atomics.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from holdfast.kernels.operation import operation
 from holdfast.kernels.stream_geometry import (
     MANY_ROWS_BLOCK,
     MAX_SPLITS,
@@ -31,8 +33,10 @@ from holdfast.kernels.triton_compat import (
     jit_counting,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
+    wait_then_release,
 )
 
 # Constants of a kernel bind a name and read it under the same condition.
@@ -50,18 +54,18 @@ COLUMNS_PER_WARP = 2048
 class StreamMix(NamedTuple):
     """What the shares of a row are made by, all in float32."""
 
-    weight_MX: torch.Tensor
-    bias_M: torch.Tensor
-    scale_3: torch.Tensor
+    weight_MX: Tensor
+    bias_M: Tensor
+    scale_3: Tensor
     """What the products of pre, post and comb are multiplied by."""
 
 
 class HeadMix(NamedTuple):
     """The same behind the last layer, where there is only pre."""
 
-    weight_SX: torch.Tensor
-    bias_S: torch.Tensor
-    scale_1: torch.Tensor
+    weight_SX: Tensor
+    bias_S: Tensor
+    scale_1: Tensor
 
 
 class MixNumbers(NamedTuple):
@@ -81,39 +85,35 @@ def row_form(num_rows: int) -> int:
 
 
 def mix_streams(
-    x_TSH: torch.Tensor,
+    x_TSH: Tensor,
     mix: StreamMix,
     norm_eps: float,
     eps: float,
     num_iterations: int,
-    shares_TM: torch.Tensor,
-    parts: torch.Tensor | None = None,
-) -> torch.Tensor:
+    shares_TM: Tensor,
+    parts: Tensor | None = None,
+) -> Tensor:
     """All shares of each row into `shares_TM`, float32; `parts` is room as `stream_parts_spec` has it, which a GPU needs."""
     return _mixed(x_TSH, mix, MixNumbers(norm_eps, eps, num_iterations), shares_TM, parts)
 
 
 def mix_head(
-    x_TSH: torch.Tensor,
-    weight_SX: torch.Tensor,
-    bias_S: torch.Tensor,
-    scale_1: torch.Tensor,
+    x_TSH: Tensor,
+    weight_SX: Tensor,
+    bias_S: Tensor,
+    scale_1: Tensor,
     norm_eps: float,
     eps: float,
-    shares_TS: torch.Tensor,
-    parts: torch.Tensor | None = None,
-) -> torch.Tensor:
+    shares_TS: Tensor,
+    parts: Tensor | None = None,
+) -> Tensor:
     """The shares by which streams are collapsed behind the last layer."""
     return _mixed(x_TSH, HeadMix(weight_SX, bias_S, scale_1), MixNumbers(norm_eps, eps, 0), shares_TS, parts)
 
 
 def _mixed(
-    x_TSH: torch.Tensor,
-    mix: StreamMix | HeadMix,
-    numbers: MixNumbers,
-    shares_TM: torch.Tensor,
-    parts: torch.Tensor | None,
-) -> torch.Tensor:
+    x_TSH: Tensor, mix: StreamMix | HeadMix, numbers: MixNumbers, shares_TM: Tensor, parts: Tensor | None
+) -> Tensor:
     if not can_run(x_TSH):
         sums_TP = _sums_reference(x_TSH, mix[0])
         return shares_TM.copy_(_shares_reference(sums_TP, x_TSH, mix, numbers))
@@ -122,30 +122,14 @@ def _mixed(
     return finish_mix_triton(x_TSH, parts, mix, numbers, shares_TM)
 
 
-def collapse_streams(x_TSH: torch.Tensor, shares_TX: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
+def collapse_streams_reference(x_TSH: Tensor, shares_TX: Tensor, out_TH: Tensor) -> Tensor:
     """sum_j pre_j X_j, of which pre are the first S columns; rows of shares and of the result may lie apart."""
-    launch = collapse_streams_triton if can_run(x_TSH) else collapse_streams_reference
-    return launch(x_TSH, shares_TX, out_TH)
-
-
-def collapse_streams_reference(x_TSH: torch.Tensor, shares_TX: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
     pre_TS1 = shares_TX[:, : x_TSH.shape[1], None]
     return out_TH.copy_((pre_TS1 * x_TSH.float()).sum(dim=1))
 
 
-def combine_streams(
-    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, out_TSH: torch.Tensor
-) -> torch.Tensor:
+def combine_streams_reference(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, out_TSH: Tensor) -> Tensor:
     """post_k y + sum_j comb_jk X_j as stream k of `out_TSH`, which may be x itself; rows of y and shares may lie apart."""
-    launch = combine_streams_triton if can_run(x_TSH) else combine_streams_reference
-    return launch(x_TSH, y_TH, shares_TM, out_TSH)
-
-
-def combine_streams_reference(
-    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, out_TSH: torch.Tensor
-) -> torch.Tensor:
-    """The same in plain torch."""
     num_streams = x_TSH.shape[1]
     post_TS1 = shares_TM[:, num_streams : 2 * num_streams, None]
     comb_TSS = shares_TM[:, 2 * num_streams :].unflatten(1, (num_streams, num_streams))
@@ -156,61 +140,38 @@ def combine_streams_reference(
     return out_TSH.copy_(mixed_TSH)
 
 
-def add_up_streams(x_TSH: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+def add_up_streams(x_TSH: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
     """Sums of a mix of the streams as they are, and of their squares, split by split into `parts`: what `enter_block` takes."""
     launch = add_up_triton if can_run(x_TSH) else add_up_reference
     return launch(x_TSH, weight_MX, parts)
 
 
-def add_up_reference(x_TSH: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+def add_up_reference(x_TSH: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
     """The same in plain torch: the first split has all."""
     parts_CTP = view_parts(x_TSH, len(weight_MX), parts).zero_()
     parts_CTP[0, :, : len(weight_MX) + 1] = _sums_reference(x_TSH, weight_MX)
     return parts
 
 
-def combine_add_up(
-    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor
-) -> torch.Tensor:
-    """`combine_streams` in place, and `add_up_streams` of what it gives by the weight of the next mix."""
-    launch = combine_add_up_triton if can_run(x_TSH) else combine_add_up_reference
-    return launch(x_TSH, y_TH, shares_TM, weight_MX, parts)
-
-
 def combine_add_up_reference(
-    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor
-) -> torch.Tensor:
-    """The same in plain torch."""
+    x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, weight_MX: Tensor, parts: Tensor
+) -> Tensor:
+    """`combine_streams` in place, and `add_up_streams` of what it gives by the weight of the next mix."""
     combine_streams_reference(x_TSH, y_TH, shares_TM, x_TSH)
     return add_up_reference(x_TSH, weight_MX, parts)
 
 
-def enter_block(
-    x_TSH: torch.Tensor,
-    parts: torch.Tensor,
-    mix: StreamMix | HeadMix,
-    numbers: MixNumbers,
-    shares_TM: torch.Tensor,
-    norm_weight_H: torch.Tensor,
-    rms_eps: float,
-    out_TH: torch.Tensor,
-) -> torch.Tensor:
-    """Shares from the sums that lie in `parts`, and the RMSNorm of the collapsed streams, which are rounded before it."""
-    launch = enter_block_triton if can_run(x_TSH) else enter_block_reference
-    return launch(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH)
-
-
 def enter_block_reference(
-    x_TSH: torch.Tensor,
-    parts: torch.Tensor,
+    x_TSH: Tensor,
+    parts: Tensor,
     mix: StreamMix | HeadMix,
     numbers: MixNumbers,
-    shares_TM: torch.Tensor,
-    norm_weight_H: torch.Tensor,
+    shares_TM: Tensor,
+    norm_weight_H: Tensor,
     rms_eps: float,
-    out_TH: torch.Tensor,
-) -> torch.Tensor:
-    """The same in plain torch."""
+    out_TH: Tensor,
+) -> Tensor:
+    """Shares from the sums that lie in `parts`, and the RMSNorm of the collapsed streams, which are rounded before it."""
     sums_TP = view_parts(x_TSH, len(mix[0]), parts).sum(dim=0)[:, : len(mix[0]) + 1]
     shares_TM.copy_(_shares_reference(sums_TP, x_TSH, mix, numbers))
     block_TH = collapse_streams_reference(x_TSH, shares_TM, torch.empty_like(x_TSH[:, 0])).float()
@@ -218,7 +179,7 @@ def enter_block_reference(
     return out_TH.copy_(block_TH * rms_T1 * norm_weight_H.float())
 
 
-def view_parts(x_TSH: torch.Tensor, num_sums: int, parts: torch.Tensor) -> torch.Tensor:
+def view_parts(x_TSH: Tensor, num_sums: int, parts: Tensor) -> Tensor:
     """[C, T, P] of the room: sums by split and row, that of squares in column `num_sums`."""
     num_rows, _, hidden_size = x_TSH.shape
     shape = (num_splits(num_rows, hidden_size), num_rows, sum_columns(num_sums))
@@ -228,7 +189,7 @@ def view_parts(x_TSH: torch.Tensor, num_sums: int, parts: torch.Tensor) -> torch
     return parts[: shape[0] * shape[1] * shape[2]].view(shape)
 
 
-def _sums_reference(x_TSH: torch.Tensor, weight_MX: torch.Tensor) -> torch.Tensor:
+def _sums_reference(x_TSH: Tensor, weight_MX: Tensor) -> Tensor:
     """[T, M + 1]: a product with each row of the weight, and the sum of squares."""
     x_TX = x_TSH.flatten(1).float()
     # Row by row, because a product's rounding depends on the number of rows.
@@ -236,9 +197,7 @@ def _sums_reference(x_TSH: torch.Tensor, weight_MX: torch.Tensor) -> torch.Tenso
     return torch.stack(sums) if sums else x_TX.new_empty(0, len(weight_MX) + 1)
 
 
-def _shares_reference(
-    sums_TP: torch.Tensor, x_TSH: torch.Tensor, mix: StreamMix | HeadMix, numbers: MixNumbers
-) -> torch.Tensor:
+def _shares_reference(sums_TP: Tensor, x_TSH: Tensor, mix: StreamMix | HeadMix, numbers: MixNumbers) -> Tensor:
     (_, num_streams, hidden_size), bias, scale = x_TSH.shape, mix[1], mix[2]
     rms_T1 = torch.rsqrt(sums_TP[:, -1:] / (num_streams * hidden_size) + numbers.norm_eps)
     mixed_TM = sums_TP[:, :-1] * rms_T1
@@ -256,57 +215,52 @@ def _shares_reference(
     return torch.cat((pre_TS, post_TS, comb_TSS.flatten(1)), dim=1)
 
 
-def collapse_streams_triton(x_TSH: torch.Tensor, shares_TX: torch.Tensor, out_TH: torch.Tensor) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some columns of a row."""
+def collapse_streams_triton(x_TSH: Tensor, shares_TX: Tensor, out_TH: Tensor) -> Tensor:
+    """Launch a program for some columns of a row."""
     num_rows, num_streams, hidden_size = x_TSH.shape
     _check_streams(x_TSH, shares_TX, out_TH)
     if num_rows:
         pdl = supports_pdl(x_TSH)
         _collapse_kernel[(num_rows, -(-hidden_size // COLLAPSED_COLUMNS))](
-            x_TSH,
-            shares_TX,
-            out_TH,
-            hidden_size,
-            shares_TX.stride(0),
-            out_TH.stride(0),
-            NUM_STREAMS=num_streams,
-            BLOCK_H=COLLAPSED_COLUMNS,
-            PDL=pdl,
-            num_warps=4,
-            **pdl_launch(pdl),
-        )
+            x_TSH, shares_TX, out_TH, hidden_size, shares_TX.stride(0), out_TH.stride(0),
+            NUM_STREAMS=num_streams, BLOCK_H=COLLAPSED_COLUMNS, PDL=pdl, num_warps=4, **pdl_launch(pdl),
+        )  # fmt: skip
     return out_TH
 
 
-def combine_streams_triton(
-    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, out_TSH: torch.Tensor
-) -> torch.Tensor:
-    """The same as a Triton kernel."""
+collapse_streams = operation(reference=collapse_streams_reference, triton=collapse_streams_triton)
+
+
+def combine_streams_triton(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, out_TSH: Tensor) -> Tensor:
     return _combine_launch(x_TSH, y_TH, shares_TM, out_TSH, None, None)
 
 
-def add_up_triton(x_TSH: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+combine_streams = operation(reference=combine_streams_reference, triton=combine_streams_triton)
+
+
+def add_up_triton(x_TSH: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
     """The same as a Triton kernel, a program for a split and some rows."""
     _combine_launch(x_TSH, None, None, x_TSH, weight_MX, parts)
     return parts
 
 
-def combine_add_up_triton(
-    x_TSH: torch.Tensor, y_TH: torch.Tensor, shares_TM: torch.Tensor, weight_MX: torch.Tensor, parts: torch.Tensor
-) -> torch.Tensor:
-    """The same as one Triton kernel, a program for a split and some rows."""
+def combine_add_up_triton(x_TSH: Tensor, y_TH: Tensor, shares_TM: Tensor, weight_MX: Tensor, parts: Tensor) -> Tensor:
+    """Launch a program for a split and some rows."""
     _combine_launch(x_TSH, y_TH, shares_TM, x_TSH, weight_MX, parts)
     return parts
 
 
+combine_add_up = operation(reference=combine_add_up_reference, triton=combine_add_up_triton)
+
+
 def _combine_launch(
-    x_TSH: torch.Tensor,
-    y_TH: torch.Tensor | None,
-    shares_TM: torch.Tensor | None,
-    out_TSH: torch.Tensor,
-    weight_MX: torch.Tensor | None,
-    parts: torch.Tensor | None,
-) -> torch.Tensor:
+    x_TSH: Tensor,
+    y_TH: Tensor | None,
+    shares_TM: Tensor | None,
+    out_TSH: Tensor,
+    weight_MX: Tensor | None,
+    parts: Tensor | None,
+) -> Tensor:
     num_rows, num_streams, hidden_size = x_TSH.shape
     if y_TH is not None and shares_TM is not None:
         _check_streams(x_TSH, shares_TM, y_TH)
@@ -326,69 +280,52 @@ def _combine_launch(
     block_t, pdl = row_block(num_rows), supports_pdl(x_TSH)
     launch = _combine_row_kernel if block_t == 1 else _combine_kernel
     launch[(num_splits(num_rows, hidden_size), -(-num_rows // block_t))](
-        x_TSH,
-        y_TH,
-        shares_TM,
-        out_TSH,
-        weight_MX,
-        parts,
-        num_rows,
-        chunks_of_split(num_rows, hidden_size),
-        hidden_size,
-        0 if y_TH is None else y_TH.stride(0),
-        0 if shares_TM is None else shares_TM.stride(0),
-        COMBINES=y_TH is not None,
-        NUM_SUMS=num_sums,
-        SUM_COLUMNS=sum_columns(num_sums),
-        NUM_STREAMS=num_streams,
-        BLOCK_S=next_power_of_two(num_streams),
-        BLOCK_H=STREAM_COLUMNS,
-        BLOCK_T=block_t,
-        PDL=pdl,
-        num_warps=8 if block_t == MANY_ROWS_BLOCK else 4,
-        **pdl_launch(pdl),
-    )
+        x_TSH, y_TH, shares_TM, out_TSH, weight_MX, parts, num_rows, chunks_of_split(num_rows, hidden_size),
+        hidden_size, 0 if y_TH is None else y_TH.stride(0), 0 if shares_TM is None else shares_TM.stride(0),
+        COMBINES=y_TH is not None, NUM_SUMS=num_sums, SUM_COLUMNS=sum_columns(num_sums), NUM_STREAMS=num_streams,
+        BLOCK_S=next_power_of_two(num_streams), BLOCK_H=STREAM_COLUMNS, BLOCK_T=block_t, PDL=pdl,
+        num_warps=8 if block_t == MANY_ROWS_BLOCK else 4, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TSH
 
 
 def enter_block_triton(
-    x_TSH: torch.Tensor,
-    parts: torch.Tensor,
+    x_TSH: Tensor,
+    parts: Tensor,
     mix: StreamMix | HeadMix,
     numbers: MixNumbers,
-    shares_TM: torch.Tensor,
-    norm_weight_H: torch.Tensor,
+    shares_TM: Tensor,
+    norm_weight_H: Tensor,
     rms_eps: float,
-    out_TH: torch.Tensor,
-) -> torch.Tensor:
-    """The same as one Triton kernel: of each row a program has the block's input, and another all shares."""
+    out_TH: Tensor,
+) -> Tensor:
+    """Launch of each row a program has the block's input, and another all shares."""
     _check_streams(x_TSH, shares_TM, out_TH)
     assert norm_weight_H.shape == (x_TSH.shape[2],), f"{norm_weight_H.shape=} {x_TSH.shape=}"
     _enter_launch(x_TSH, parts, mix, numbers, shares_TM, norm_weight_H, rms_eps, out_TH)
     return out_TH
 
 
+enter_block = operation(reference=enter_block_reference, triton=enter_block_triton)
+
+
 def finish_mix_triton(
-    x_TSH: torch.Tensor,
-    parts: torch.Tensor,
-    mix: StreamMix | HeadMix,
-    numbers: MixNumbers,
-    shares_TM: torch.Tensor,
-) -> torch.Tensor:
+    x_TSH: Tensor, parts: Tensor, mix: StreamMix | HeadMix, numbers: MixNumbers, shares_TM: Tensor
+) -> Tensor:
     """The shares alone, from sums that lie in `parts`."""
     _enter_launch(x_TSH, parts, mix, numbers, shares_TM, None, 0.0, None)
     return shares_TM
 
 
 def _enter_launch(
-    x_TSH: torch.Tensor,
-    parts: torch.Tensor,
+    x_TSH: Tensor,
+    parts: Tensor,
     mix: StreamMix | HeadMix,
     numbers: MixNumbers,
-    shares_TM: torch.Tensor,
-    norm_weight_H: torch.Tensor | None,
+    shares_TM: Tensor,
+    norm_weight_H: Tensor | None,
     rms_eps: float,
-    out_TH: torch.Tensor | None,
+    out_TH: Tensor | None,
 ) -> None:
     (num_rows, num_streams, hidden_size), is_head = x_TSH.shape, isinstance(mix, HeadMix)
     weight, bias, scale = mix
@@ -405,37 +342,16 @@ def _enter_launch(
         return
     block_h, pdl = next_power_of_two(hidden_size), supports_pdl(x_TSH)
     _enter_kernel[(num_rows, 1 if out_TH is None else 2)](
-        x_TSH,
-        parts_CTP,
-        bias,
-        scale,
-        norm_weight_H,
-        shares_TM,
-        out_TH,
-        num_rows,
-        len(parts_CTP),
-        hidden_size,
-        shares_TM.stride(0),
-        0 if out_TH is None else out_TH.stride(0),
-        numbers.norm_eps,
-        numbers.eps,
-        rms_eps,
-        ENTERS=out_TH is not None,
-        IS_HEAD=is_head,
-        NUM_ITERATIONS=numbers.num_iterations,
-        NUM_SUMS=num_sums,
-        SUM_COLUMNS=parts_CTP.shape[2],
-        NUM_STREAMS=num_streams,
-        BLOCK_S=next_power_of_two(num_streams),
-        BLOCK_C=MAX_SPLITS,
-        BLOCK_H=block_h,
-        PDL=pdl,
-        num_warps=max(1, min(8, block_h // COLUMNS_PER_WARP)),
+        x_TSH, parts_CTP, bias, scale, norm_weight_H, shares_TM, out_TH, num_rows, len(parts_CTP), hidden_size,
+        shares_TM.stride(0), 0 if out_TH is None else out_TH.stride(0), numbers.norm_eps, numbers.eps, rms_eps,
+        ENTERS=out_TH is not None, IS_HEAD=is_head, NUM_ITERATIONS=numbers.num_iterations, NUM_SUMS=num_sums,
+        SUM_COLUMNS=parts_CTP.shape[2], NUM_STREAMS=num_streams, BLOCK_S=next_power_of_two(num_streams),
+        BLOCK_C=MAX_SPLITS, BLOCK_H=block_h, PDL=pdl, num_warps=max(1, min(8, block_h // COLUMNS_PER_WARP)),
         **pdl_launch(pdl),
-    )
+    )  # fmt: skip
 
 
-def _check_streams(x_TSH: torch.Tensor, shares_TX: torch.Tensor, y_TH: torch.Tensor) -> None:
+def _check_streams(x_TSH: Tensor, shares_TX: Tensor, y_TH: Tensor) -> None:
     num_rows, num_streams, hidden_size = x_TSH.shape
     assert x_TSH.is_contiguous(), f"{x_TSH.shape} with strides {x_TSH.stride()}"
     assert y_TH.shape == (num_rows, hidden_size), f"{y_TH.shape=} beside {x_TSH.shape=}"
@@ -447,22 +363,13 @@ def _check_streams(x_TSH: torch.Tensor, shares_TX: torch.Tensor, y_TH: torch.Ten
 
 @jit
 def _collapse_kernel(
-    p_x,
-    p_shares,
-    p_out,
-    hidden_size,
-    shares_stride,
-    out_stride,
-    NUM_STREAMS: constexpr,
-    BLOCK_H: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_shares, p_out, hidden_size, shares_stride, out_stride,
+    NUM_STREAMS: constexpr, BLOCK_H: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     m_h = o_h < hidden_size
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_y = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for j in tl.static_range(NUM_STREAMS):
         b_x = tl.load(p_x + (i_row * NUM_STREAMS + j) * hidden_size + o_h, mask=m_h, other=0.0).to(tl.float32)
@@ -472,26 +379,10 @@ def _collapse_kernel(
 
 @jit_counting("num_rows", "num_chunks")
 def _combine_kernel(
-    p_x,
-    p_y,
-    p_shares,
-    p_out,
-    p_weight,
-    p_parts,
-    num_rows,
-    num_chunks,
-    hidden_size,
-    y_stride,
-    shares_stride,
-    COMBINES: constexpr,
-    NUM_SUMS: constexpr,
-    SUM_COLUMNS: constexpr,
-    NUM_STREAMS: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_H: constexpr,
-    BLOCK_T: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_y, p_shares, p_out, p_weight, p_parts, num_rows, num_chunks, hidden_size, y_stride, shares_stride,
+    COMBINES: constexpr, NUM_SUMS: constexpr, SUM_COLUMNS: constexpr, NUM_STREAMS: constexpr, BLOCK_S: constexpr,
+    BLOCK_H: constexpr, BLOCK_T: constexpr, PDL: constexpr,
+):  # fmt: skip
     # Of its columns a thread has all streams, so that x may be written where it is read.
     i_split = tl.program_id(0)
     o_t = tl.program_id(1).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -505,9 +396,7 @@ def _combine_kernel(
         p_w = p_weight + o_m[:, None] * (NUM_STREAMS * hidden_size) + o_h[None, :]
         # The weight waits for nobody: it is on the way before the block has ended.
         b_w = _of_streams(p_w, m_m & (o_h < hidden_size)[None, :], hidden_size, NUM_STREAMS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     b_shares = (0.0, 0.0, 0.0, 0.0)
     b_post = (0.0, 0.0, 0.0, 0.0)
     if COMBINES:
@@ -584,26 +473,10 @@ def _dot_exactly(b_w, b_x, b_sums, IS_WIDE: constexpr):
 
 @jit_counting("num_rows", "num_chunks")
 def _combine_row_kernel(
-    p_x,
-    p_y,
-    p_shares,
-    p_out,
-    p_weight,
-    p_parts,
-    num_rows,
-    num_chunks,
-    hidden_size,
-    y_stride,
-    shares_stride,
-    COMBINES: constexpr,
-    NUM_SUMS: constexpr,
-    SUM_COLUMNS: constexpr,
-    NUM_STREAMS: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_H: constexpr,
-    BLOCK_T: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_y, p_shares, p_out, p_weight, p_parts, num_rows, num_chunks, hidden_size, y_stride, shares_stride,
+    COMBINES: constexpr, NUM_SUMS: constexpr, SUM_COLUMNS: constexpr, NUM_STREAMS: constexpr, BLOCK_S: constexpr,
+    BLOCK_H: constexpr, BLOCK_T: constexpr, PDL: constexpr,
+):  # fmt: skip
     # As for many rows; a thread multiplies the columns of the weight that it has loaded, and nothing goes through shared memory.
     i_split = tl.program_id(0)
     i_row = tl.program_id(1).to(tl.int64)
@@ -620,9 +493,7 @@ def _combine_row_kernel(
         m_w = (o_m < NUM_SUMS)[:, None] & (m_s & (o_h < hidden_size))[None, :]
         b_w = tl.load(p_w, mask=m_w, other=0.0)
         b_sums = tl.zeros((SUM_COLUMNS, BLOCK_S * BLOCK_H), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     b_squares = tl.zeros((BLOCK_S * BLOCK_H,), dtype=tl.float32)
     p_row_shares = p_shares
     if COMBINES:
@@ -657,32 +528,11 @@ def _combine_row_kernel(
 
 @jit_counting("num_rows", "num_splits")
 def _enter_kernel(
-    p_x,
-    p_parts,
-    p_bias,
-    p_scale,
-    p_norm,
-    p_shares,
-    p_out,
-    num_rows,
-    num_splits,
-    hidden_size,
-    shares_stride,
-    out_stride,
-    norm_eps,
-    eps,
-    rms_eps,
-    ENTERS: constexpr,
-    IS_HEAD: constexpr,
-    NUM_ITERATIONS: constexpr,
-    NUM_SUMS: constexpr,
-    SUM_COLUMNS: constexpr,
-    NUM_STREAMS: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_C: constexpr,
-    BLOCK_H: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_parts, p_bias, p_scale, p_norm, p_shares, p_out,
+    num_rows, num_splits, hidden_size, shares_stride, out_stride, norm_eps, eps, rms_eps,
+    ENTERS: constexpr, IS_HEAD: constexpr, NUM_ITERATIONS: constexpr, NUM_SUMS: constexpr, SUM_COLUMNS: constexpr,
+    NUM_STREAMS: constexpr, BLOCK_S: constexpr, BLOCK_C: constexpr, BLOCK_H: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK_C)
     o_s = tl.arange(0, BLOCK_S)
@@ -690,9 +540,7 @@ def _enter_kernel(
     m_s = o_s < NUM_STREAMS
     b_bias = tl.load(p_bias + o_s, mask=m_s, other=0.0)
     scale = tl.load(p_scale)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     p_sums = p_parts + i_row * SUM_COLUMNS + o_c * num_rows.to(tl.int64) * SUM_COLUMNS
     # All loads of a program are on their way before it adds anything up.
     b_squares = tl.load(p_sums + NUM_SUMS, mask=m_c, other=0.0)

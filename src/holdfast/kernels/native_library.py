@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.memory.cache_folder import private_folder
 from holdfast.observability.log import get_logger
@@ -70,7 +71,7 @@ def compile_native(on_compile: OnCompile) -> None:
         log.debug("compiling the CPU kernels failed: %s", _words(error))
 
 
-def native_for(*tensors: torch.Tensor | None) -> ctypes.CDLL | None:
+def native_for(*tensors: Tensor | None) -> ctypes.CDLL | None:
     """The kernels where they can run on these tensors (float32 on the CPU, laid out in order), else None."""
     for tensor in tensors:
         if tensor is not None and not (tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()):

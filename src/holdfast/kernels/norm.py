@@ -5,6 +5,7 @@ T rows, D columns
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
@@ -12,9 +13,7 @@ from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_o
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
-def rms_norm(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None, offset: float = 0.0
-) -> torch.Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset), row by row, rounded once to x's dtype, whatever that of the weight.
 
     Into `out_TD` where it is given, which may be x itself. Rows may lie apart; the elements of a row may not.
@@ -34,8 +33,8 @@ def rms_norm(
 
 
 def rms_norm_reference(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None, offset: float = 0.0
-) -> torch.Tensor:
+    x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0
+) -> Tensor:
     """The same in plain torch."""
     if offset == 0.0 and weight_D.dtype == x_TD.dtype:
         y_TD = F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
@@ -46,8 +45,8 @@ def rms_norm_reference(
 
 
 def rms_norm_triton(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, out_TD: torch.Tensor | None = None, offset: float = 0.0
-) -> torch.Tensor:
+    x_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor | None = None, offset: float = 0.0
+) -> Tensor:
     """The same as a Triton kernel, a program a row."""
     size = weight_D.shape[0]
     y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if out_TD is None else out_TD
@@ -61,7 +60,7 @@ def rms_norm_triton(
     return y_TD
 
 
-def as_rows(x_TD: torch.Tensor, size: int) -> torch.Tensor:
+def as_rows(x_TD: Tensor, size: int) -> Tensor:
     """Whatever comes before the last dimension as one number of rows, without a copy."""
     assert x_TD.stride(-1) == 1 or size == 1, f"{x_TD.stride()=}: the elements of a row must lie side by side"
     return x_TD.view(-1, size)
@@ -86,13 +85,8 @@ def _rms_norm_kernel(p_x, p_weight, p_y, x_stride, y_stride, size, eps, OFFSET: 
 
 
 def add_rms_norm(
-    x_TD: torch.Tensor,
-    delta_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    out_TD: torch.Tensor,
-    offset: float = 0.0,
-) -> torch.Tensor:
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor, offset: float = 0.0
+) -> Tensor:
     """x += delta, rounded to x's dtype; then out = rms_norm(x). `out_TD` may be delta itself; rows may lie apart."""
     if can_run(x_TD):
         return add_rms_norm_triton(x_TD, delta_TD, weight_D, eps, out_TD, offset)
@@ -100,25 +94,15 @@ def add_rms_norm(
 
 
 def add_rms_norm_reference(
-    x_TD: torch.Tensor,
-    delta_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    out_TD: torch.Tensor,
-    offset: float = 0.0,
-) -> torch.Tensor:
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor, offset: float = 0.0
+) -> Tensor:
     """The same in plain torch."""
     return rms_norm_reference(x_TD.add_(delta_TD), weight_D, eps, out_TD, offset)
 
 
 def add_rms_norm_triton(
-    x_TD: torch.Tensor,
-    delta_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    out_TD: torch.Tensor,
-    offset: float = 0.0,
-) -> torch.Tensor:
+    x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float, out_TD: Tensor, offset: float = 0.0
+) -> Tensor:
     """The same as one Triton kernel, a program a row."""
     size = weight_D.shape[0]
     x_RD, delta_RD, y_RD = (as_rows(tensor, size) for tensor in (x_TD, delta_TD, out_TD))
@@ -126,33 +110,15 @@ def add_rms_norm_triton(
         block = next_power_of_two(size)
         strides = (x_RD.stride(0), delta_RD.stride(0), y_RD.stride(0))
         _add_rms_norm_kernel[(x_RD.shape[0],)](
-            x_RD,
-            delta_RD,
-            weight_D,
-            y_RD,
-            *strides,
-            size,
-            eps,
-            OFFSET=offset,
-            BLOCK=block,
-            num_warps=num_warps_for(block),
-        )
+            x_RD, delta_RD, weight_D, y_RD, *strides, size, eps,
+            OFFSET=offset, BLOCK=block, num_warps=num_warps_for(block),
+        )  # fmt: skip
     return out_TD
 
 
 @jit
 def _add_rms_norm_kernel(
-    p_x,
-    p_delta,
-    p_weight,
-    p_y,
-    x_stride,
-    delta_stride,
-    y_stride,
-    size,
-    eps,
-    OFFSET: constexpr,
-    BLOCK: constexpr,
+    p_x, p_delta, p_weight, p_y, x_stride, delta_stride, y_stride, size, eps, OFFSET: constexpr, BLOCK: constexpr
 ):
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
@@ -169,9 +135,7 @@ def _add_rms_norm_kernel(
     tl.store(p_y + i_row * y_stride + o_d, b_y.to(p_y.dtype.element_ty), mask=m_d)
 
 
-def layer_norm(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor, eps: float, out_TD: torch.Tensor
-) -> torch.Tensor:
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out_TD: Tensor) -> Tensor:
     """(x - mean) / std * weight + bias, row by row, with float32 statistics; `out_TD` may be x itself."""
     if not can_run(x_TD):
         return layer_norm_reference(x_TD, weight_D, bias_D, eps, out_TD)
@@ -182,9 +146,7 @@ def layer_norm(
     return out_TD
 
 
-def layer_norm_reference(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor, eps: float, out_TD: torch.Tensor
-) -> torch.Tensor:
+def layer_norm_reference(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, out_TD: Tensor) -> Tensor:
     """The same in plain torch."""
     return out_TD.copy_(F.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps))
 

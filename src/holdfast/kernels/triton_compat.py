@@ -1,4 +1,4 @@
-"""The one door to Triton: imported where a GPU or the interpreter can run it, absent elsewhere."""
+"""Triton and Gluon, imported if a GPU or the interpreter can run them; None otherwise. No other module imports them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,12 +7,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 INTERPRET_VARIABLE = "TRITON_INTERPRET"
 
 
 def _import() -> tuple[ModuleType | None, ModuleType | None]:
-    # Importing Triton takes a second, so a plain CPU run does without even where it is installed.
+    # Importing Triton takes a second, so a plain CPU run skips it even if it is installed.
     if not torch.cuda.is_available() and os.environ.get(INTERPRET_VARIABLE) != "1":
         return None, None
     try:
@@ -29,7 +30,7 @@ tl: Any = language
 
 
 def _import_gluon() -> tuple[Any, Any, Any, Any]:
-    # The interpreter does not know it; and it is an experiment of Triton's, so a version without it is no fault.
+    # The interpreter cannot run Gluon, and a Triton version may lack it: it is experimental.
     if triton is None or os.environ.get(INTERPRET_VARIABLE) == "1":
         return None, None, None, None
     try:
@@ -43,54 +44,51 @@ def _import_gluon() -> tuple[Any, Any, Any, Any]:
 
 
 gluon, gl, hopper, TensorDescriptor = _import_gluon()
-"""Triton's language below its compiler's choices: layouts, shared memory, barriers, warpgroups; all None where there is none."""
+"""Gluon: explicit layouts, shared memory, barriers and warpgroups. All four are None if it is absent."""
 
 if TYPE_CHECKING:
     constexpr = Any
 else:
     constexpr = tl.constexpr if tl is not None else None
-"""The annotation of a compile-time argument; Triton knows it by this name."""
+"""The annotation of a compile-time argument. Triton recognizes this name."""
 
 
-def kernel_constant(value: Any) -> Any:  # noqa: ANN401 whatever a kernel may read
-    """A constant of a module that kernels may read: Triton lets them read no other."""
+def kernel_constant(value: Any) -> Any:  # noqa: ANN401 any type that a kernel can read
+    """Wrap a module constant so that kernels can read it."""
     return value if tl is None else tl.constexpr(value)
 
 
 def jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 a kernel is launched by subscript, which no type describes
-    """triton.jit, or the plain function where there is no Triton to call it."""
+    """Apply triton.jit if Triton is present."""
     return triton.jit(function) if triton is not None else function
 
 
 def gluon_jit(function: Callable[..., Any]) -> Any:  # noqa: ANN401 as jit
-    """gluon.jit, or the plain function where there is no Gluon to call it."""
+    """Apply gluon.jit if Gluon is present."""
     return gluon.jit(function) if gluon is not None else function
 
 
 def gluon_jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
-    """jit_counting of a kernel in Gluon."""
+    """Like `jit_counting`, for a kernel in Gluon."""
     return gluon_jit if gluon is None else gluon.jit(do_not_specialize=counts)
 
 
 def jit_counting(*counts: str) -> Callable[[Callable[..., Any]], Any]:
-    """The same for a kernel whose arguments of these names change from step to step: numbers of rows, of blocks.
+    """Like `jit`, without a specialization for the arguments named: counts of rows or blocks that change every step.
 
-    Triton compiles anew for a number that is 1 and for a multiple of 16; counts are exempt, so that one compiled kernel takes
-    all of them. No width or stride is a count: a load is as wide as their divisors are known to allow. A pointer may be named too
-    where it begins anywhere, such as a row of a page table: it is compiled for whether it is aligned.
+    Never name a width or a stride: Triton makes loads as wide as their divisors allow. A pointer may be named if it need
+    not be aligned, such as one to a row of a block table.
     """
-    if triton is None:
-        return jit
-    return triton.jit(do_not_specialize=counts)
+    return jit if triton is None else triton.jit(do_not_specialize=counts)
 
 
 def kernel_value(function: Callable[..., Any]) -> Any:  # noqa: ANN401 as jit
-    """A plain function of constants that kernels may call while they are compiled, such as one that makes a layout."""
+    """Let kernels call a plain function of constants at compile time, such as one that makes a layout."""
     return triton.constexpr_function(function) if triton is not None else function
 
 
 class CompileCount:
-    """Kernels that were compiled, and others that an earlier start had left compiled."""
+    """Kernels compiled, and kernels found in Triton's cache."""
 
     def __init__(self) -> None:
         self.num_compiled = 0
@@ -99,7 +97,7 @@ class CompileCount:
 
 @contextmanager
 def counting_compiles(on_compile: Callable[[], None]) -> Iterator[CompileCount]:
-    """Count what Triton compiles meanwhile; `on_compile` is called after each kernel that was not found compiled."""
+    """Count Triton's compilations inside the context. Call `on_compile` after each one that was no cache hit."""
     count = CompileCount()
     knobs = getattr(getattr(triton, "knobs", None), "compilation", None)
     before = getattr(knobs, "listener", None)
@@ -107,9 +105,9 @@ def counting_compiles(on_compile: Callable[[], None]) -> Iterator[CompileCount]:
         yield count
         return
 
-    def listen(*, cache_hit: bool, **told: Any) -> None:  # noqa: ANN401 handed on as it is
+    def listen(*, cache_hit: bool, **facts: Any) -> None:  # noqa: ANN401 forwarded
         if before is not None:
-            before(cache_hit=cache_hit, **told)
+            before(cache_hit=cache_hit, **facts)
         if cache_hit:
             count.num_found += 1
         else:
@@ -124,38 +122,57 @@ def counting_compiles(on_compile: Callable[[], None]) -> Iterator[CompileCount]:
 
 
 def compiled_folder() -> str:
-    """Where Triton keeps what it has compiled, as far as it says so."""
+    """Return the folder of Triton's cache, or the words "Triton's cache" if its version does not say."""
     return str(getattr(getattr(getattr(triton, "knobs", None), "cache", None), "dir", "Triton's cache"))
 
 
-def can_run(tensor: torch.Tensor) -> bool:
-    """Whether Triton kernels run where this tensor lies."""
+def can_run(tensor: Tensor) -> bool:
+    """Return True if Triton kernels run on this tensor's device."""
     return triton is not None and tensor.is_cuda
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in the interpreter, which knows no assembler."""
+    """Return True if kernels run in Triton's interpreter, which has no inline assembler."""
     return os.environ.get(INTERPRET_VARIABLE) == "1"
 
 
-def supports_pdl(tensor: torch.Tensor) -> bool:
-    """Whether a kernel may be brought up while the one before it ends: GPUs from Hopper on.
-
-    Such a kernel waits for its inputs by itself (gdc_wait); without that it would read what is not written yet.
-    """
+def supports_pdl(tensor: Tensor) -> bool:
+    """Return True if the device supports programmatic dependent launch (sm_90+): kernels must then call gdc_wait."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
 def pdl_launch(pdl: bool) -> dict[str, bool]:
-    """The option of a launch that asks for it; nothing where it is not asked, which the interpreter does not know."""
+    """Return the launch option of programmatic dependent launch. It is absent if off: the interpreter rejects it."""
     return {"launch_pdl": True} if pdl else {}
 
 
-def shared_bytes(tensor: torch.Tensor) -> int:
-    """Shared memory that one program may have where this tensor lies: 227 KiB on a Hopper, 99 KiB on an Ada."""
+@jit
+def wait_then_release(PDL: constexpr):  # noqa: ANN201 a piece of kernels
+    """Wait for the kernel before this one, then let the next one start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def release_then_wait(PDL: constexpr):  # noqa: ANN201 a piece of kernels
+    """Let the next kernel start, then wait for the one before this."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def shared_bytes(tensor: Tensor) -> int:
+    """Return the shared memory that one program may use on this tensor's device: 227 KiB on Hopper, 99 KiB on Ada."""
     return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin if tensor.is_cuda else 2**18
 
 
 def next_power_of_two(number: int) -> int:
-    """The smallest power of two that is not below the number."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
+
+
+def check_dense(*tensors: Tensor | None) -> None:
+    """Assert that kernels may address these tensors by shape alone; None is skipped."""
+    for tensor in tensors:
+        assert tensor is None or tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()} is not dense"

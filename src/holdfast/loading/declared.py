@@ -1,10 +1,11 @@
-"""What is declared of the model that a person named: a folder, a GGUF file, a model of the Hub or the catalogue, or the default one; no torch.
+"""Declares the model that a user names: a folder, a GGUF file, a model of the Hub or the catalogue, or the default one; no torch.
 
-What a name does not need is not imported: a plan from the catalogue answers before a reader of weights is loaded.
+Imports are lazy: a plan from the catalogue answers before a reader of weights is loaded.
 """
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,10 +26,9 @@ GGUF_ENDING = "-gguf"
 
 
 def open_declared(model: str | None, revision: str | None = None) -> DeclaredModel:
-    """From config.json or a header alone, without weights; a path goes before a name.
+    """Declare a model from config.json or a header alone, without weights; a path comes before a name.
 
-    Of a model on the Hub the cache's config.json is read. Without one the catalogue is asked for a model of that name, and
-    only for a name that it does not know the Hub, for config.json alone.
+    For a model on the Hub, the cache's config.json comes first, then the catalogue, then config.json from the Hub.
     """
     if model is None:
         from holdfast.loading.model_files import find_default_model
@@ -50,17 +50,17 @@ def open_declared(model: str | None, revision: str | None = None) -> DeclaredMod
         try:
             located = fetch_hub_config(model, revision)
         except ModelNotFoundError as on_hub:
-            # A name of the catalogue that was mistyped looks like any other name on the Hub.
-            has, do = f"{error.has}, and {on_hub.has}", f"{error.do}; or {on_hub.do}"
-            raise ModelNotFoundError(on_hub.asked, has, do) from on_hub
+            # A mistyped name of the catalogue looks like any other name on the Hub.
+            raise on_hub.hinting(str(error)) from error
         if located is None:
-            raise ModelNotFoundError(error.asked, f"{error.has}, nor in the Hugging Face cache", error.do) from error
+            error.hinting("It is not in the Hugging Face cache either.")
+            raise
         return _read_folder(located.path, located.label)
     return _declare_known(name)
 
 
 def declare_file(file: str, name: str | None = None) -> DeclaredModel:
-    """From a config.json alone, whatever its folder holds; under a name if there is one, else that of its folder."""
+    """Declare a model from a config.json alone; its name is `name`, or that of its folder."""
     path = Path(file).expanduser()
     path = path / CONFIG_FILE if path.is_dir() else path
     config = read_json_object(path)
@@ -72,14 +72,14 @@ def declare_file(file: str, name: str | None = None) -> DeclaredModel:
 
 @lru_cache(maxsize=8)
 def _declare_known(name: str) -> DeclaredModel:
-    """A model of the catalogue. Whoever plans it again, with other options, finds listed what was listed of it before."""
+    """Declare a model of the catalogue, once for several plans with other options."""
     from holdfast.models.catalogue import find_model
 
     return declare_config(find_model(name)[1], name)
 
 
 def _bare(model: str) -> str:
-    """A name on the Hub without its revision and tag, as the catalogue has it; a copy in GGUF has the shapes of its model."""
+    """Return the catalogue's name of a model on the Hub: no revision, no tag, no -GGUF."""
     name = parse_hub_name(model)
     if name is None:
         return model
@@ -95,51 +95,47 @@ def _read_folder(folder: Path, label: str = "") -> DeclaredModel:
         if (file := gguf_of(folder, "auto")) is not None:
             return _read_file(file, label)
         if not has_file(folder, CONFIG_FILE):
-            raise ModelNotFoundError(
-                f"{folder} has no {CONFIG_FILE}",
-                "a folder is planned from that, or from the one GGUF model that it holds",
-                "pass the folder that holds a model's config.json",
-            )
+            example = "the folder that holds a model's config.json"
+            raise ModelNotFoundError("model.no_config", folder=folder, found="no GGUF model either", example=example)
         config = read_json_object(file_inside(folder, CONFIG_FILE))
     except OSError as error:
-        raise ModelNotFoundError(
-            f"{folder} cannot be read", str(error.strerror or error), "check the path and its permissions"
-        ) from error
+        raise ModelNotFoundError("file.unreadable", file=folder, reason=error.strerror or error) from error
     stored = None
     if has_file(folder, MANIFEST_FILE) or config.get(QUANTIZATION_KEY):
-        stored = _stored_in_headers(folder, name) or _stored_in_settings(config, name)
+        if (opened := _open_weights(folder)) is not None:
+            with closing(opened.source):
+                return declare_opened(opened, name)
+        stored = _stored_in_settings(config, name)
     if stored is not None:
         return stored
     declared = declare_config(config, name)
-    if declared.spec is not None and not _names_type(config):
-        return _typed_by_weights(folder, declared)
+    if declared.spec is not None and not _names_type(config) and (opened := _open_weights(folder)) is not None:
+        # The weights have the type that config.json does not name.
+        opened.source.close()
+        return declare_decoder(opened.spec, declared.name)
     return declared
 
 
 def _names_type(config: dict[str, object]) -> bool:
-    from holdfast.models.families import model_settings
+    from holdfast.models.grouped_readers import model_settings
     from holdfast.models.settings import Settings
 
     values = model_settings(Settings(config, CONFIG_FILE)).values
     return values.get("dtype") is not None or values.get("torch_dtype") is not None
 
 
-def _stored_in_headers(folder: Path, name: str) -> DeclaredModel | None:
-    """A quantized model whose weights are there is planned by what their headers say; None: by its settings alone."""
+def _open_weights(folder: Path) -> OpenModel | None:
+    """Open a folder's weights; None if they are absent or broken."""
     from holdfast.loading.model_files import open_directory
 
     try:
-        opened = open_directory(folder)
+        return open_directory(folder)
     except (ModelError, OSError):
         return None
-    try:
-        return declare_opened(opened, name)
-    finally:
-        opened.source.close()
 
 
 def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
-    """What is declared of a model whose headers have been read: with what it has quantized already, and what it left open."""
+    """Declare a model whose headers have been read, with its stored schemes and the weights that are still plain."""
     from holdfast.loading.gguf.parts import on_disk
     from holdfast.loading.planning.moves import choose_all
     from holdfast.loading.planning.plan import plan_load
@@ -147,7 +143,7 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
 
     declared, source = declare_decoder(opened.spec, name), opened.source
     tensors: dict[str, list[str]] = {}
-    if isinstance(source, QuantizedSource):  # nothing is open: all are as they will be
+    if isinstance(source, QuantizedSource):  # every weight has its final scheme
         plan = plan_quantized(opened.parameters, source, opened.spec.checkpoint_dtype)
     elif opened.stored is not None:
         plan = plan_load(opened.parameters, source, opened.spec.checkpoint_dtype, stored=opened.stored)
@@ -162,9 +158,9 @@ def declare_opened(opened: OpenModel, name: str) -> DeclaredModel:
 
 
 def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel | None:
-    """Without weights, the settings are believed."""
+    """Declare a quantized model by its settings alone; None if they do not describe one."""
     from holdfast.loading.planning.stored_schemes import quantization_of, read_stored_schemes
-    from holdfast.models.families import FAMILIES, named_architecture
+    from holdfast.models.grouped_readers import FAMILIES, named_architecture
     from holdfast.models.settings import Settings
 
     architecture = named_architecture(Settings(config, CONFIG_FILE), known_architectures())
@@ -177,44 +173,24 @@ def _stored_in_settings(config: dict[str, object], name: str) -> DeclaredModel |
         return declared
     stored.refuse_unread()
     weights = declared.parameters()
-    said_stored = [weight for weight in weights if stored.is_said_of(weight.kind, weight.tensors)]
-    for weight in said_stored:
+    declared_stored = [weight for weight in weights if stored.is_declared(weight.kind, weight.tensors)]
+    for weight in declared_stored:
         scheme = stored.of(weight.kind).scheme
         if (reason := scheme.unsupported(weight.shape)) is not None:
             raise UnsupportedModelError(
-                f"{CONFIG_FILE} says that {weight.name} is stored as {scheme.name}",
-                reason,
-                "use settings and weights of the same model",
+                "model.mismatch", file=CONFIG_FILE, problem=f"{weight.name} is stored as {scheme.name}, but {reason}"
             )
-    schemes = {weight.name: stored.of(weight.kind).scheme for weight in said_stored}
+    schemes = {weight.name: stored.of(weight.kind).scheme for weight in declared_stored}
     open_weights = frozenset(weight.name for weight in weights if not stored.leaves_alone(weight.tensors))
     return replace(declared, stored=schemes, open_weights=open_weights)
 
 
-def _typed_by_weights(folder: Path, declared: DeclaredModel) -> DeclaredModel:
-    """A config.json that names no type leaves it to the weights, if they are there."""
-    from holdfast.loading.model_files import open_directory
-
-    try:
-        opened = open_directory(folder)
-    except (ModelError, OSError):
-        return declared
-    opened.source.close()
-    return declare_decoder(opened.spec, declared.name)
-
-
 def _read_file(path: Path, label: str = "") -> DeclaredModel:
     from holdfast.loading.gguf.parts import model_name
-    from holdfast.loading.model_files import refuse_wrong_headers
+    from holdfast.loading.model_files import open_gguf, open_model, refuse_wrong_headers
 
-    if path.suffix == ".gguf":
-        from holdfast.loading.model_files import open_gguf
-
-        opened = open_gguf(path)
-    else:
-        from holdfast.loading.model_files import open_model  # knows what other files are, and says so
-
-        opened = open_model(str(path), "auto")
+    # `open_model` has the errors about other files.
+    opened = open_gguf(path) if path.suffix == ".gguf" else open_model(str(path), "auto")
     opened.source.close()
     refuse_wrong_headers(opened)
     return declare_opened(opened, label or model_name(opened.path))

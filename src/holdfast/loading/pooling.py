@@ -3,8 +3,8 @@
     modules.json              the steps in order: Transformer, Pooling, and Normalize if vectors have unit length
     1_Pooling/config.json     which rows are pooled: pooling_mode_lasttoken, pooling_mode_mean_tokens, ...
 
-A causal decoder has seen the whole text at its last token alone, so that is the pooling that is computed here. Any other mode is a
-refusal, which requests for embeddings are answered with; the model answers prompts all the same.
+Only the last token of a causal decoder has seen the whole text, so only last-token pooling is computed. Any other mode becomes a
+refusal for requests for embeddings; the model still answers prompts.
 """
 
 import re
@@ -14,58 +14,52 @@ from pathlib import Path
 
 from holdfast.errors import ModelFormatError, shown
 from holdfast.loading.planning.open_model import PoolingSettings
-from holdfast.loading.sources.files import (
-    AGAIN,
-    MAX_JSON_BYTES,
-    MODULES_FILE,
-    parse_json,
-    read_json_object,
-    read_small_file,
-)
+from holdfast.loading.sources.files import MAX_JSON_BYTES, MODULES_FILE, parse_json, read_json_object, read_small_file
 from holdfast.loading.sources.safetensors import file_inside, has_file
 
 LAST, MEAN = "lasttoken", "mean"
 GGUF_POOLING = {1: "mean pooling", 2: "cls pooling", 4: "rank pooling"}
-"""Values of {architecture}.pooling_type but 0, none, and 3, the last token."""
+"""Values of {architecture}.pooling_type except 0, none, and 3, the last token."""
 GGUF_LAST = 3
 _FOLDER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _STEPS = ("Transformer", "Pooling", "Normalize")
 
 
 def read_pooling(folder: Path, is_bare: bool = False) -> PoolingSettings:
-    """What the files of a folder say; `is_bare`: its checkpoint is a decoder without a head, which answers nothing well."""
+    """Read the pooling of a folder. `is_bare` is True for a checkpoint without a head, which cannot answer prompts."""
     if not has_file(folder, MODULES_FILE):
         return PoolingSettings(is_embedding=is_bare)
+    modules = parse_json(read_small_file(file_inside(folder, MODULES_FILE), MAX_JSON_BYTES), MODULES_FILE)
     steps: dict[str, str] = {}
-    for module in _modules(folder):
-        kind, path = module.get("type"), module.get("path")
+    for module in modules if isinstance(modules, list) else [modules]:
+        kind, path = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(path, str):
-            raise ModelFormatError(f"{MODULES_FILE} lists {shown(module)}", "type and path are texts there", AGAIN)
+            raise _wrong("a list of modules with type and path", module)
         steps[kind.rpartition(".")[2]] = path
+    if not isinstance(modules, list):
+        raise _wrong("a list of modules", modules)
     settings = PoolingSettings(is_embedding=True, normalizes="Normalize" in steps)
     other = next((step for step in steps if step not in _STEPS), None)
     if other is not None:
-        return replace(settings, refusal=f"{MODULES_FILE} asks for a {shown(other, 40)[1:-1]} layer, which is not here")
+        return replace(
+            settings, refusal=f"{MODULES_FILE} needs a {shown(other, 40)[1:-1]} layer, which is not supported"
+        )
     mode = _mode(folder, steps["Pooling"]) if "Pooling" in steps else LAST
     if mode is None:
         return replace(settings, refusal=f"{MODULES_FILE} names a pooling whose config.json is not in the folder")
     if mode != LAST:
-        return replace(settings, refusal=f"{MODULES_FILE} asks for {mode} pooling, and the last token is pooled here")
+        return replace(settings, refusal=f"{MODULES_FILE} needs {mode} pooling, and only the last token is pooled here")
     return settings
 
 
-def _modules(folder: Path) -> list[dict[str, object]]:
-    path = file_inside(folder, MODULES_FILE)
-    modules = parse_json(read_small_file(path, MAX_JSON_BYTES), MODULES_FILE)
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ModelFormatError(f"{MODULES_FILE} holds no list of modules", "sentence-transformers writes one", AGAIN)
-    return modules
+def _wrong(expected: str, found: object) -> ModelFormatError:
+    return ModelFormatError("file.wrong_content", file=MODULES_FILE, expected=expected, found=shown(found))
 
 
 def _mode(folder: Path, path: str) -> str | None:
-    """The name of the mode in a module's folder; None if its file is not there. Left out, it is sentence-transformers' mean."""
+    """Return the name of the mode in a module's folder; None without its file. sentence-transformers' default is mean."""
     if not _FOLDER.fullmatch(path) or set(path) == {"."}:
-        raise ModelFormatError(f"{MODULES_FILE} names the folder {shown(path)}", "a folder beside it is needed", AGAIN)
+        raise _wrong("paths of folders beside it", path)
     name = f"{path}/config.json"
     if not has_file(folder, name):
         return None
@@ -79,13 +73,12 @@ def _mode(folder: Path, path: str) -> str | None:
 
 
 def gguf_pooling(metadata: Mapping[str, object]) -> PoolingSettings:
-    """The same of a GGUF file."""
+    """Like `read_pooling`, from the metadata of a GGUF file."""
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     if not isinstance(kind, int) or isinstance(kind, bool):
         return PoolingSettings()
     settings = PoolingSettings(is_embedding=kind != 0)
     if kind in (0, GGUF_LAST):
         return settings
-    return replace(
-        settings, refusal=f"its file asks for {GGUF_POOLING.get(kind, f'pooling {kind}')}, and not the last token"
-    )
+    named = GGUF_POOLING.get(kind, f"pooling {kind}")
+    return replace(settings, refusal=f"its file needs {named}, and only the last token is pooled here")

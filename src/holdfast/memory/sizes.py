@@ -1,54 +1,40 @@
-"""Sizes in words: "20GiB" to bytes and back."""
+"""Sizes as text: "20GiB" to bytes and back."""
 
 import re
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError
 
+_PREFIXES = "kmgt"
 UNITS: dict[str, int] = {
     "": 1,
     "b": 1,
-    "k": 1024,
-    "kb": 1000,
-    "kib": 1024,
-    "m": 1024**2,
-    "mb": 1000**2,
-    "mib": 1024**2,
-    "g": 1024**3,
-    "gb": 1000**3,
-    "gib": 1024**3,
-    "t": 1024**4,
-    "tb": 1000**4,
-    "tib": 1024**4,
+    **{prefix: 1024**power for power, prefix in enumerate(_PREFIXES, 1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, 1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, 1)},
 }
+"""Bytes of a unit, in lower case."""
 MAX_BYTES = 2**63 - 1
-"""What an address can reach; arithmetic with anything larger stops being exact, and then stops."""
+"""The largest address."""
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3})\s*")
 
 
-def parse_bytes(text: str | int, option: str) -> int:
-    """Bytes of "20GiB", "512MB" or a plain number; a wrong one is named after the option that held it."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        num_bytes = text
-    else:
-        match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-        if match is None or match[2].lower() not in UNITS:
-            raise ConfigError(
-                f"{option}={shown(text)} is not a size", "a number with a unit is", 'write "20GiB" or "512MB"'
-            )
+def parse_bytes(value: object, name: str) -> int:
+    """Read "20GiB", "512MB" or a plain number of bytes. `name` is the option in errors."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    num_bytes = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        num_bytes = value
+    elif match is not None and match[2].lower() in UNITS:
         num_bytes = int(float(match[1]) * UNITS[match[2].lower()])
     if num_bytes <= 0:
-        raise ConfigError(
-            f"{option}={shown(text)} is no memory at all", "a size above zero is", 'write "20GiB" or "512MB"'
-        )
+        raise ConfigError("config.not_a_size", name=name, value=value)
     if num_bytes > MAX_BYTES:
-        raise ConfigError(
-            f"{option}={shown(text)} was asked", "no machine has as much memory", 'write "20GiB" or "512MB"'
-        )
+        raise ConfigError("value.too_large", name=name, value=value, maximum=f"{MAX_BYTES} bytes")
     return num_bytes
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size as a person reads it: three or four digits and a binary unit."""
+    """Print a size with three or four digits and a binary unit."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024 or unit == "GiB":

@@ -20,7 +20,7 @@ from holdfast.models.declared_weights import (
     weight_groups,
 )
 from holdfast.models.decoder_declaration import DecoderDeclaration
-from holdfast.models.families import FAMILIES
+from holdfast.models.grouped_readers import FAMILIES
 from holdfast.models.latent_declaration import LatentDeclaration
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import (

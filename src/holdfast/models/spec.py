@@ -119,7 +119,7 @@ class ModelSpec:
     architecture: str
     """The name in config.json, such as LlamaForCausalLM."""
     family: str
-    """The row in `models.families` that read it, such as llama."""
+    """The row in `models.grouped_readers` that read it, such as llama."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

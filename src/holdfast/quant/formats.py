@@ -4,11 +4,10 @@ A KV format says which planes one token of one layer occupies. Everything else (
 works from bytes and never asks which format it is; only an attention backend and its kernels know what the planes mean.
 """
 
-import difflib
 from dataclasses import dataclass
 from math import prod
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError, did_you_mean
 
 DTYPE_BYTES: dict[str, int] = {
     "float64": 8,
@@ -219,13 +218,9 @@ QUANTIZED_HEAD_DIM = 16
 
 
 def kv_format(name: str) -> KVFormat:
-    """The format of that name."""
+    """Look up a format by its name."""
     found = ALL_KV_FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
-        near = difflib.get_close_matches(name, ALL_KV_FORMATS, n=1) if isinstance(name, str) else []
-        raise ConfigError(
-            f"kv_cache_dtype={shown(name)} was asked",
-            f"the formats are {', '.join(ALL_KV_FORMATS)}",
-            f"try {near[0] if near else 'bfloat16'}",
-        )
+        error = ConfigError("value.not_one_of", name="kv_cache_dtype", value=name, accepted=tuple(ALL_KV_FORMATS))
+        raise error.hinting(did_you_mean(name, ALL_KV_FORMATS))
     return found

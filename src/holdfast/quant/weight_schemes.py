@@ -11,7 +11,6 @@ int8          int8    float32, one a row                                 as they
 mxfp4         e2m1    e8m0 (a power of two), one for every 32 columns    as they are
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from functools import lru_cache, reduce
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError, did_you_mean
 from holdfast.quant.formats import bytes_for
 
 SCALE_SUFFIX = ".scale"
@@ -111,19 +110,15 @@ HEAD_SCHEME = INT8
 of the two codes of eight bits int8 loses a tenth of what e4m3 does on rows without outliers (docs/log.md)."""
 
 
-def find_scheme(name: str | None) -> WeightScheme | None:
-    """A scheme by name; None and "none" leave weights as the checkpoint has them."""
-    if name is None or name == UNQUANTIZED:
+def find_scheme(value: object, name: str = "quantization") -> WeightScheme | None:
+    """Look up a scheme by its name; None and "none" leave weights as the checkpoint has them."""
+    if value is None or value == UNQUANTIZED:
         return None
-    scheme = WEIGHT_SCHEMES.get(name) if isinstance(name, str) else None
+    scheme = WEIGHT_SCHEMES.get(value) if isinstance(value, str) else None
     if scheme is None:
         names = (UNQUANTIZED, *WEIGHT_SCHEMES)
-        near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
-        raise ConfigError(
-            f"quantization={shown(name)} was asked",
-            f"the choices are {', '.join(names)}",
-            f"try {near[0] if near else FP8.name}",
-        )
+        error = ConfigError("value.not_one_of", name=name, value=value, accepted=names)
+        raise error.hinting(did_you_mean(value, names))
     return scheme
 
 
@@ -148,13 +143,10 @@ class WeightRecipe:
 
     def __post_init__(self) -> None:
         if self.embeddings not in EMBEDDING_CHOICES:
-            raise ConfigError(
-                f"quantized embeddings {shown(self.embeddings)} were asked",
-                f"the choices are {', '.join(EMBEDDING_CHOICES)}",
-                "take head, which quantizes the head alone",
-            )
+            values = {"name": "quantized_embeddings", "value": self.embeddings, "accepted": EMBEDDING_CHOICES}
+            raise ConfigError("value.not_one_of", **values)
         for pattern in self.ignore:
-            _check_pattern(pattern)
+            check_pattern(pattern, "quantization_ignore")
 
     def scheme_for(self, kind: str, names: Iterable[str]) -> WeightScheme | None:
         """The scheme of a weight of this kind ("linear", "expert", "head", ...), known by any of these names; None: as it is.
@@ -182,15 +174,20 @@ AS_STORED = WeightRecipe()
 """Nothing is quantized."""
 
 
-def _check_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern.removeprefix(REGEX_PREFIX) if pattern.startswith(REGEX_PREFIX) else "")
-    except re.error as error:
-        raise ConfigError(
-            f"weights that match {shown(pattern)} are to stay as they are",
-            f"it is no regular expression: {error}",
-            'correct it, or give a glob without "re:"',
-        ) from error
+def check_pattern(pattern: object, name: str) -> None:
+    """Refuse a pattern that matches nothing whatever the model is."""
+    problem = ""
+    if not isinstance(pattern, str):
+        problem = "is not a string"
+    elif not pattern.strip().removeprefix(REGEX_PREFIX):
+        problem = "is empty"
+    elif pattern.strip().startswith(REGEX_PREFIX):
+        try:
+            re.compile(pattern.strip().removeprefix(REGEX_PREFIX))
+        except (re.error, RecursionError, OverflowError) as error:
+            problem = f"is not a regular expression ({error})"
+    if problem:
+        raise ConfigError("config.pattern", name=name, value=pattern, problem=problem)
 
 
 @lru_cache(maxsize=256)

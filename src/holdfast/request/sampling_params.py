@@ -1,4 +1,4 @@
-"""SamplingParams: how one request wants its tokens chosen; validated at once, every field bounded; no torch."""
+"""SamplingParams: how to sample the tokens of one request; validated at once, every field bounded; no torch."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from holdfast.errors import KeywordError, RequestError, shown
+from holdfast.errors import KeywordError, RequestError
 from holdfast.request.structured import StructuredOutputs
 from holdfast.request.vllm_names import SAMPLING_NAMES, own_structured, settle, with_vllm_names
 
@@ -28,7 +28,7 @@ _SWITCHES = (
 
 
 class RequestOutputKind(StrEnum):
-    """What each output of AsyncLLM.generate and LLMEngine.step holds."""
+    """Content of each output of AsyncLLM.generate and LLMEngine.step."""
 
     CUMULATIVE = "cumulative"
     """The answer so far."""
@@ -41,10 +41,10 @@ class RequestOutputKind(StrEnum):
 @with_vllm_names(SAMPLING_NAMES, own_structured)
 @dataclass(kw_only=True, unsafe_hash=True)
 class SamplingParams:
-    """How one request wants its tokens chosen. Names and meanings are those that vLLM's users type.
+    """How to sample the tokens of one request, in vLLM's names.
 
-    max_tokens has no default bound here (vLLM: 16): left out, an answer may fill the context.
-    A field may be set later and is checked then; a request keeps the values that it was made with.
+    Without max_tokens an answer may fill the context (vLLM: 16 tokens). A field may be set later and is checked then; a request
+    keeps the values that it was created with.
     """
 
     n: int = 1
@@ -68,11 +68,11 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens may be generated; name an end token among them, or the answer ends by length."""
     bad_words: tuple[str, ...] = ()
-    """Texts that are not generated: the last token of each, with and without a space before it, is ruled out where
-    the answer so far ends in the others."""
+    """Texts that are not generated: the last token of each, with and without a space before it, is banned when the answer
+    ends in the others."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that an answer must have; a dict of its fields is taken too. Only what keeps to it can be chosen, and the answer
-    ends where it is complete, whatever min_tokens and ignore_eos say. A stop string or max_tokens may cut it short."""
+    """The grammar that an answer follows; a dict of its fields is accepted too. The answer ends when it is complete, whatever
+    min_tokens and ignore_eos are. A stop string or max_tokens may cut it short."""
     seed: int | None = None
     """Fixes the random choices of this request whatever runs beside it; None takes one from the engine's seed."""
     stop: tuple[str, ...] = ()
@@ -82,13 +82,13 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's own end tokens."""
     max_tokens: int | None = None
-    """Most tokens to generate. None, the default: as many as the context has room for; a larger number is cut to that."""
+    """Most tokens to generate. None: as many as the context holds; a larger number is cut to that."""
     min_tokens: int = 0
     """Before this many tokens neither an end token nor a stop string ends the generation."""
     logprobs: int | None = None
     """Report the log-probability of each chosen token and of this many most likely ones."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt."""
+    """Like logprobs, for each token of the prompt."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
     include_stop_str_in_output: bool = False
@@ -96,16 +96,16 @@ class SamplingParams:
     detokenize: bool = True
     """Make text of the tokens; without it outputs have token ids alone, and stop strings cannot be used."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the prompt's last tokens; -1 keeps what the context has room for."""
+    """Keep only this many of the prompt's last tokens; -1 keeps as many as the context holds."""
     skip_reading_prefix_cache: bool = False
-    """Compute the whole prompt, even where another one began alike."""
+    """Compute the whole prompt, even if a prefix of it is cached."""
     priority: int = 0
-    """Requests that wait start in this order, the lowest number first, and in order of arrival among equals. Where pages run
-    out, the highest number gives way first. As long as lower numbers keep coming, higher ones wait."""
+    """Waiting requests start in this order, the lowest number first, then in order of arrival. When pages run out, the highest
+    number is preempted first. While lower numbers keep arriving, higher ones wait."""
 
     output_kind: RequestOutputKind | str = RequestOutputKind.CUMULATIVE
-    """What each output of AsyncLLM.generate and LLMEngine.step holds: cumulative, delta or final_only. LLM.generate gives whole
-    answers, and stream gives deltas, whatever this says."""
+    """Content of each output of AsyncLLM.generate and LLMEngine.step: cumulative, delta or final_only. LLM.generate always
+    returns whole answers, and stream yields deltas."""
 
     def __post_init__(self) -> None:
         if self.seed == -1 and not isinstance(self.seed, bool):
@@ -114,18 +114,14 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             ids = _token_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)
             if not ids:
-                raise RequestError(
-                    "allowed_token_ids=[] was asked", "no token could be chosen", "name some, or leave it out"
-                )
+                raise RequestError("request.no_allowed_tokens", name="allowed_token_ids")
             _set(self, "allowed_token_ids", ids)
         if self.structured_outputs is not None:
             _set(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.truncate_prompt_tokens is not None:
             _integer(self, "truncate_prompt_tokens", -1, 2**31 - 1)
             if self.truncate_prompt_tokens == 0:
-                raise RequestError(
-                    "truncate_prompt_tokens=0 was asked", "a prompt has at least 1 token", "leave it out"
-                )
+                raise RequestError("request.truncate_to_nothing", name="truncate_prompt_tokens")
         _set(self, "stop", _strings(self.stop, "stop", MAX_STOP_STRINGS))
         _set(self, "stop_token_ids", _token_ids(self.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS))
         _set(self, "logit_bias", _logit_bias(self.logit_bias))
@@ -147,27 +143,21 @@ class SamplingParams:
             _integer(self, "max_tokens", 1, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
-                    f"min_tokens={self.min_tokens} was asked",
-                    f"max_tokens is {self.max_tokens}",
-                    "ask for at most max_tokens",
+                    "request.min_above_max", name="min_tokens", minimum=self.min_tokens, maximum=self.max_tokens
                 )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(self, name, 0, MAX_LOGPROBS)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(
-                    f"{name}={shown(getattr(self, name))} was asked", "it is a switch", "pass True or False"
-                )
+                raise RequestError("value.not_bool", name=name, value=getattr(self, name))
         _set(self, "output_kind", _output_kind(self.output_kind))
         if self.stop and not self.detokenize:
-            raise RequestError(
-                "stop was asked with detokenize=False", "there is no text to look in", "use stop_token_ids"
-            )
+            raise RequestError("request.stop_without_text", name="stop")
         _set(self, _SOUND, True)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """A field set later is checked like one of a new SamplingParams."""
+        """Check a field that is set later like one of a new SamplingParams."""
         if _SOUND not in self.__dict__:
             _set(self, name, value)
             return
@@ -178,21 +168,19 @@ class SamplingParams:
             _set(self, key, getattr(changed, key))
 
     def clone(self) -> "SamplingParams":
-        """Params of their own with the same values."""
+        """Return a copy."""
         return copy(self)
 
     @classmethod
     def from_optional(cls, **options: object) -> "SamplingParams":
-        """The same from options of which None means the default; logit_bias may have ids as text, and is bounded."""
+        """Like the constructor, with None for a default; logit_bias may have ids as text, and is clamped."""
         given = {name: value for name, value in options.items() if value is not None or name in ("seed", "max_tokens")}
         bias = given.get("logit_bias")
         if isinstance(bias, Mapping):
             try:
                 given["logit_bias"] = {int(token): min(100.0, max(-100.0, number)) for token, number in bias.items()}
             except (TypeError, ValueError) as error:
-                raise RequestError(
-                    f"logit_bias={shown(bias)} was asked", "token ids and numbers work", "map token ids to numbers"
-                ) from error
+                raise RequestError("request.not_mapping", name="logit_bias", value=bias) from error
         return cls(**given)  # type: ignore[arg-type]
 
     @property
@@ -211,42 +199,36 @@ def _set(params: SamplingParams, name: str, value: object) -> None:
 
 def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:
     value = getattr(params, name)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(
-            f"{name}={shown(value)} was asked", f"a whole number from {low} to {high} works", "change it"
-        )
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError("value.not_integer", name=name, value=value)
+    if not low <= value <= high:
+        raise RequestError("value.out_of_range", name=name, value=value, minimum=low, maximum=high)
 
 
 def _number(params: SamplingParams, name: str, low: float, high: float, low_excluded: bool = False) -> None:
     value = getattr(params, name)
     sound = isinstance(value, int | float) and not isinstance(value, bool)  # NaN fails every comparison below
     if not sound or not low <= value <= high or (low_excluded and value == low):
-        words = f"above {low:g} and at most {high:g}" if low_excluded else f"from {low:g} to {high:g}"
-        raise RequestError(f"{name}={shown(value)} was asked", f"a finite number {words} works", "change it")
+        bounds = f"above {low:g} and at most {high:g}" if low_excluded else f"from {low:g} to {high:g}"
+        raise RequestError("request.number_range", name=name, value=value, bounds=bounds)
     _set(params, name, float(value))
 
 
 def _output_kind(kind: object) -> RequestOutputKind:
     if kind not in tuple(RequestOutputKind):
-        works = f"{', '.join(RequestOutputKind)} work"
-        raise RequestError(f"output_kind={shown(kind)} was asked", works, "pass one, or a RequestOutputKind")
+        raise RequestError("value.not_one_of", name="output_kind", value=kind, accepted=list(RequestOutputKind))
     return RequestOutputKind(kind)  # type: ignore[arg-type]
 
 
 def _strings(strings: object, name: str, most: int) -> tuple[str, ...]:
-    words = name.replace("_", " ").removesuffix("s")
     listed = (strings,) if isinstance(strings, str) else strings if strings is not None else ()
     if not isinstance(listed, SequenceABC) or not all(isinstance(string, str) and string for string in listed):
-        raise RequestError(
-            f"{name}={shown(strings)} was asked", "non-empty strings work", 'pass a string or a list such as ["\\n"]'
-        )
+        raise RequestError("request.not_strings", name=name, value=strings)
     if len(listed) > most:
-        raise RequestError(f"{len(listed)} {words} strings were asked", f"at most {most} work", "pass fewer")
+        raise RequestError("request.too_many", name=name, count=len(listed), maximum=most)
     longest = max((len(string) for string in listed), default=0)
     if longest > MAX_STOP_STRING_CHARS:
-        raise RequestError(
-            f"a {words} string of {longest} characters was asked", f"at most {MAX_STOP_STRING_CHARS} work", "shorten it"
-        )
+        raise RequestError("request.too_long", name=name, count=longest, maximum=MAX_STOP_STRING_CHARS)
     return tuple(dict.fromkeys(listed))
 
 
@@ -254,15 +236,11 @@ def _token_ids(token_ids: object, name: str, most: int) -> tuple[int, ...]:
     if token_ids is None:
         return ()
     if not isinstance(token_ids, SequenceABC) or isinstance(token_ids, str | bytes):
-        raise RequestError(
-            f"{name}={shown(token_ids)} was asked", "a list of token ids works", "pass a list of integers"
-        )
+        raise RequestError("request.not_token_ids", name=name, value=token_ids)
     if len(token_ids) > most:
-        raise RequestError(f"{len(token_ids)} {name} were asked", f"at most {most} work", "pass fewer")
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**31 for token in token_ids):
-        raise RequestError(
-            f"{name}={shown(token_ids)} was asked", "token ids from 0 up work", "pass a list of integers"
-        )
+        raise RequestError("request.too_many", name=name, count=len(token_ids), maximum=most)
+    if not all(type(token) is int and 0 <= token < 2**31 for token in token_ids):
+        raise RequestError("request.not_token_ids", name=name, value=token_ids)
     return tuple(dict.fromkeys(token_ids))
 
 
@@ -270,13 +248,10 @@ def _logit_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, dict):
-        raise RequestError(f"logit_bias={shown(bias)} was asked", "a dict works", "map token ids to numbers")
-    if len(bias) > MAX_LOGIT_BIASES:
-        raise RequestError(f"{len(bias)} logit biases were asked", f"at most {MAX_LOGIT_BIASES} work", "pass fewer")
-    _token_ids(list(bias), "logit_bias keys", MAX_LOGIT_BIASES)
+        raise RequestError("request.not_mapping", name="logit_bias", value=bias)
+    _token_ids(list(bias), "logit_bias", MAX_LOGIT_BIASES)
     for token, value in bias.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-            raise RequestError(
-                f"logit_bias[{token}]={shown(value)} was asked", "numbers from -100 to 100 work", "change it"
-            )
+            bounds = "from -100 to 100"
+            raise RequestError("request.number_range", name=f"logit_bias[{token}]", value=value, bounds=bounds)
     return {token: float(value) for token, value in bias.items()}

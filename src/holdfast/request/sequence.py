@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.step import NO_STEP, Step
+from holdfast.request.wire import Count, TokenId
 
 
 class SequenceState(Enum):
@@ -158,14 +159,13 @@ NO_TOKEN = -1
 """In place of a token id: the logits of this sequence held NaN, so nothing can be chosen and the sequence fails."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """One token's log-probability and rank among all tokens (1 is the argmax), and the most likely tokens there."""
 
-    token_id: int
+    token_id: TokenId
     logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
+    rank: Count
+    top: tuple[tuple[TokenId, float], ...]
     """(token id, log-probability), most likely first."""
 
 

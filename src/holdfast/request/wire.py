@@ -1,171 +1,209 @@
-"""Wire: values as bytes and back, with the standard library alone; what arrives is checked before it is believed; no torch.
+"""Wire: typed messages as checked frames between processes; msgspec is imported with the first one; no torch.
 
-frame    magic (4) | version (2) | kind (2) | length of the body (4) | checksum of the body (4) | body
-body     int    8 bytes, signed, little-endian
-         ints   an int, how many, then 4 bytes each where all of them fit (a flag says so), else 8
-         text   an int, how many bytes, then UTF-8
+frame    magic (4) | version (2) | kind (2) | length of the body (4) | CRC-32 of the body (4) | body
+body     msgpack of (number, message)
 
-Nothing in here runs code out of data: a reader gives integers, floats, bytes and text, and whoever asks for them makes
-values of those through constructors that check.
+A message is a dataclass or a NamedTuple. Its annotations are its schema: a `Codec` decodes by them, so a value of another type
+or out of bounds raises MessageError. Decoding runs no code from the data.
 """
 
-import builtins
 import struct
 import zlib
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from holdfast.errors import MessageError
+from holdfast.errors import HoldfastError, MemoryPlanError, MessageError, PlanChange, PlanTable
 
 MAGIC = b"HFST"
-VERSION = 1
+VERSION = 2
 MAX_BODY_BYTES = 2**30
-MAX_INT32 = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
+MAX_POOLED_BYTES = 4 * 2**20
+"""Bytes of one hidden state: far more than any model has."""
 _HEADER = struct.Struct("<4sHHII")
 HEADER_BYTES = _HEADER.size
-_INT = struct.Struct("<q")
-_FLOAT = struct.Struct("<d")
 
 
-class Writer:
-    """Collects a body."""
+class LateType:
+    """A type hint that resolves when a decoder is built, by the protocol of `typing.NewType`."""
+
+    def __init__(self, resolve: Callable[[], Any]) -> None:
+        self._resolve = resolve
+
+    @property
+    def __supertype__(self) -> Any:  # noqa: ANN401 a type expression
+        return self._resolve()
+
+    def __call__(self, value: object) -> object:
+        return value
+
+
+def _bounded(kind: type, **bounds: int) -> LateType:
+    return LateType(lambda: Annotated[kind, _msgspec().Meta(**bounds)])
+
+
+def length_bound(maximum: int) -> object:
+    """Annotation of a collection with at most so many items."""
+    return _msgspec().Meta(max_length=maximum)
+
+
+class _Made(type):
+    """Class of the types below: msgspec accepts any instance that `from_plain` returns."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return True
+
+
+def made_by(make: Callable[[Any], object]) -> LateType:
+    """Type of a value whose plain form `make` checks and converts."""
+    return LateType(lambda: _Made("Made", (), {"from_plain": staticmethod(make)}))
+
+
+if TYPE_CHECKING:
+    Count: TypeAlias = int
+    Positive: TypeAlias = int
+    TokenId: TypeAlias = int
+    TokenIdOrNone: TypeAlias = int
+    TokenIds: TypeAlias = tuple[int, ...]
+    Pooled: TypeAlias = bytes
+    AnyError: TypeAlias = HoldfastError
+else:
+    Count = _bounded(int, ge=0)
+    Positive = _bounded(int, ge=1)
+    TokenId = _bounded(int, ge=0, le=MAX_TOKEN_ID)
+    TokenIdOrNone = _bounded(int, ge=-1, le=MAX_TOKEN_ID)
+    TokenIds = LateType(lambda: Annotated[tuple[TokenId, ...], _msgspec().Meta(min_length=1)])
+    Pooled = _bounded(bytes, max_length=MAX_POOLED_BYTES)
+    AnyError = made_by(lambda plain: _error(plain))
+
+
+class Codec:
+    """Encodes messages of the given types as frames, and decodes them."""
+
+    def __init__(self, types: Mapping[int, Any], check: Callable[[Any], None] | None = None) -> None:
+        """`types` by the kind of their frames; `check` raises for a message whose fields contradict each other."""
+        self._types = types
+        self._kinds = {kind_type: kind for kind, kind_type in types.items()}
+        self._check = check
+        self._decoders: dict[int, Any] = {}
+
+    def encode(self, message: object, number: int) -> bytes:
+        """Return a message as one frame."""
+        return seal(self._kinds[type(message)], _encoder().encode((number, message)))
+
+    def decode(self, frame: bytes) -> tuple[int, Any]:
+        """Return the number of a message and the message, or raise MessageError."""
+        kind, body = open_frame(frame)
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            if kind not in self._types:
+                raise MessageError("wire.unknown_kind", found=kind)
+            decoder = _msgspec().msgpack.Decoder(tuple[Positive, self._types[kind]], dec_hook=_from_plain)
+            self._decoders[kind] = decoder
+        try:
+            number, message = decoder.decode(body)
+            if self._check is not None:
+                self._check(message)
+        except MessageError:
+            raise
+        except (
+            *(HoldfastError, _msgspec().MsgspecError),
+            *(ValueError, TypeError, KeyError, AttributeError, RecursionError),
+        ) as error:
+            raise MessageError("wire.malformed", reason=str(error)) from error
+        return number, message
+
+
+class Numbering:
+    """Sequence numbers of one direction: each message arrives once, in order."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self.last = 0
 
-    def int(self, number: int) -> None:
-        self._parts.append(_INT.pack(number))
+    def next(self) -> int:
+        """Number one more message to send."""
+        self.last += 1
+        return self.last
 
-    def float(self, number: float) -> None:
-        self._parts.append(_FLOAT.pack(number))
-
-    def ints(self, numbers: Iterable[builtins.int]) -> None:
-        """A list of integers below 2**63 either way."""
-        if not isinstance(numbers, (list, tuple)):
-            numbers = list(numbers)
-        count = len(numbers)
-        try:
-            packed = struct.pack(f"<q{count}i", 2 * count, *numbers)
-        except struct.error:
-            packed = struct.pack(f"<q{count}q", 2 * count + 1, *numbers)
-        self._parts.append(packed)
-
-    def bytes(self, data: bytes) -> None:
-        self._parts.append(_INT.pack(len(data)))
-        self._parts.append(data)
-
-    def text(self, text: str) -> None:
-        self.bytes(text.encode())
-
-    def body(self) -> builtins.bytes:
-        """Everything so far."""
-        return b"".join(self._parts)
-
-    def frame(self, kind: builtins.int) -> builtins.bytes:
-        """Everything so far as a whole message."""
-        return seal(kind, self.body())
+    def accept(self, number: int) -> None:
+        """Raise MessageError unless this is the next number."""
+        if number != self.last + 1:
+            raise MessageError("wire.out_of_order", number=number, expected=self.last + 1)
+        self.last = number
 
 
 def seal(kind: int, body: bytes) -> bytes:
-    """A body as a whole message."""
+    """Put a header before a body."""
     return _HEADER.pack(MAGIC, VERSION, kind, len(body), zlib.crc32(body)) + body
 
 
-def pack_lists(first: int, numbers: list[int], second: int, others: list[int]) -> bytes:
-    """An int and a list, twice, as a Writer writes them, in one call: for what others wait for."""
-    sizes = len(numbers), len(others)
-    try:
-        form = f"<qq{sizes[0]}iqq{sizes[1]}i"
-        return struct.pack(form, first, 2 * sizes[0], *numbers, second, 2 * sizes[1], *others)
-    except struct.error:  # a number that does not fit into four bytes
-        writer = Writer()
-        writer.int(first)
-        writer.ints(numbers)
-        writer.int(second)
-        writer.ints(others)
-        return writer.body()
-
-
-class Reader:
-    """Takes a body apart, in the order in which it was written; never past its end."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-        self._place = 0
-
-    def int(self, low: int = -(2**63), high: int = 2**63 - 1) -> int:
-        (number,) = _INT.unpack(self._take(_INT.size))
-        if not low <= number <= high:
-            refuse(f"it holds {number} where {low} to {high} are possible")
-        return number
-
-    def float(self) -> float:
-        return _FLOAT.unpack(self._take(_FLOAT.size))[0]
-
-    def ints(self, low: builtins.int = -(2**63), high: builtins.int = 2**63 - 1) -> tuple[builtins.int, ...]:
-        """A list of integers, each within the bounds."""
-        count, is_wide = divmod(self.int(0, 2 * MAX_BODY_BYTES), 2)
-        data = self._take(count * (8 if is_wide else 4))
-        numbers = struct.unpack(f"<{count}{'q' if is_wide else 'i'}", data)
-        # Nearly every list is of counts or ids: then its bytes show at once that none is below 0, and none can be too large.
-        if not is_wide and low <= 0 and high >= MAX_INT32 and data[3::4].isascii():
-            return numbers
-        if numbers and not (low <= min(numbers) and max(numbers) <= high):
-            refuse(f"it lists {min(numbers)} to {max(numbers)} where {low} to {high} are possible")
-        return numbers
-
-    def bytes(self) -> bytes:
-        return self._take(self.int(0, MAX_BODY_BYTES))
-
-    def text(self) -> str:
-        try:
-            return self.bytes().decode()
-        except UnicodeDecodeError as error:
-            raise MessageError("a message came", "its text is not UTF-8", "send it again") from error
-
-    def end(self) -> None:
-        """Everything was read."""
-        if self._place != len(self._body):
-            refuse(f"{len(self._body) - self._place} bytes follow its end")
-
-    def _take(self, count: builtins.int) -> builtins.bytes:
-        end = self._place + count
-        if end > len(self._body):
-            refuse("it ends before what it announces")
-        taken = self._body[self._place : end]
-        self._place = end
-        return taken
-
-
 def body_length(header: bytes) -> tuple[int, int]:
-    """The kind of a message and the bytes that follow its first HEADER_BYTES, once these are found sound."""
+    """Check a header; return the kind of the message and the bytes that follow."""
     if len(header) < HEADER_BYTES:
-        refuse(f"it has {len(header)} bytes, and a header alone has {HEADER_BYTES}")
+        raise MessageError("wire.truncated", found=len(header), expected=HEADER_BYTES)
     magic, version, kind, length, _ = _HEADER.unpack_from(header)
     if magic != MAGIC:
-        refuse("it does not begin as one of Holdfast's")
+        raise MessageError("wire.wrong_magic")
     if version != VERSION:
-        raise MessageError(
-            f"a message of version {version} came",
-            f"version {VERSION} is spoken here",
-            "run the same release on both sides",
-        )
+        raise MessageError("wire.wrong_version", version=version, own=VERSION)
     if length > MAX_BODY_BYTES:
-        refuse(f"it announces {length} bytes, and at most {MAX_BODY_BYTES} are taken")
+        raise MessageError("wire.too_long", length=length, maximum=MAX_BODY_BYTES)
     return kind, length
 
 
-def open_frame(frame: bytes) -> tuple[int, Reader]:
-    """The kind and the body of a whole message."""
+def open_frame(frame: bytes) -> tuple[int, bytes]:
+    """Check a whole frame; return its kind and its body."""
     kind, length = body_length(frame)
     body = frame[HEADER_BYTES:]
     if len(body) != length:
-        refuse(f"it has {len(body)} bytes where it announces {length}")
+        raise MessageError("wire.truncated", found=len(body), expected=length)
     if zlib.crc32(body) != _HEADER.unpack_from(frame)[4]:
-        refuse("its checksum is another one")
-    return kind, Reader(body)
+        raise MessageError("wire.checksum")
+    return kind, body
 
 
-def refuse(has: str) -> NoReturn:
-    """No: the sentence says what is wrong with a message."""
-    raise MessageError("a message came", has, "send it again, whole and as it was made")
+@cache
+def _msgspec() -> Any:  # noqa: ANN401 a module
+    import msgspec
+
+    return msgspec
+
+
+@cache
+def _encoder() -> Any:  # noqa: ANN401 msgspec's
+    return _msgspec().msgpack.Encoder(enc_hook=_to_plain)
+
+
+def _from_plain(kind: Any, plain: object) -> object:  # noqa: ANN401 a type with `from_plain`
+    return kind.from_plain(plain)
+
+
+def _to_plain(value: object) -> object:
+    assert isinstance(value, HoldfastError), f"a {type(value).__name__} does not travel"
+    plain = {name: _sendable(part) for name, part in value.to_plain().items()}
+    if isinstance(value, MemoryPlanError):
+        plain |= {"table": value.table, "changes": value.changes}
+    return plain
+
+
+def _sendable(value: Any) -> Any:  # noqa: ANN401 part of a plain error
+    """Replace what msgpack cannot hold: lone surrogates and integers of more than 64 bits."""
+    match value:
+        case dict():
+            return {name: _sendable(part) for name, part in value.items()}
+        case list():
+            return [_sendable(part) for part in value]
+        case int() if value.bit_length() > 63:
+            return str(value)
+        case str():
+            return value.encode(errors="replace").decode()
+    return value
+
+
+def _error(plain: dict[str, Any]) -> HoldfastError:
+    error = HoldfastError.from_plain(plain)
+    if isinstance(error, MemoryPlanError):
+        error.table = _msgspec().convert(plain["table"], PlanTable | None)
+        error.changes = _msgspec().convert(plain["changes"], tuple[PlanChange, ...])
+    return error

@@ -179,7 +179,7 @@ def load_words(report: LoadReport) -> str:
     words = f"final {format_bytes(report.final_bytes)}, peak {format_bytes(peak_bytes)} as planned"
     if report.peak_allocated_bytes is not None:
         words += f", {format_bytes(report.peak_allocated_bytes)} as the allocator counts"
-    return f"{words}; {report.words}"
+    return f"{words}; {report.summary}"
 
 
 class RunnerBuild:

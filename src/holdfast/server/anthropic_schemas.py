@@ -1,4 +1,4 @@
-"""Requests and answers of Anthropic's Messages API: every field bounded, as pydantic models; unknown fields change nothing."""
+"""Request models of Anthropic's Messages API; every field is bounded, unknown fields are ignored."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,36 +7,37 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from holdfast.request.sampling_params import MAX_STOP_STRINGS
 from holdfast.server.bodies import OpenBody
 from holdfast.server.fields import (
-    MAX_INT,
     MAX_MESSAGES,
     MAX_TOOLS,
-    UNUSED,
-    WHOLE,
+    Description,
+    FunctionName,
     JsonSchema,
     Name,
-    Number,
+    Natural,
     Positive,
-    Reply,
+    ServedModel,
+    Share,
     StopString,
-    TakenOnly,
+    Temperature,
     Text,
+    Unused,
+    UnusedText,
     refuse,
+    with_refused,
 )
-from holdfast.server.schemas import FunctionName
 
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
-Anything = Annotated[Any, UNUSED]
 
 
 def _known_block(kind: object) -> object:
     if isinstance(kind, str) and kind != "text":
-        raise refuse(f"this server reads {', '.join(BLOCKS)} blocks, and not this type: send its content as text")
+        raise refuse(f"only {', '.join(BLOCKS)} blocks are supported: send the content as text")
     return kind
 
 
 def _own_tool(kind: object) -> object:
     if isinstance(kind, str) and kind != "custom":
-        raise refuse("this server runs no tools of its own: describe the tool with name and input_schema")
+        raise refuse("server tools are not supported: describe the tool with name and input_schema")
     return kind
 
 
@@ -45,7 +46,10 @@ class TextBlock(OpenBody):
 
     type: Annotated[Literal["text"], BeforeValidator(_known_block)]
     text: Text
-    cache_control: Anything = None
+    cache_control: Unused = None
+
+
+Texts = Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ThinkingBlock(OpenBody):
@@ -53,14 +57,14 @@ class ThinkingBlock(OpenBody):
 
     type: Literal["thinking"]
     thinking: Text
-    signature: Annotated[Text | None, UNUSED] = None
+    signature: UnusedText = None
 
 
 class RedactedThinkingBlock(OpenBody):
-    """Reasoning that another server has encrypted; it is passed over."""
+    """Reasoning that another server encrypted; ignored."""
 
     type: Literal["redacted_thinking"]
-    data: Annotated[Text | None, UNUSED] = None
+    data: UnusedText = None
 
 
 class ToolUseBlock(OpenBody):
@@ -70,17 +74,17 @@ class ToolUseBlock(OpenBody):
     id: Name
     name: FunctionName
     input: dict[str, Any]
-    cache_control: Anything = None
+    cache_control: Unused = None
 
 
 class ToolResultBlock(OpenBody):
-    """What a call brought."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: Text | Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    content: Text | Texts | None = None
     is_error: bool | None = None
-    cache_control: Anything = None
+    cache_control: Unused = None
 
 
 def _block_kind(value: object) -> str:
@@ -99,7 +103,7 @@ Block = Annotated[
 
 
 class InputMessage(OpenBody):
-    """One turn of the conversation so far."""
+    """One message of the conversation so far."""
 
     role: Literal["user", "assistant", "system"]
     content: Text | Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
@@ -110,9 +114,9 @@ class CustomTool(OpenBody):
 
     type: Annotated[Literal["custom"] | None, BeforeValidator(_own_tool)] = None
     name: FunctionName
-    description: Annotated[str, Field(max_length=2**16)] | None = None
+    description: Description | None = None
     input_schema: JsonSchema
-    cache_control: Anything = None
+    cache_control: Unused = None
 
 
 class ToolChoice(OpenBody):
@@ -127,14 +131,12 @@ class ThinkingSetting(OpenBody):
     """Whether the model thinks first."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[
-        Positive | None, Field(description="Told to templates that read it; nothing else holds the model to it.")
-    ] = None
+    budget_tokens: Annotated[Positive | None, Field(description="Passed to the template; not enforced.")] = None
     display: Literal["summarized", "omitted"] | None = None
 
 
 class JsonFormat(OpenBody):
-    """JSON that a schema holds for."""
+    """JSON that matches a schema."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -143,7 +145,7 @@ class JsonFormat(OpenBody):
 
 
 class OutputConfig(OpenBody):
-    """How much the model thinks, and what its answer is held to."""
+    """How much the model thinks, and the format of its answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
@@ -152,102 +154,27 @@ class OutputConfig(OpenBody):
 class CountTokensRequest(OpenBody):
     """A conversation whose tokens are counted."""
 
-    model: Annotated[Name | None, Field(description="One of /v1/models; left out, the served one.")] = None
+    model: ServedModel = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: Text | Annotated[list[TextBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    system: Text | Texts | None = None
     tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSetting | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
-    cache_control: Anything = None
-    context_management: Anything = None
+    cache_control: Unused = None
+    context_management: Unused = None
 
 
+@with_refused
 class MessageRequest(CountTokensRequest):
-    """A conversation to be answered."""
+    """A conversation to answer."""
 
     max_tokens: Positive
     stream: bool | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
-    metadata: Anything = None
-    service_tier: Anything = None
-    mcp_servers: Annotated[object, TakenOnly("this server connects to no MCP servers: leave them out", [])] = None
-    container: Annotated[object, TakenOnly("this server has no containers: leave it out")] = None
-
-
-class OutputText(Reply):
-    """Text of an answer."""
-
-    type: Literal["text"] = "text"
-    text: str
-
-
-class OutputThinking(Reply):
-    """Reasoning before an answer."""
-
-    type: Literal["thinking"] = "thinking"
-    thinking: str
-    signature: str
-
-
-class OutputToolUse(Reply):
-    """A tool that an answer calls."""
-
-    type: Literal["tool_use"] = "tool_use"
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ThinkingTokens(Reply):
-    """Of an answer: tokens that are reasoning."""
-
-    thinking_tokens: int
-
-
-class MessageUsage(Reply):
-    """Tokens read and written; input_tokens leaves out those of the cache."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-    output_tokens_details: ThinkingTokens
-
-
-class MessageReply(Reply):
-    """A conversation answered."""
-
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    model: str
-    content: list[Annotated[OutputText | OutputThinking | OutputToolUse, Field(discriminator="type")]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class TokenCount(Reply):
-    """Tokens of a conversation."""
-
-    input_tokens: int
-
-
-class AnthropicErrorBody(Reply):
-    """What is wrong."""
-
-    type: str
-    message: str
-
-
-class AnthropicErrorReply(Reply):
-    """An answer that is an error."""
-
-    type: Literal["error"] = "error"
-    error: AnthropicErrorBody
-    request_id: str
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Natural | None = None
+    metadata: Unused = None
+    service_tier: Unused = None

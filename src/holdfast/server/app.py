@@ -1,4 +1,4 @@
-"""make_app: the ASGI application: guards around every endpoint, errors in one shape, the endpoints themselves; no torch."""
+"""make_app: the ASGI application: guards around every endpoint, errors in one shape, the endpoints; no torch."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -13,7 +13,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from holdfast import __version__
 from holdfast.errors import HoldfastError, RequestError, shown
-from holdfast.observability.log import get_logger
 from holdfast.server import (
     anthropic_messages,
     chat_completions,
@@ -21,31 +20,25 @@ from holdfast.server import (
     embeddings,
     models,
     ollama_answers,
-    ollama_models,
     page,
     responses,
     status,
     stored_responses,
     tokens,
 )
-from holdfast.server.bodies import BodyRoom
-from holdfast.server.dialects import error_body
-from holdfast.server.elsewhere import Endpoints
-from holdfast.server.errors import ApiError, from_exception, is_our_fault
-from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard
+from holdfast.server.bodies import BodyBudget
+from holdfast.server.errors import ApiError, from_exception
+from holdfast.server.guards import HostGuard, KeyGuard, RecordGuard, StateGuard, log_failure
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RequestLog, record_of
 from holdfast.server.openapi import document
+from holdfast.server.paths import Endpoints
 from holdfast.server.sampling import field_of
 from holdfast.server.service import Service
 from holdfast.server.traces import Traces
 
-CLIENT_GONE = 499
-"""Logged, and never seen by anybody."""
 CORS_MAX_AGE_SECONDS = 600
 ANTHROPIC_HEADERS = ("x-api-key", "anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access")
-"""That Anthropic's clients send."""
-_log = get_logger("holdfast.server")
 
 
 def make_app(
@@ -58,7 +51,7 @@ def make_app(
     traces: Traces | None = None,
     routers: Iterable[APIRouter] | None = None,
 ) -> FastAPI:
-    """The application of a model that is served; without keys everybody may ask."""
+    """Make the application of a served model; without keys it is open to every client."""
     origins = tuple(allowed_origins)
     guards = [
         Middleware(RecordGuard, service=service, log=log, traces=traces),
@@ -67,7 +60,7 @@ def make_app(
         Middleware(KeyGuard, keys=keys if keys is not None else Keys()),
         Middleware(StateGuard, service=service),
     ]
-    # The pages that FastAPI has for a person load scripts from elsewhere; the document itself does not.
+    # FastAPI's own pages load scripts from another site; the document itself does not.
     app = FastAPI(
         title="Holdfast",
         version=__version__,
@@ -78,7 +71,7 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.service = service
-    app.state.body_room = BodyRoom(service.limits)
+    app.state.body_budget = BodyBudget(service.limits)
     for kind in (ApiError, HoldfastError, ClientDisconnect, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     included = endpoint_routers() if routers is None else tuple(routers)
@@ -90,7 +83,7 @@ def make_app(
 
 
 def endpoint_routers() -> tuple[APIRouter, ...]:
-    """Those of every endpoint: a module for each kind adds its own here."""
+    """List the routers of all endpoints."""
     return (
         models.router,
         chat_completions.router,
@@ -99,7 +92,7 @@ def endpoint_routers() -> tuple[APIRouter, ...]:
         stored_responses.router,
         anthropic_messages.router,
         ollama_answers.router,
-        ollama_models.router,
+        models.ollama,
         embeddings.router,
         tokens.router,
         status.router,
@@ -108,7 +101,7 @@ def endpoint_routers() -> tuple[APIRouter, ...]:
 
 
 def _cors(origins: tuple[str, ...]) -> list[Middleware]:
-    """Nothing unless pages of other origins were allowed; never cookies."""
+    """Allow pages of the given origins, never cookies."""
     if not origins:
         return []
     return [
@@ -124,24 +117,21 @@ def _cors(origins: tuple[str, ...]) -> list[Middleware]:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """Any error of an endpoint, in the shape of its path's API family."""
-    told = _told(request, error)
-    if is_our_fault(error) and told.status >= 500:
-        _log.error("request %s failed: %s", record_of(request).request_id, type(error).__name__, exc_info=error)
-    record = record_of(request)
-    record.error = told.code or told.kind
-    body = error_body(told, record.path, record.request_id)
-    return Response(body, told.status, told.headers, "application/json")
+    """Answer with an error of an endpoint, in the shape of its path's API family."""
+    found, record = _api_error(request, error), record_of(request)
+    if found.status >= 500:
+        log_failure(record, error)
+    record.error = found.public_code or found.kind
+    return Response(found.to_json(record.path, record.request_id), found.status, found.headers, "application/json")
 
 
-def _told(request: Request, error: Exception) -> ApiError:
+def _api_error(request: Request, error: Exception) -> ApiError:
     if isinstance(error, ClientDisconnect):
-        return ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
+        return ApiError("http.client_gone")
     if isinstance(error, RequestValidationError):
         first = error.errors()[0] if error.errors() else {}
-        names = [str(part) for part in first.get("loc", ())][1:]
-        param = ".".join(names) or None
-        return ApiError(400, f"{param} was given; {first.get('msg', 'it is wrong')}; change it", param=param)
+        param = ".".join([str(part) for part in first.get("loc", ())][1:]) or None
+        return ApiError("http.invalid_query", param=param, name=param, reason=first.get("msg", "it is wrong"))
     if isinstance(error, HTTPException):
         endpoints: Endpoints = request.app.state.endpoints
         path = request.scope["path"]
@@ -149,9 +139,7 @@ def _told(request: Request, error: Exception) -> ApiError:
             return endpoints.missing(path)
         if error.status_code == 405 and endpoints.methods(path):
             return endpoints.wrong_method(path, request.method)
-        words = f"the request was refused; {shown(error.detail, 200)[1:-1]}; change it"
-        return ApiError(error.status_code, words, headers=error.headers)
-    told = from_exception(error)
-    if told.param is None and isinstance(error, RequestError):
-        told.param = field_of(error)
-    return told
+        refused = ApiError("http.refused", headers=error.headers, reason=shown(error.detail, 200)[1:-1])
+        refused.status = error.status_code
+        return refused
+    return from_exception(error, field_of(error) if isinstance(error, RequestError) else None)

@@ -1,10 +1,8 @@
-"""/v1/chat/completions: a conversation answered, whole or as it is written."""
+"""/v1/chat/completions: a conversation answered whole or as a stream of chunks."""
 
 import json
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -13,215 +11,180 @@ from starlette.responses import Response
 
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.request.outputs import CompletionDelta, CompletionOutput
-from holdfast.server.bodies import read_model
-from holdfast.server.chat_text import AnswerText, whole_answer
-from holdfast.server.conversations import Chat, prepare_chat
+from holdfast.server.answers import AnswerText, AnswerWriter, respond, to_json, whole_answer
+from holdfast.server.conversations import Chat, Conversation, prepare_chat
 from holdfast.server.errors import ApiError
-from holdfast.server.logprobs import ChatLogprobWriter
-from holdfast.server.openapi import body_of, responses
-from holdfast.server.sampling import check_model
-from holdfast.server.schemas import ChatCompletion, ChatCompletionRequest
+from holdfast.server.fields import SamplingFields
+from holdfast.server.openapi import post
+from holdfast.server.sampling import check_model, rule_of
+from holdfast.server.schemas import ChatCompletionRequest
 from holdfast.server.service import service_of
-from holdfast.server.streams import DONE, Answer, Counted, EventStream, first_of, new_id, while_connected
-from holdfast.server.structured import asked_rule
+from holdfast.server.streams import DONE, Answer, Counted, new_id
 from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta
 
 router = APIRouter(tags=["chat"])
 
 
-@router.post(
-    "/v1/chat/completions",
-    responses=responses(ChatCompletion, 429, streams=True),
-    openapi_extra=body_of(ChatCompletionRequest),
-    operation_id="create_chat_completion",
-)
-async def create_chat_completion(request: Request) -> Response:
+@post(router, "/v1/chat/completions", ChatCompletionRequest, "ChatCompletion", streams=True)
+async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
     """Answer a conversation."""
-    asked = await read_model(request, ChatCompletionRequest, service_of(request).limits)
-    if asked.stream:
-        return EventStream(request, await while_connected(request, _begun(request, asked)))
-    return await while_connected(request, _answered(request, asked))
+    return await respond(request, _opened(request, body), is_streamed=bool(body.stream))
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A conversation that the engine can take, and what its answer is to be like."""
-
-    id: str
-    created: int
-    model: str
-    chat: Chat
-    answer: Answer
-    num_top: int | None
-    """Of log-probabilities; None where none were asked."""
-    logprobs: ChatLogprobWriter | None
-
-
-async def _opened(request: Request, asked: ChatCompletionRequest) -> _Opened:
+async def _opened(request: Request, body: ChatCompletionRequest) -> "ChatWriter":
     service = service_of(request)
-    check_model(service, asked.model)
-    num_top = _num_top(asked)
-    max_tokens = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
-    chat = await prepare_chat(
-        request,
-        asked,
-        asked.messages,
-        tools=asked.tools or (),
-        tool_choice=asked.tool_choice,
-        one_call=asked.parallel_tool_calls is False,
-        many_calls=asked.parallel_tool_calls is True,
-        effort=asked.reasoning_effort,
-        template_options=asked.chat_template_kwargs or {},
-        flags=(asked.add_generation_prompt, asked.continue_final_message),
-        rule=asked_rule(asked, asked.response_format),
-        max_tokens=max_tokens,
-        logprobs=num_top,
+    check_model(service, body.model)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError("http.top_logprobs", param="top_logprobs")
+    said = Conversation(
+        messages=body.messages,
+        tools=body.tools or (),
+        tool_choice=body.tool_choice,
+        one_call=body.parallel_tool_calls is False,
+        many_calls=body.parallel_tool_calls is True,
+        effort=body.reasoning_effort,
+        template_options=body.chat_template_kwargs or {},
+        adds_prompt=body.add_generation_prompt,
+        continues=bool(body.continue_final_message),
+        rule=rule_of(body, body.response_format),
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    tokenizer = service.llm.tokenizer
-    assert tokenizer is not None, "a chat was rendered without a tokenizer"
-    writer = None if num_top is None else ChatLogprobWriter(tokenizer, num_top)
-    answer_id = new_id("chatcmpl")
-    counted = Counted(num_reasoning_tokens=0 if chat.splits_reasoning else None)
-    answer = Answer(request, chat.prepared, answer_id, counted)
-    model = asked.model or service.name
-    return _Opened(answer_id, int(time.time()), model, chat, answer, num_top, writer)
+    chat = await prepare_chat(request, body, said)
+    answer = chat.answer(request, new_id("chatcmpl"), counts_reasoning=chat.form.reasoning is not None)
+    return ChatWriter(chat, answer, body, body.model or service.name)
 
 
-def _num_top(asked: ChatCompletionRequest) -> int | None:
-    if not asked.logprobs:
-        if asked.top_logprobs:
-            raise ApiError(
-                400,
-                "top_logprobs was asked; logprobs is not true; set it, or leave top_logprobs out",
-                param="top_logprobs",
-            )
-        return None
-    return asked.top_logprobs or 0
+class ChunkFrame:
+    """Everything of a chunk around its choices; both streams of OpenAI's older endpoints use it."""
+
+    def __init__(self, names: dict[str, Any], fields: SamplingFields) -> None:
+        options = fields.stream_options
+        self.includes_usage = options is not None and bool(options.include_usage)
+        self.is_continuous = self.includes_usage and options is not None and bool(options.continuous_usage_stats)
+        self._head = f'data: {to_json(names)[:-1]},"choices":['
+
+    def chunks(self, choices: Sequence[str], counted: Counted) -> list[str]:
+        """Write one chunk for each choice."""
+        tail = '],"usage":null}\n\n' if self.includes_usage else "]}\n\n"
+        if choices and self.is_continuous:
+            tail = f'],"usage":{json.dumps(counted.usage())}}}\n\n'
+        return [f"{self._head}{choice}{tail}" for choice in choices]
+
+    def last(self, counted: Counted) -> str:
+        """Write the chunk with the usage, if the request wants it, and the end of the stream."""
+        end = f'{self._head}],"usage":{json.dumps(counted.usage())}}}\n\n' if self.includes_usage else ""
+        return end + DONE.decode()
 
 
-async def _answered(request: Request, asked: ChatCompletionRequest) -> Response:
-    """The whole answer."""
-    opened = await _opened(request, asked)
-    prepared = opened.chat.prepared
-    assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
-    async with aclosing(opened.answer.deltas()) as batches:
-        async for deltas in batches:
-            for delta in deltas:
-                assembler.add(delta)
-    outputs = assembler.output().outputs
-    choices = [_choice(opened, output, asked.include_reasoning is not False) for output in outputs]
-    value: dict[str, Any] = {
-        "id": opened.id,
-        "object": "chat.completion",
-        "created": opened.created,
-        "model": opened.model,
-        "choices": choices,
-        "usage": opened.answer.counted.usage(),
-        "system_fingerprint": None,
-    }
-    if asked.return_token_ids:
-        value["prompt_token_ids"] = [*prepared.prompt_token_ids]
-        for choice, output in zip(choices, outputs, strict=True):
-            choice["token_ids"] = [*output.token_ids]
-    opened.answer.log_text(choices[0]["message"]["content"])
-    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
+class ChatWriter(AnswerWriter):
+    """Writes the answers to a conversation, one for each choice."""
 
+    def __init__(self, chat: Chat, answer: Answer, body: ChatCompletionRequest, model: str) -> None:
+        super().__init__([answer])
+        self._chat, self._answer, self._body = chat, answer, body
+        self._names = {"id": answer.id, "object": "", "created": int(time.time()), "model": model}
+        names = {**self._names, "object": "chat.completion.chunk", "system_fingerprint": None}
+        self._frame = ChunkFrame(names, body)
+        self._logprobs = chat.logprobs()
+        prepared = chat.prepared
+        self._streams: list[_ChoiceStream] = []
+        self._choices: list[str] = []
+        self._last = ""
+        self._ids_once = f'"prompt_token_ids":{[*prepared.prompt_token_ids]},' if body.return_token_ids else ""
+        """For the first chunk."""
+        self._assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, prepared.params.n)
+        self._text: str | None = None
 
-def _choice(opened: _Opened, output: CompletionOutput, with_reasoning: bool) -> dict[str, Any]:
-    whole = whole_answer(output.text, opened.chat.parser())
-    counted = opened.answer.counted
-    if counted.num_reasoning_tokens is not None and whole.reasoning:
-        counted.num_reasoning_tokens += opened.chat.num_tokens(whole.reasoning)
-    # vLLM's clients read message.reasoning whether or not there is any.
-    message: dict[str, Any] = {"role": "assistant", "content": whole.content, "refusal": None, "reasoning": None}
-    if whole.reasoning and with_reasoning:
-        message["reasoning_content"] = message["reasoning"] = whole.reasoning
-    if whole.calls:
-        message["content"] = whole.content or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in whole.calls
-        ]
-    logprobs = None
-    if opened.logprobs is not None:
-        logprobs = {"content": opened.logprobs.entries(output.token_ids, output.logprobs or ()), "refusal": None}
-    finish = "tool_calls" if whole.calls and output.finish_reason == "stop" else output.finish_reason
-    choice = {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
-    return choice if output.stop_reason is None else {**choice, "stop_reason": output.stop_reason}
+    def begin(self) -> None:
+        self._streams = [_ChoiceStream(at, self._chat, self._body) for at in range(self._chat.prepared.params.n)]
 
+    def add(self, place: int, delta: CompletionDelta) -> None:
+        self._choices += self._streams[delta.index].choices(delta)
 
-async def _begun(request: Request, asked: ChatCompletionRequest) -> AsyncGenerator[bytes, None]:
-    """A stream whose request the engine has taken."""
-    return await first_of(_events(await _opened(request, asked), asked))
+    def take(self) -> str:
+        choices, self._choices = self._choices, []
+        chunks = self._frame.chunks(choices, self._answer.counted)
+        if chunks and self._ids_once:
+            chunks[0] = f"data: {{{self._ids_once}{chunks[0].removeprefix('data: {')}"
+            self._ids_once = ""
+        last, self._last = self._last, ""
+        return "".join(chunks) + last
 
+    def end(self) -> None:
+        counted = self._answer.counted
+        if counted.num_reasoning_tokens is not None and self._frame.includes_usage:
+            counted.num_reasoning_tokens = sum(self._chat.num_tokens(stream.reasoning) for stream in self._streams)
+        self._last = self._frame.last(counted)
 
-async def _events(opened: _Opened, asked: ChatCompletionRequest) -> AsyncGenerator[bytes, None]:
-    options = asked.stream_options
-    includes_usage = options is not None and bool(options.include_usage)
-    is_continuous = includes_usage and options is not None and bool(options.continuous_usage_stats)
-    counted = opened.answer.counted
-    head, tail = chunk_frame(opened, includes_usage)
-    prepared = opened.chat.prepared
-    streams = [_ChoiceStream(index, opened, asked) for index in range(prepared.params.n)]
-    ids_once = f'"prompt_token_ids":{[*prepared.prompt_token_ids]},' if asked.return_token_ids else ""
-    async with aclosing(opened.answer.deltas()) as batches:
-        async for deltas in batches:
-            choices: list[str] = []
-            for delta in deltas:
-                choices += streams[delta.index].choices(delta)
-            if choices and is_continuous:
-                tail = f'],"usage":{json.dumps(counted.usage())}}}\n\n'
-            # Empty only at the beginning, when the engine has taken the request.
-            if choices or not deltas:
-                chunks = [f"{head}{choice}{tail}" for choice in choices]
-                if chunks and ids_once:  # the first chunk alone has them
-                    chunks[0] = f"data: {{{ids_once}{chunks[0].removeprefix('data: {')}"
-                    ids_once = ""
-                yield "".join(chunks).encode("ascii")
-    if includes_usage:
-        if counted.num_reasoning_tokens is not None:
-            counted.num_reasoning_tokens = sum(opened.chat.num_tokens(stream.reasoning) for stream in streams)
-        yield f'{head}],"usage":{json.dumps(counted.usage())}}}\n\n'.encode("ascii")
-    yield DONE
+    def collect(self, place: int, delta: CompletionDelta) -> None:
+        self._assembler.add(delta)
 
-
-def chunk_frame(opened: _Opened, includes_usage: bool) -> tuple[str, str]:
-    """What stands before and after the choice of every chunk."""
-    head = json.dumps(
-        {
-            "id": opened.id,
-            "object": "chat.completion.chunk",
-            "created": opened.created,
-            "model": opened.model,
+    def whole(self) -> dict[str, Any]:
+        outputs = self._assembler.output().outputs
+        choices = [self._choice(output) for output in outputs]
+        self._text = choices[0]["message"]["content"]
+        value = {
+            **self._names,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": self._answer.counted.usage(),
             "system_fingerprint": None,
-        },
-        separators=(",", ":"),
-    )
-    return f'data: {head[:-1]},"choices":[', '],"usage":null}\n\n' if includes_usage else "]}\n\n"
+        }
+        if self._body.return_token_ids:
+            value["prompt_token_ids"] = [*self._chat.prepared.prompt_token_ids]
+            for choice, output in zip(choices, outputs, strict=True):
+                choice["token_ids"] = [*output.token_ids]
+        return value
+
+    @property
+    def text(self) -> str | None:
+        return self._text
+
+    def _choice(self, output: CompletionOutput) -> dict[str, Any]:
+        whole = whole_answer(self._chat.parser().feed(output.text, is_last=True))
+        counted = self._answer.counted
+        if counted.num_reasoning_tokens is not None:
+            counted.num_reasoning_tokens += self._chat.num_tokens(whole.reasoning)
+        # vLLM's clients read message.reasoning whether or not there is any.
+        message: dict[str, Any] = {"role": "assistant", "content": whole.content, "refusal": None, "reasoning": None}
+        if whole.reasoning and self._body.include_reasoning is not False:
+            message["reasoning_content"] = message["reasoning"] = whole.reasoning
+        if whole.calls:
+            message["content"] = whole.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in whole.calls
+            ]
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = {"content": self._logprobs.entries(output.token_ids, output.logprobs or ()), "refusal": None}
+        finish = "tool_calls" if whole.calls and output.finish_reason == "stop" else output.finish_reason
+        choice = {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+        return choice if output.stop_reason is None else {**choice, "stop_reason": output.stop_reason}
 
 
 class _ChoiceStream:
-    """One completion as choices of chunks, in JSON. ASCII alone: some readers end a line at other characters too."""
+    """Writes one completion as choices of chunks, in ASCII JSON."""
 
-    def __init__(self, index: int, opened: _Opened, asked: ChatCompletionRequest) -> None:
+    def __init__(self, index: int, chat: Chat, body: ChatCompletionRequest) -> None:
         self._index = index
-        self._parser: AnswerText | None = opened.chat.parser() if opened.chat.splits else None
-        self._with_reasoning = asked.include_reasoning is not False
-        self._logprobs = opened.logprobs
+        self._parser: AnswerText | None = chat.parser() if chat.form.splits else None
+        self._with_reasoning = body.include_reasoning is not False
+        self._logprobs = chat.logprobs()
         self._reasoning: list[str] = []
         self._waiting: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose text is held back."""
-        self._token_ids: list[int] | None = [] if asked.return_token_ids else None
-        """Of tokens that no chunk had yet; None if the request does not want them."""
+        self._token_ids: list[int] | None = [] if body.return_token_ids else None
+        """Token ids that no chunk has yet; None if the request does not want them."""
         self._has_begun = False
 
     @property
     def reasoning(self) -> str:
-        """All of it so far."""
         return "".join(self._reasoning)
 
     def choices(self, delta: CompletionDelta) -> list[str]:
-        """What one delta adds."""
+        """Return the choices that one delta adds."""
         written: list[str] = []
         if not self._has_begun:
             self._has_begun = True
@@ -230,21 +193,14 @@ class _ChoiceStream:
             self._waiting += self._logprobs.entries(delta.token_ids, delta.logprobs)
         if self._token_ids is not None:
             self._token_ids += delta.token_ids
-        if self._parser is None:
-            if delta.text:
-                written.append(self._choice(f'{{"content":{quoted(delta.text)}}}'))
-        else:
-            written += self._split(delta, self._parser)
+        pieces: Sequence[AnswerDelta] = [ContentDelta(delta.text)] if delta.text else []
+        if self._parser is not None:
+            pieces = self._parser.feed(delta.text, is_last=delta.finish_reason is not None)
+            self._reasoning += [piece.text for piece in pieces if isinstance(piece, ReasoningDelta)]
+        written += [self._choice(text) for piece in pieces if (text := self._piece(piece))]
         if delta.finish_reason is not None:
             written.append(self._last(delta))
         return written
-
-    def _split(self, delta: CompletionDelta, parser: AnswerText) -> list[str]:
-        pieces: Sequence[AnswerDelta] = parser.feed(delta.text) if delta.text else ()
-        if delta.finish_reason is not None:
-            pieces = [*pieces, *parser.finish()]
-        self._reasoning += [piece.text for piece in pieces if isinstance(piece, ReasoningDelta)]
-        return [self._choice(text) for piece in pieces if (text := self._piece(piece))]
 
     def _piece(self, piece: AnswerDelta) -> str:
         if isinstance(piece, ContentDelta):
@@ -261,7 +217,7 @@ class _ChoiceStream:
     def _choice(self, delta: str, ending: str = '"finish_reason":null') -> str:
         logprobs = "null"
         if self._waiting:
-            logprobs = json.dumps({"content": self._waiting, "refusal": None}, separators=(",", ":"))
+            logprobs = to_json({"content": self._waiting, "refusal": None})
             self._waiting = []
         if self._token_ids is not None:
             ending += f',"token_ids":{self._token_ids}'

@@ -1,16 +1,16 @@
-"""GuardedProtocol: uvicorn's HTTP/1.1 connection with bounds on time, bytes and count; what is ambiguous is refused; no torch.
+"""GuardedProtocol: uvicorn's HTTP/1.1 connection with bounds on time, bytes and count; refuses ambiguous requests; no torch.
 
-uvicorn by itself waits for ever for headers, bodies and readers. Here every connection is in one phase at a time, and the
-server's sweep closes those that are overdue:
+uvicorn waits forever for headers, bodies and readers. Here every connection is in one phase, and the server's sweep closes
+those that are overdue:
 
     waiting    for the first byte of a request         header_seconds at first, later keep_alive_seconds
     headers    until their last byte                   header_seconds
     body       until its last byte                     body_seconds between two pieces, ten times that in all
-    answering  until the answer is written             no limit; but write_seconds without a byte being read
-    lingering  after the last answer                   LINGER_SECONDS, in which what still comes is thrown away
+    answering  until the answer is written             no limit, but write_seconds without a byte being read
+    lingering  after the last answer                   LINGER_SECONDS, in which input is discarded
 
-**Lingering.** A socket that is closed while the other side still sends is reset, and an answer on its way (413, 401) is lost.
-So the answer is followed by the end of our side, and a little of theirs is read before the socket is closed.
+**Lingering.** Closing a socket while the client still sends resets it, and the client loses the answer (413, 401). So the
+server shuts down its own side first, and reads a little more before it closes the socket.
 """
 
 import asyncio
@@ -25,27 +25,27 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from holdfast.server.errors import INVALID_REQUEST, UNAVAILABLE, ApiError
+from holdfast.server.errors import ApiError
 from holdfast.server.service import ServerLimits
 
 Phase = Literal["waiting", "headers", "body", "answering", "lingering"]
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 2**20
 PATIENCE = 10
-"""A whole body, or a buffer that is never empty, may take as many times the limit on one pause."""
+"""A whole body, or a buffer that is never empty, may take this many times the limit on one pause."""
 GRACE_SECONDS = 1.0
-"""That the endpoint has for an answer of its own (408) before a slow body is cut."""
+"""Time for the endpoint's own answer (408) before a slow body is cut."""
 SURPLUS_CONNECTIONS = 256
-"""Above the limit, that are told so; those beyond are dropped."""
+"""Connections above the limit that get an answer; those beyond are dropped."""
 SEND_BUFFER_BYTES = 2**18
-"""That the system holds of an answer that nobody reads."""
+"""What the kernel buffers of an unread answer."""
 BODY_OVERHEAD = 8
 BODY_OVERHEAD_BYTES = 2**16
-"""A chunked body may have as many bytes as this, and eight times its own: six are around a chunk of one byte."""
+"""Bytes on the wire of a chunked body: at most this, plus eight times its own. A chunk of one byte has six around it."""
 
 
 class GuardedConfig(uvicorn.Config):
-    """uvicorn's settings, and the limits."""
+    """uvicorn's settings with our limits."""
 
     def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:
         super().__init__(
@@ -64,16 +64,8 @@ class GuardedConfig(uvicorn.Config):
         self.limits = limits
 
 
-class _RefusalError(Exception):
-    """Raised among the parser's callbacks: the request is refused with these words."""
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
-        self.error = ApiError(status, words, code="bad_http")
-
-
 class _LingeringTransport:
-    """A transport whose close() lingers where the other side has not said all."""
+    """A transport whose close() lingers if the client has not sent its whole request."""
 
     def __init__(self, real: asyncio.Transport, protocol: "GuardedProtocol") -> None:
         self.real = real
@@ -84,11 +76,11 @@ class _LingeringTransport:
         self.get_extra_info = real.get_extra_info
 
     def close(self) -> None:
-        """Close at once where a whole request was read, else a little later."""
+        """Close at once after a whole request, else a little later."""
         self._protocol.part()
 
     def is_closing(self) -> bool:
-        """Whether nothing more can be said."""
+        """True if nothing more can be written."""
         return self._protocol.phase == "lingering" or self.real.is_closing()
 
 
@@ -109,9 +101,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._phase_at = self._read_at = self.loop.time()
         self._header_bytes = self._raw_bytes = self._body_bytes = 0
         self._has_body = False
-        """Whether a body is still coming."""
+        """True while a body is arriving."""
         self._cycles: list[RequestResponseCycle] = []
-        """Those that are not answered yet: one runs, others wait behind it."""
+        """Requests without an answer: the first runs, the others wait."""
         self._stalled_at: float | None = None
         self._unsent_at: float | None = None
         self._unsent_bytes = 0
@@ -119,7 +111,7 @@ class GuardedProtocol(HttpToolsProtocol):
     # What the transport calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take it, or say that there are too many."""
+        """Accept a connection, or refuse it if there are too many."""
         proxy = _LingeringTransport(transport, self)
         super().connection_made(proxy)  # type: ignore[arg-type]
         self.real = transport
@@ -130,11 +122,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if surplus > SURPLUS_CONNECTIONS:
             transport.abort()
         elif surplus > 0:
-            has = f"a connection was asked; {self.limits.max_connections} are open, and no more are taken; try again"
-            self.refuse(ApiError(503, has, UNAVAILABLE, code="too_many_connections", headers={"Retry-After": "1"}))
+            limit = self.limits.max_connections
+            self.refuse(ApiError("http.too_many_connections", headers={"Retry-After": "1"}, maximum=limit))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell every request of it, also those in front of the last."""
+        """Disconnect every pipelined request; uvicorn disconnects only the last."""
         for cycle in self._cycles:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -142,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, with the bounds of its phase."""
+        """Parse input within the bounds of its phase."""
         if self.phase == "lingering" or self.parser is None:
             self._raw_bytes += len(data)
             if self._raw_bytes > LINGER_BYTES:
@@ -153,18 +145,18 @@ class GuardedProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # Whatever it would be upgraded to, it is answered in HTTP/1.1, and not asked again.
+            # Answer in HTTP/1.1 whatever the client wants to upgrade to, then close.
             self._has_body = False
             for cycle in self._cycles:
                 cycle.keep_alive = False
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self.refuse(cause.error if isinstance(cause, _RefusalError) else _malformed())
+            self.refuse(cause if isinstance(cause, ApiError) else ApiError("http.malformed"))
         else:
             self._check_overhead()
 
     def eof_received(self) -> None:
-        """The other side is done: so are we."""
+        """Nothing more arrives."""
 
     # What the parser calls.
 
@@ -173,32 +165,28 @@ class GuardedProtocol(HttpToolsProtocol):
         self._enter("headers")
         self._header_bytes = self._raw_bytes = self._body_bytes = 0
         if len(self._cycles) >= self.limits.max_pipelined:
-            raise _RefusalError(400, "requests were sent ahead; too many wait for their answers; wait for some")
+            raise ApiError("http.too_many_pipelined", maximum=self.limits.max_pipelined)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > self.limits.max_url_bytes:
-            raise _RefusalError(
-                414, f"an address was asked; it is longer than {self.limits.max_url_bytes} bytes; shorten it"
-            )
+            raise ApiError("http.url_too_long", maximum=self.limits.max_url_bytes)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value) + 4
         if self._header_bytes > self.limits.max_header_bytes or len(self.headers) >= self.limits.max_headers:
-            self._refuse_headers()
+            raise _large_headers(self.limits)
         if self.phase == "body":
-            return  # behind a chunked body: what was decided before it stays decided
+            return  # trailers of a chunked body do not change what the headers decided
         super().on_header(name, value)
         lowered = self.headers[-1][0]
         if lowered == b"transfer-encoding" and value.lower().strip() != b"chunked":
-            raise _RefusalError(
-                400, "a body was announced; its Transfer-Encoding is not chunked alone; send it plainly"
-            )
+            raise ApiError("http.transfer_encoding")
 
     def on_headers_complete(self) -> None:
-        assert self.parser is not None, "it is the parser that calls"
+        assert self.parser is not None, "the parser calls this"
         if self.parser.get_http_version() not in ("1.0", "1.1"):
-            raise _RefusalError(505, "a version of HTTP was asked; 1.0 and 1.1 are spoken; use one of them")
+            raise ApiError("http.version_not_supported")
         previous = self.cycle
         self._enter("body")
         self._has_body = True
@@ -220,7 +208,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """An answer is written: the next request's turn, or the wait for one."""
+        """Start the next pipelined request, or wait for one."""
         if self._cycles:
             self._cycles.pop(0)
         super().on_response_complete()
@@ -232,13 +220,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._is_first = False
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's words are not ours."""
-        self.refuse(_malformed())
+        """Answer in our shape, not uvicorn's."""
+        self.refuse(ApiError("http.malformed"))
 
     # What the server calls.
 
     def is_overdue(self, now: float) -> bool:
-        """Whether this connection has had its time; also notices readers that do not read."""
+        """True if this connection has used up its time, also if its client does not read."""
         if self._is_unread(now):
             return True
         seconds = now - self._phase_at
@@ -258,24 +246,23 @@ class GuardedProtocol(HttpToolsProtocol):
                 return False
 
     def cut(self) -> None:
-        """Close a connection that is overdue; one that has begun a request is told why."""
+        """Close an overdue connection; if it has begun a request, answer with 408."""
         if self.phase in ("headers", "body") and not self._is_unread(self.loop.time()):
-            words = "a request was begun; the rest of it did not come in time; send it without pauses"
-            self.refuse(ApiError(408, words, INVALID_REQUEST, code="timeout"))
+            self.refuse(ApiError("http.request_timeout"))
         elif self.phase == "waiting":
             self.real.close()
         else:
             self.real.abort()
 
     def shutdown(self) -> None:
-        """The server is ending: nothing more is taken; what runs may be answered."""
+        """Take no more requests; those in progress may be answered."""
         for cycle in self._cycles:
             cycle.keep_alive = False
         if not self._cycles and self.phase != "lingering":
             self.real.close()
 
     def part(self) -> None:
-        """Close; where more of a request is coming, after our side's end is known to the other one."""
+        """Close; if more of a request is arriving, shut down our side first and linger."""
         if self.phase == "lingering" or self.real.is_closing():
             return
         if not self._has_body and self.phase != "headers":
@@ -286,16 +273,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         try:
             self.real.write_eof()
-        except (OSError, NotImplementedError, RuntimeError):
+        except OSError:  # ENOTCONN: the client has reset the connection
             self.real.abort()
 
     def refuse(self, error: ApiError) -> None:
-        """Answer outside of any endpoint, and close. Behind an answer that has begun there is no place for another."""
+        """Answer without an endpoint, and close. After an answer has begun there is no place for another."""
         self._has_body = True
         if self.real.is_closing() or any(cycle.response_started for cycle in self._cycles) or len(self._cycles) > 1:
             self.real.abort()
             return
-        for cycle in self._cycles:  # its endpoint waits for the rest of a body
+        for cycle in self._cycles:  # the endpoint waits for the rest of a body
             cycle.disconnected = True
             cycle.message_event.set()
         self.real.write(raw_answer(error))
@@ -308,18 +295,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def _check_overhead(self) -> None:
         if self.phase == "headers" and self._raw_bytes > self.limits.max_header_bytes:
             self.refuse(_large_headers(self.limits))
-        # Chunks of a byte, or extensions of chunks without an end, cost far more than they carry.
+        # Chunks of one byte, or endless chunk extensions, cost far more than they carry.
         elif self.phase == "body" and self._raw_bytes > BODY_OVERHEAD * self._body_bytes + BODY_OVERHEAD_BYTES:
-            words = "a body came in chunks; there is more around its bytes than bytes; send larger chunks"
-            self.refuse(ApiError(400, words, code="bad_http"))
-
-    def _refuse_headers(self) -> None:
-        refusal = _RefusalError(431, "")
-        refusal.error = _large_headers(self.limits)
-        raise refusal
+            self.refuse(ApiError("http.chunk_overhead"))
 
     def _is_unread(self, now: float) -> bool:
-        """Whether what was written has been left unread for too long."""
+        """True if the client has left written bytes unread for too long."""
         num_bytes = self.real.get_write_buffer_size()
         if num_bytes == 0:
             self._stalled_at = self._unsent_at = None
@@ -335,9 +316,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _announce_close(cycle: RequestResponseCycle) -> None:
-    """Add Connection: close to an answer that starts before its request has ended: the connection ends after it.
+    """Add Connection: close to an answer that starts before its request has ended, because the connection ends after it.
 
-    Without the header a client sends its next request there, and that request fails.
+    Without the header a client sends its next request there, which fails.
     """
     write = cycle.send
 
@@ -350,8 +331,8 @@ def _announce_close(cycle: RequestResponseCycle) -> None:
 
 
 def raw_answer(error: ApiError) -> bytes:
-    """An error as the bytes of a whole answer, after which the connection ends."""
-    body = error.json_bytes()
+    """Return an error as the bytes of a whole answer, after which the connection ends."""
+    body = error.to_json()
     phrase = HTTPStatus(error.status).phrase
     headers = {
         "Content-Type": "application/json",
@@ -363,12 +344,5 @@ def raw_answer(error: ApiError) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-def _malformed() -> ApiError:
-    return ApiError(
-        400, "a request was expected; what came is not HTTP/1.1 as it is written down; mend the client", code="bad_http"
-    )
-
-
 def _large_headers(limits: ServerLimits) -> ApiError:
-    has = f"at most {limits.max_headers} headers and {limits.max_header_bytes} bytes of them are read; more came; send fewer"
-    return ApiError(431, has, code="headers_too_large")
+    return ApiError("http.headers_too_large", max_headers=limits.max_headers, maximum=limits.max_header_bytes)

@@ -1,11 +1,10 @@
-"""/v1/embeddings, /v1/rerank, /v1/score and Ollama's /api/embed: vectors of texts, and texts sorted or scored by them.
+"""/v1/embeddings, /v1/rerank, /v1/score and Ollama's /api/embed: vectors of texts, and texts ranked or scored.
 
-All texts of a request are checked before the first runs, and one that fails fails the request. A few of them are queued at a time.
+All texts of a request are validated before the first runs. If one fails, the request fails. A few are queued at a time.
 """
 
 import asyncio
 import base64
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -21,27 +20,21 @@ from holdfast.engine.scoring import Scoring, paired, pooled_of
 from holdfast.errors import PromptError, RequestError
 from holdfast.request.outputs import RequestOutput
 from holdfast.request.pooling import PoolingParams, Vector
-from holdfast.server.bodies import read_model
+from holdfast.server.answers import to_json
 from holdfast.server.completions import listed_prompts
 from holdfast.server.conversations import cache_salt
 from holdfast.server.embedding_schemas import (
-    EmbeddingList,
     EmbeddingRequest,
-    OllamaEmbeddingsReply,
     OllamaEmbeddingsRequest,
-    OllamaEmbedReply,
     OllamaEmbedRequest,
     PooledFields,
-    RerankReply,
     RerankRequest,
-    ScoreList,
     ScoreRequest,
     TextDocument,
 )
 from holdfast.server.logs import record_of
-from holdfast.server.ollama_models import check_tagged_model
-from holdfast.server.ollama_schemas import OllamaErrorReply
-from holdfast.server.openapi import body_of, responses
+from holdfast.server.models import check_tagged_model
+from holdfast.server.openapi import post
 from holdfast.server.sampling import check_model, prompt_error
 from holdfast.server.service import service_of
 from holdfast.server.streams import Answer, Counted, gathered, new_id, while_connected
@@ -49,127 +42,95 @@ from holdfast.server.streams import Answer, Counted, gathered, new_id, while_con
 router = APIRouter(tags=["embeddings"])
 
 
-@router.post(
-    "/v1/embeddings",
-    responses=responses(EmbeddingList, 429),
-    openapi_extra=body_of(EmbeddingRequest),
-    operation_id="create_embeddings",
-)
-async def create_embeddings(request: Request) -> Response:
+@post(router, "/v1/embeddings", EmbeddingRequest, "EmbeddingList")
+async def create_embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """Embed texts."""
-    asked = await read_model(request, EmbeddingRequest, service_of(request).limits)
-    return await while_connected(request, _embedded(request, asked))
+    return await while_connected(request, _embedded(request, body))
 
 
-@router.post(
-    "/v1/rerank", responses=responses(RerankReply, 429), openapi_extra=body_of(RerankRequest), operation_id="rerank"
-)
-@router.post("/rerank", include_in_schema=False)
-@router.post("/v2/rerank", include_in_schema=False)
-async def rerank(request: Request) -> Response:
+@post(router, "/v1/rerank", RerankRequest, "RerankReply")
+async def rerank(request: Request, body: RerankRequest) -> Response:
     """Sort documents by how well they answer a query."""
-    asked = await read_model(request, RerankRequest, service_of(request).limits)
-    return await while_connected(request, _reranked(request, asked))
+    return await while_connected(request, _reranked(request, body))
 
 
-@router.post(
-    "/v1/score", responses=responses(ScoreList, 429), openapi_extra=body_of(ScoreRequest), operation_id="score"
-)
-@router.post("/score", include_in_schema=False)
-async def score(request: Request) -> Response:
+@post(router, "/v1/score", ScoreRequest, "ScoreList")
+async def score(request: Request, body: ScoreRequest) -> Response:
     """Score pairs of texts."""
-    asked = await read_model(request, ScoreRequest, service_of(request).limits)
-    return await while_connected(request, _scored(request, asked))
+    return await while_connected(request, _scored(request, body))
 
 
-@router.post(
-    "/api/embed",
-    responses=responses(OllamaEmbedReply, 429, error=OllamaErrorReply),
-    openapi_extra=body_of(OllamaEmbedRequest),
-    operation_id="ollama_embed",
-)
-async def ollama_embed(request: Request) -> Response:
+for _path, _endpoint in {"/rerank": rerank, "/v2/rerank": rerank, "/score": score}.items():
+    router.add_api_route(_path, _endpoint, methods=["POST"], include_in_schema=False)
+
+
+@post(router, "/api/embed", OllamaEmbedRequest, "OllamaEmbedReply")
+async def ollama_embed(request: Request, body: OllamaEmbedRequest) -> Response:
     """Embed texts, for Ollama's clients."""
-    asked = await read_model(request, OllamaEmbedRequest, service_of(request).limits)
-    texts = [asked.input] if isinstance(asked.input, str) and asked.input else list(asked.input)
-    params = PoolingParams(asked.dimensions or None, truncate_prompt_tokens=None if asked.truncate is False else -1)
-    return await while_connected(request, _ollama_embedded(request, asked.model, texts, params))
+    texts = [body.input] if isinstance(body.input, str) and body.input else list(body.input)
+    params = PoolingParams(body.dimensions or None, truncate_prompt_tokens=None if body.truncate is False else -1)
+    return await while_connected(request, _ollama_embedded(request, body.model, texts, params))
 
 
-@router.post(
-    "/api/embeddings",
-    responses=responses(OllamaEmbeddingsReply, 429, error=OllamaErrorReply),
-    openapi_extra=body_of(OllamaEmbeddingsRequest),
-    operation_id="ollama_embeddings",
-)
-async def ollama_embeddings(request: Request) -> Response:
-    """Embed one text, in the older form."""
-    asked = await read_model(request, OllamaEmbeddingsRequest, service_of(request).limits)
-    texts = [asked.prompt] if asked.prompt else []
+@post(router, "/api/embeddings", OllamaEmbeddingsRequest, "OllamaEmbeddingsReply")
+async def ollama_embeddings(request: Request, body: OllamaEmbeddingsRequest) -> Response:
+    """Embed one text; the older endpoint."""
+    texts = [body.prompt] if body.prompt else []
     params = PoolingParams(truncate_prompt_tokens=-1)
-    return await while_connected(request, _ollama_embedded(request, asked.model, texts, params, is_old=True))
+    return await while_connected(request, _ollama_embedded(request, body.model, texts, params, is_old=True))
 
 
-async def _embedded(request: Request, asked: EmbeddingRequest) -> Response:
+async def _embedded(request: Request, body: EmbeddingRequest) -> Response:
     service = service_of(request)
-    check_model(service, asked.model)
-    params = PoolingParams(asked.dimensions, asked.normalize, asked.truncate_prompt_tokens)
-    vectors, counted = await _vectors(request, asked, listed_prompts(asked.input), params, "input")
-    is_coded = asked.encoding_format == "base64"
-    written = await _beside(_vector_texts, vectors, is_coded)
+    check_model(service, body.model)
+    params = PoolingParams(body.dimensions, body.normalize, body.truncate_prompt_tokens)
+    vectors, counted = await _vectors(request, body, listed_prompts(body.input), params, "input")
+    written = await _vector_texts(vectors, body.encoding_format == "base64")
     data = ",".join(
         f'{{"object":"embedding","index":{place},"embedding":{text}}}' for place, text in enumerate(written)
     )
-    tail = json.dumps({"model": asked.model or service.name, "usage": _usage(counted)}, separators=(",", ":"))
-    return Response(f'{{"object":"list","data":[{data}],{tail[1:]}', media_type="application/json")
+    tail = to_json({"model": body.model or service.name, "usage": _usage(counted)})
+    return _json(f'{{"object":"list","data":[{data}],{tail[1:]}')
 
 
-async def _reranked(request: Request, asked: RerankRequest) -> Response:
+async def _reranked(request: Request, body: RerankRequest) -> Response:
     service = service_of(request)
-    check_model(service, asked.model)
-    documents = [document.text if isinstance(document, TextDocument) else document for document in asked.documents]
-    scoring = _scoring(request, asked, [asked.query] * len(documents), documents, asked.instruction)
+    check_model(service, body.model)
+    documents = [document.text if isinstance(document, TextDocument) else document for document in body.documents]
+    scoring = _scoring(request, body, [body.query] * len(documents), documents, body.instruction)
     places = {text: f"documents[{place}]" for place, text in reversed(list(enumerate(documents)))}
-    scores, counted = await _scores(request, scoring, {**places, asked.query: "query"})
-    best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))[: asked.top_n]
-    # Cohere's second version gives no documents back, and Jina's API does.
+    scores, counted = await _scores(request, scoring, {**places, body.query: "query"})
+    best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))[: body.top_n]
+    # The second version of Cohere's API returns no documents by default, Jina's API does.
     is_second = request.scope["path"].startswith("/v2/")
-    shows = not is_second if asked.return_documents is None else asked.return_documents
-    results: list[dict[str, Any]] = []
-    for place in best:
-        result: dict[str, Any] = {"index": place, "relevance_score": scores[place]}
-        if shows:
-            given = asked.documents[place]
-            result["document"] = given.model_dump() if isinstance(given, TextDocument) else {"text": given}
-        results.append(result)
-    value = {
-        "id": new_id("rerank"),
-        "model": asked.model or service.name,
-        "results": results,
-        "usage": _usage(counted),
-    }
-    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
+    shows = not is_second if body.return_documents is None else body.return_documents
+    results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in best]
+    for result in results if shows else ():
+        given = body.documents[result["index"]]
+        result["document"] = given.model_dump() if isinstance(given, TextDocument) else {"text": given}
+    names = {"id": new_id("rerank"), "model": body.model or service.name}
+    return _json(to_json({**names, "results": results, "usage": _usage(counted)}))
 
 
-async def _scored(request: Request, asked: ScoreRequest) -> Response:
+async def _scored(request: Request, body: ScoreRequest) -> Response:
     service = service_of(request)
-    check_model(service, asked.model)
+    check_model(service, body.model)
     try:
-        first, second = paired(asked.text_1, asked.text_2)
+        first, second = paired(body.text_1, body.text_2)
     except RequestError as error:
         raise prompt_error(error, "text_2") from error
-    scoring = _scoring(request, asked, first, second, asked.instruction)
+    scoring = _scoring(request, body, first, second, body.instruction)
     fields = {**dict.fromkeys(second, "text_2"), **dict.fromkeys(first, "text_1")}
     scores, counted = await _scores(request, scoring, fields)
     value = {
         "id": new_id("score"),
         "object": "list",
         "created": int(time.time()),
-        "model": asked.model or service.name,
+        "model": body.model or service.name,
         "data": [{"index": place, "object": "score", "score": one} for place, one in enumerate(scores)],
         "usage": _usage(counted),
     }
-    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
+    return _json(to_json(value))
 
 
 async def _ollama_embedded(
@@ -179,37 +140,36 @@ async def _ollama_embedded(
     check_tagged_model(service, model)
     fields, prompts = PooledFields(), list[Prompt](texts)
     vectors, counted = await _vectors(request, fields, prompts, params, "prompt" if is_old else "input")
-    written = await _beside(_vector_texts, vectors, False)
+    written = await _vector_texts(vectors, False)
     if is_old:
-        body = f'{{"embedding":{written[0] if written else "[]"}}}'
-        return Response(body, media_type="application/json")
-    told = {
+        return _json(f'{{"embedding":{written[0] if written else "[]"}}}')
+    facts = {
         "model": model or service.name,
         "total_duration": time.monotonic_ns() - started,
         "load_duration": 0,
         "prompt_eval_count": counted.num_prompt_tokens,
     }
-    tail = json.dumps(told, separators=(",", ":"))
-    return Response(f'{{"embeddings":[{",".join(written)}],{tail[1:]}', media_type="application/json")
+    return _json(f'{{"embeddings":[{",".join(written)}],{to_json(facts)[1:]}')
 
 
 async def _vectors(
-    request: Request, asked: PooledFields, inputs: Sequence[Prompt], params: PoolingParams, field: str
+    request: Request, body: PooledFields, inputs: Sequence[Prompt], params: PoolingParams, field: str
 ) -> tuple[list[Vector], Counted]:
-    """The embedding of every input; whatever is wrong with one is told before any runs."""
+    """Embed every input; all are validated before any runs."""
     llm = service_of(request).llm
     pooling = llm.pooling
     try:
         pooling.check(params)
     except RequestError as error:
-        raise prompt_error(error, "dimensions" if error.asked.startswith("dimensions") else "model") from error
-    salt, truncate = cache_salt(request, asked), params.truncate_prompt_tokens is not None
+        is_dimensions = error.values.get("name") == "dimensions" or error.asked.startswith("dimensions")
+        raise prompt_error(error, "dimensions" if is_dimensions else "model") from error
+    salt, truncate = cache_salt(request, body), params.truncate_prompt_tokens is not None
     prepared: list[PreparedRequest] = []
     for place, prompt in enumerate(inputs):
         name = f"{field}[{place}]" if len(inputs) > 1 else field
         try:
             prepared.append(
-                await llm.prepare_pooled(prompt, cache_salt=salt, truncate=truncate, priority=asked.priority or 0)
+                await llm.prepare_pooled(prompt, cache_salt=salt, truncate=truncate, priority=body.priority or 0)
             )
         except PromptError as error:
             raise prompt_error(error, name) from error
@@ -218,23 +178,23 @@ async def _vectors(
 
 
 def _scoring(
-    request: Request, asked: PooledFields, first: Sequence[str], second: Sequence[str], instruction: str | None
+    request: Request, body: PooledFields, first: Sequence[str], second: Sequence[str], instruction: str | None
 ) -> Scoring:
     try:
         return service_of(request).llm.scoring(
             first,
             second,
             instruction=instruction,
-            cache_salt=cache_salt(request, asked),
-            truncate=asked.truncate_prompt_tokens is not None,
-            priority=asked.priority or 0,
+            cache_salt=cache_salt(request, body),
+            truncate=body.truncate_prompt_tokens is not None,
+            priority=body.priority or 0,
         )
     except RequestError as error:
         raise prompt_error(error, "model") from error
 
 
 async def _scores(request: Request, scoring: Scoring, fields: Mapping[str, str]) -> tuple[list[float], Counted]:
-    """The score of every pair; `fields` names the field of each text."""
+    """Score every pair; `fields` names the field of each text."""
     llm, prepared = service_of(request).llm, list[PreparedRequest]()
     for place in range(len(scoring)):
         try:
@@ -248,17 +208,17 @@ async def _scores(request: Request, scoring: Scoring, fields: Mapping[str, str])
 
 
 async def _outputs(request: Request, prepared: Sequence[PreparedRequest]) -> tuple[list[RequestOutput], Counted]:
-    """What all requests bring, a few of them queued at a time; when one fails, the others end."""
+    """Run all requests, a few queued at a time; if one fails, cancel the others."""
     service, counted, name = service_of(request), Counted(), new_id("embd")
     record = record_of(request)
     if record.wants_text and prepared:
         record.prompt = prepared[0].prompt
-    room = asyncio.Semaphore(min(MAX_AT_ONCE, service.llm.max_queue))
+    slots = asyncio.Semaphore(min(MAX_AT_ONCE, service.llm.max_queue))
     answers = [Answer(request, one, f"{name}-{place}", counted) for place, one in enumerate(prepared)]
 
     async def whole(answer: Answer) -> RequestOutput:
         assembler = OutputAssembler(answer.prepared.prompt, answer.prepared.prompt_token_ids, 1)
-        async with room, aclosing(answer.deltas()) as batches:
+        async with slots, aclosing(answer.deltas()) as batches:
             async for deltas in batches:
                 for delta in deltas:
                     assembler.add(delta)
@@ -271,13 +231,16 @@ def _usage(counted: Counted) -> dict[str, int]:
     return {"prompt_tokens": counted.num_prompt_tokens, "total_tokens": counted.num_prompt_tokens}
 
 
-async def _beside(write: Any, *args: object) -> list[str]:  # noqa: ANN401 a function of these
-    """What a function makes of many vectors, beside the event loop: a million numbers take a while to write."""
-    return await asyncio.get_running_loop().run_in_executor(None, write, *args)
+def _json(body: str) -> Response:
+    return Response(body, media_type="application/json")
 
 
-def _vector_texts(vectors: Sequence[Vector], is_coded: bool) -> list[str]:
-    """Each vector in JSON: nine digits bring every float32 back, or its bytes in base64."""
-    if is_coded:
-        return [f'"{base64.b64encode(vector_H.astype("<f4").tobytes()).decode()}"' for vector_H in vectors]
-    return [f"[{','.join(['%.9g'] * len(vector_H)) % tuple(vector_H.tolist())}]" for vector_H in vectors]
+async def _vector_texts(vectors: Sequence[Vector], is_base64: bool) -> list[str]:
+    """Write each vector as JSON: nine digits restore every float32, or its bytes in base64. Runs off the event loop."""
+
+    def write() -> list[str]:
+        if is_base64:
+            return [f'"{base64.b64encode(vector_H.astype("<f4").tobytes()).decode()}"' for vector_H in vectors]
+        return [f"[{','.join(['%.9g'] * len(vector_H)) % tuple(vector_H.tolist())}]" for vector_H in vectors]
+
+    return await asyncio.get_running_loop().run_in_executor(None, write)

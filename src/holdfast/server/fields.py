@@ -1,17 +1,20 @@
-"""Fields that requests share: whole numbers, texts and switches with their bounds, and names that are taken where they ask for nothing."""
+"""Field types that request models share: numbers, texts and token ids with their bounds, and known but refused fields."""
 
-from typing import Annotated, Any
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    create_model,
 )
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -19,6 +22,7 @@ from holdfast.request.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
@@ -27,40 +31,30 @@ from holdfast.request.sampling_params import (
 from holdfast.server.bodies import Body
 
 MAX_TEXT_CHARS = 8 * 2**20
-"""Of one text; the body as a whole has a bound in bytes."""
-MAX_NAME_CHARS = 256
+"""Per text; the body as a whole is bounded in bytes."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_PROMPTS = 256
 MAX_INT = 2**31 - 1
-
-
-class Reply(BaseModel):
-    """An answer, or a part of one, as the OpenAPI document shows it."""
-
-    model_config = ConfigDict(extra="forbid")
+MAX_PROMPT_TOKENS = 2**21
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def refuse(words: str) -> PydanticCustomError:
-    """An error whose message is these words, whatever braces they hold."""
+    """Make an error whose message is exactly `words`, braces included."""
     return PydanticCustomError("refused", "{words}", {"words": words})
 
 
-def _whole(value: object) -> object:
-    # JSON has one kind of number: 16.0 is 16 wherever it was written by a language without integers.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+class Refused:
+    """The type of a known field that is not implemented: accepts null and the values that change nothing."""
 
-
-class TakenOnly:
-    """For a field that is known, and taken with null or `taken` alone; another value is refused with these words."""
-
-    def __init__(self, words: str, *taken: object) -> None:
+    def __init__(self, words: str, *accepted: object) -> None:
         self._words = words
-        self._taken = taken
+        self._accepted = accepted
 
     def check(self, value: object) -> object:
-        """The value, where it asks for nothing."""
-        if value is None or any(type(value) is type(quiet) and value == quiet for quiet in self._taken):
+        """Return the value if it changes nothing."""
+        if value is None or any(type(value) is type(same) and value == same for same in self._accepted):
             return value
         raise refuse(self._words)
 
@@ -70,80 +64,110 @@ class TakenOnly:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"enum": [None, *self._taken], "description": self._words}
+        return {"enum": [None, *self._accepted], "description": self._words}
+
+
+@cache
+def _refused_fields() -> dict[str, dict[str, list[Any]]]:
+    return tomllib.loads(resources.files("holdfast").joinpath("data", "refused_fields.toml").read_text("utf-8"))
+
+
+def with_refused(model: type[Model]) -> type[Model]:
+    """Add the refused fields that data/refused_fields.toml lists under the name of a model."""
+    fields: dict[str, Any] = {
+        name: (Annotated[object, Refused(*row)], None) for name, row in _refused_fields()[model.__name__].items()
+    }
+    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, __module__=model.__module__, **fields)
+
+
+def _whole(value: object) -> object:
+    # JSON has one kind of number: 16.0 is 16 if a language without integers wrote it.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 CLOSED: dict[str, Any] = {"additionalProperties": False}
-"""Of objects whose names follow a pattern."""
+"""For objects whose names follow a pattern."""
 OWN_VARIABLES = frozenset(
     (
-        *(
-            "messages",
-            "conversation",
-            "tools",
-            "documents",
-            "chat_template",
-            "add_generation_prompt",
-            "control",
-            "self",
-        ),
-        *("continue_final_message", "tools_in_words", "tokenize", "allow_special_tokens"),
+        *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "control"),
+        *("self", "continue_final_message", "tools_in_words", "tokenize", "allow_special_tokens"),
     )
 )
-"""Of templates and of who renders them: chat_template_kwargs cannot set these; nor can they say how a special token is written."""
+"""Variables of templates and of their renderer: chat_template_kwargs cannot set these, nor names that end in _token."""
 
 
 def _not_own(name: str) -> str:
     if name in OWN_VARIABLES or name.endswith("_token"):
-        raise refuse(f"the template's {name} is not for requests to set: leave it out")
+        raise refuse(f"a request cannot set {name} of the template: leave it out")
     return name
 
 
-NOT_OWN = AfterValidator(_not_own)
-UNUSED = Field(description="Taken; it changes nothing here.")
-WHOLE = BeforeValidator(_whole)
-"""Behind the bounds of a number, which the document would not show otherwise."""
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
-MAX_PROMPT_TOKENS = 2**21
-
-
 def _plain_ids(value: object, check: ValidatorFunctionWrapHandler) -> object:
-    """Token ids as they are where all are: one by one, a million of them would hold up everybody else for seconds."""
+    """Validate token ids at once: one by one, a million of them would block the event loop for seconds."""
     if type(value) is not list or not 0 < len(value) <= MAX_PROMPT_TOKENS or set(map(type, value)) != {int}:
         return check(value)
     return value if min(value) >= 0 and max(value) <= MAX_INT else check(value)
 
 
+UNUSED = Field(description="Accepted; has no effect.")
+WHOLE = BeforeValidator(_whole)
+"""Stands after the bounds of a number; before them, the OpenAPI document would not show the bounds."""
 PLAIN_IDS = WrapValidator(_plain_ids)
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True), PLAIN_IDS]
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True), PLAIN_IDS]
+AllowedIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True), PLAIN_IDS]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), WHOLE]
+Natural = Annotated[int, Field(ge=0, le=MAX_INT), WHOLE]
+NaturalOrMinusOne = Annotated[int, Field(ge=-1, le=MAX_INT), WHOLE]
+NumTop = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
+Priority = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT, description="Lower runs first."), WHOLE]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Temperature = Annotated[Number, Field(ge=0, le=100)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Factor = Annotated[Number, Field(gt=0, le=100)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
-Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Description = Annotated[str, Field(max_length=2**16)]
+SchemaName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/$@-]{1,128}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
+Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Biases = Annotated[
+    dict[BiasKey, Annotated[Number, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES, json_schema_extra=CLOSED),
+]
+Pattern = Annotated[str, Field(min_length=1, max_length=4096)]
+Choices = Annotated[list[Pattern], Field(min_length=1, max_length=1024)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=2**16)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 JsonSchema = dict[str, Any]
-"""A JSON schema as it came; its size and depth are bounded where it is compiled."""
-
-TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$"), NOT_OWN]
+"""A JSON schema; its size and depth are bounded where it is compiled."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+CacheRetention = Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNUSED]
+UnusedText = Annotated[Text | None, UNUSED]
+UnusedName = Annotated[Name | None, UNUSED]
+UnusedObject = Annotated[dict[str, Any] | None, UNUSED]
+Unused = Annotated[Any, UNUSED]
+ServedModel = Annotated[Name | None, Field(description="One of /v1/models; the first if left out.")]
+TemplateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$"), AfterValidator(_not_own)]
 TemplateValue = bool | Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), WHOLE] | Annotated[str, Field(max_length=256)]
+TemplateOptions = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16, json_schema_extra=CLOSED)]
 
 
 class StructuredFields(Body):
-    """What an answer is held to, in vLLM's names."""
+    """A constraint on the answer, in vLLM's names."""
 
     json_: Annotated[JsonSchema | Text | None, Field(alias="json")] = None
     json_object: bool | None = None
-    regex: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    choice: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
-        | None
-    ) = None
-    grammar: Annotated[str, Field(min_length=1, max_length=2**16)] | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
 
 
 class StreamOptions(Body):
@@ -154,60 +178,38 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[bool | None, UNUSED] = None
 
 
+@with_refused
 class SamplingFields(Body):
-    """How tokens are chosen: OpenAI's names, and those that vLLM's users add."""
+    """Sampling options: OpenAI's names, and those that vLLM adds."""
 
-    model: Annotated[Name | None, Field(description="One of /v1/models; left out, the served one.")] = None
+    model: ServedModel = None
     n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT), WHOLE] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
-    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[BiasKey, Annotated[Number, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_LOGIT_BIASES, json_schema_extra=CLOSED),
-        ]
-        | None
-    ) = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: NaturalOrMinusOne | None = None
+    min_p: Share | None = None
+    repetition_penalty: Factor | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    seed: Seed | None = None
+    stop: Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: (
-        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True), PLAIN_IDS]
-        | None
-    ) = None
+    allowed_token_ids: AllowedIds | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
+    min_tokens: Natural | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT), WHOLE] | None = None
+    truncate_prompt_tokens: NaturalOrMinusOne | None = None
     cache_salt: Name | None = None
-    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT, description="Lower is earlier."), WHOLE] | None = None
+    priority: Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     structured_outputs: StructuredFields | None = None
     guided_json: JsonSchema | Text | None = None
-    guided_regex: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    guided_choice: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024)]
-        | None
-    ) = None
-    guided_grammar: Annotated[str, Field(min_length=1, max_length=2**16)] | None = None
-    user: Annotated[Text | None, UNUSED] = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    user: UnusedText = None
     spaces_between_special_tokens: Annotated[bool | None, UNUSED] = None
-    use_beam_search: Annotated[object, TakenOnly("beam search is not here: use n with temperature above 0", False)] = (
-        None
-    )
-    length_penalty: Annotated[object, TakenOnly("beam search is not here: leave it out", 1, 1.0)] = None
-    prompt_logprobs: Annotated[object, TakenOnly("ask /v1/completions with echo and logprobs")] = None
-    logits_processors: Annotated[
-        object, TakenOnly("code is not taken from requests: use logit_bias, bad_words or allowed_token_ids")
-    ] = None
-    # vllm-router writes these two into whatever it passes on.
-    no_stop_trim: Annotated[object, TakenOnly("use include_stop_str_in_output", False)] = None
-    return_hidden_states: Annotated[object, TakenOnly("hidden states are not given out: leave it out", False)] = None

@@ -1,6 +1,6 @@
-"""Guards in front of every endpoint, as ASGI middleware: request id and log, Host and Origin, API key, drain; no torch.
+"""Guards before every endpoint, as ASGI middleware: request id and log, Host and Origin, API key, drain; no torch.
 
-All of them decide on `scope["path"]` and headers as they came, and never on an address that was put together from them.
+All decide by `scope["path"]` and raw headers, never by a URL that was assembled from them.
 """
 
 import asyncio
@@ -13,40 +13,27 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.errors import shown
 from holdfast.observability.log import get_logger
 from holdfast.server import page
-from holdfast.server.dialects import dialect_of, error_body, error_piece
-from holdfast.server.errors import (
-    DRAINING_MESSAGE,
-    FORBIDDEN,
-    UNAUTHENTICATED,
-    UNAVAILABLE,
-    ApiError,
-    from_exception,
-    is_our_fault,
-)
+from holdfast.server.errors import ApiError, dialect_of, from_exception, is_our_fault
 from holdfast.server.keys import Keys
 from holdfast.server.logs import RECORD, RequestLog, RequestRecord, cleaned_request_id
 from holdfast.server.service import Service
 from holdfast.server.traces import Traces
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"}) | page.PUBLIC_PATHS
-"""Answered without a key: whether the server lives, and the page, whose own calls need one. All else is closed."""
+"""Answered without a key: health, and the page, whose own calls need one."""
 OPEN_WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics"})
 HOST = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252}))(?::([0-9]{1,5}))?")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 BEARER = b"bearer "
 TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
-CUT = ApiError(
-    503, "an answer was being written; the server ended before it was complete; ask again", UNAVAILABLE, code="draining"
-)
 _log = get_logger("holdfast.server")
 
 
 class RecordGuard:
-    """Outermost: gives a request its id and record, says the id in the answer, logs a line, and holds every exception."""
+    """Outermost: gives a request its id and record, adds the id to the answer, logs a line, and catches every exception."""
 
     def __init__(self, app: ASGIApp, service: Service, log: RequestLog | None, traces: Traces | None) -> None:
         self._app = app
@@ -72,7 +59,7 @@ class RecordGuard:
             named.append((b"request-id", record.request_id.encode()))
         is_over = is_stream = False
 
-        async def tell(message: Message) -> None:
+        async def send_named(message: Message) -> None:
             nonlocal is_over, is_stream
             if message["type"] == "http.response.start":
                 record.status = message["status"]
@@ -85,21 +72,22 @@ class RecordGuard:
             await send(message)
 
         try:
-            await self._app(scope, receive, tell)
-        except asyncio.CancelledError:
-            # The server ends, and this answer did not come to its end in time. Whoever reads it is told so.
-            if not is_over:
-                record.error = CUT.code
-                await (end_early(tell, CUT, record, is_stream) if record.status else answer(tell, CUT, scope))
+            await self._app(scope, receive, send_named)
         except ClientDisconnect:
             record.error = "client_gone"
-        except Exception as error:
-            told = from_exception(error)
-            if is_our_fault(error):
-                _log.error("request %s failed: %s", record.request_id, type(error).__name__, exc_info=error)
+        except (Exception, asyncio.CancelledError) as error:
+            # Cancelled: the server stops, and this answer did not end in time.
+            is_cut = isinstance(error, asyncio.CancelledError)
+            if not is_cut:
+                log_failure(record, error)
             if not is_over:
-                record.error = told.code or told.kind
-                await (end_early(tell, told, record, is_stream) if record.status else answer(tell, told, scope))
+                found = ApiError("http.cut_while_draining") if is_cut else from_exception(error)
+                record.error = found.public_code or found.kind
+                if not record.status:
+                    await answer(send_named, found, scope)
+                elif is_stream:  # one more piece; another body stays cut
+                    piece = found.to_event(record.path, record.request_id)
+                    await send_named({"type": "http.response.body", "body": piece})
         finally:
             record.is_cut = not is_over
             record.route = getattr(scope.get("route"), "path", record.route)
@@ -111,15 +99,21 @@ class RecordGuard:
                 self._traces.write(record)
 
 
+def log_failure(record: RequestRecord, error: BaseException) -> None:
+    """Log an exception that is our fault, with its traceback."""
+    if is_our_fault(error):
+        _log.error("request %s failed: %s", record.request_id, type(error).__name__, exc_info=error)
+
+
 def _trace_parent(scope: Scope) -> str | None:
     given = header(scope, b"traceparent")
     return given.decode() if given is not None and TRACE_PARENT.fullmatch(given) else None
 
 
 class HostGuard:
-    """Refuses names that nobody gave this server: a page whose name was pointed at us cannot talk to us (DNS rebinding).
+    """Refuses unknown host names, against DNS rebinding, and unknown origins of requests that may change something.
 
-    Addresses are all taken: nobody can point those elsewhere. The same for the Origin of a request that may change something.
+    Accepts every IP address, because an address cannot be pointed elsewhere.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str] = (), allowed_origins: Iterable[str] = ()) -> None:
@@ -142,29 +136,16 @@ class HostGuard:
             return None  # a load balancer's probe
         match = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if match is None:
-            has = f"{len(hosts)} of them came" if len(hosts) != 1 else f"{shown(hosts[0])[1:]} is none"
-            return ApiError(400, f"a Host header was expected; {has}; send one host name", code="bad_host")
+            return ApiError("http.bad_host", value=b", ".join(hosts))
         name = match[1].decode().lower()
         if not self._allows(name):
-            return ApiError(
-                421,
-                f"host {shown(name)} was asked; this server does not go by that name; "
-                "start it with --allowed-host and the name",
-                FORBIDDEN,
-                code="host_not_allowed",
-            )
+            return ApiError("http.host_not_allowed", host=name)
         origin = header(scope, b"origin")
         if origin is not None and scope["method"] not in SAFE_METHODS:
-            asked = origin.decode("latin-1").lower().rstrip("/")
-            is_own = asked.partition("://")[2] == hosts[0].decode().lower()
-            if not is_own and asked not in self._origins and "*" not in self._origins:
-                return ApiError(
-                    403,
-                    f"origin {shown(asked)} asked; pages from there are not allowed; start the server with "
-                    "--allow-origin and the origin",
-                    FORBIDDEN,
-                    code="origin_not_allowed",
-                )
+            given = origin.decode("latin-1").lower().rstrip("/")
+            is_own = given.partition("://")[2] == hosts[0].decode().lower()
+            if not is_own and given not in self._origins and "*" not in self._origins:
+                return ApiError("http.origin_not_allowed", origin=given)
         return None
 
     def _allows(self, name: str) -> bool:
@@ -178,7 +159,7 @@ class HostGuard:
 
 
 class KeyGuard:
-    """Closed by default: whatever is not public needs a key, also what no endpoint answers."""
+    """Closed by default: every path that is not public needs a key, even one without an endpoint."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
@@ -188,7 +169,9 @@ class KeyGuard:
         if scope["type"] == "http" and len(self._keys) and scope["path"] not in PUBLIC_PATHS:
             index, has_any = self._find(scope)
             if index is None:
-                await answer(send, _unauthenticated(has_any), scope)
+                has = "the given one is unknown" if has_any else "but none was sent"
+                headers = {"WWW-Authenticate": "Bearer"}
+                await answer(send, ApiError("http.invalid_api_key", headers=headers, has=has), scope)
                 return
             record = scope.get(RECORD)
             if isinstance(record, RequestRecord):
@@ -197,7 +180,7 @@ class KeyGuard:
         await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> tuple[int | None, bool]:
-        """The key of `Authorization`, or of `x-api-key`; and whether either came. A header that comes twice is none."""
+        """Find the key of `Authorization` or `x-api-key`; and whether either was sent. Ignores a header that occurs twice."""
         found: list[int | None] = []
         tokens = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(tokens) == 1 and tokens[0][: len(BEARER)].lower() == BEARER:
@@ -208,19 +191,8 @@ class KeyGuard:
         return next((index for index in found if index is not None), None), bool(tokens or keys)
 
 
-def _unauthenticated(has_any: bool) -> ApiError:
-    has = "this one does not open it" if has_any else "none came"
-    return ApiError(
-        401,
-        f"an API key was expected; {has}; send Authorization: Bearer and the key, or x-api-key and the key",
-        UNAUTHENTICATED,
-        code="invalid_api_key",
-        headers={"WWW-Authenticate": "Bearer"},
-    )
-
-
 class StateGuard:
-    """New requests are refused while the server ends, and when its engine has died."""
+    """Refuses new requests while the server drains, and after its engine has died."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -229,17 +201,9 @@ class StateGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = self._service.state == "ready" or scope["type"] != "http" or scope["path"] in OPEN_WHILE_DRAINING
         if not is_open:
-            error = ApiError(503, DRAINING_MESSAGE, UNAVAILABLE, code="draining", headers={"Retry-After": "5"})
-            error.headers["Connection"] = "close"
-            await answer(send, error, scope)
+            await answer(send, ApiError("http.draining", headers={"Retry-After": "5", "Connection": "close"}), scope)
             return
         await self._app(scope, receive, send)
-
-
-async def end_early(send: Send, error: ApiError, record: RequestRecord, is_stream: bool) -> None:
-    """End an answer that has begun: a stream with one more piece; another body stays cut."""
-    if is_stream:
-        await send({"type": "http.response.body", "body": error_piece(error, record.path, record.request_id)})
 
 
 async def answer(send: Send, error: ApiError, scope: Mapping[str, Any]) -> None:
@@ -247,9 +211,9 @@ async def answer(send: Send, error: ApiError, scope: Mapping[str, Any]) -> None:
     record = scope.get(RECORD)
     request_id = ""
     if isinstance(record, RequestRecord):
-        record.error = error.code or error.kind
+        record.error = error.public_code or error.kind
         request_id = record.request_id
-    body = error_body(error, scope["path"], request_id)
+    body = error.to_json(scope["path"], request_id)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -260,5 +224,5 @@ async def answer(send: Send, error: ApiError, scope: Mapping[str, Any]) -> None:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of that name."""
+    """Return the first header of that name."""
     return next((value for key, value in scope["headers"] if key == name), None)

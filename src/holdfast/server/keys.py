@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError
 
 ONE_KEY_VARIABLE = "HOLDFAST_API_KEY"
 KEYS_VARIABLE = "HOLDFAST_API_KEYS"
@@ -17,23 +17,19 @@ MAX_KEYS = 1024
 MAX_KEY_CHARS = 512
 MAX_FILE_BYTES = 2**20
 KEY = re.compile(r"[!-~]+")
-"""Printable ASCII: what a header carries as it is."""
+"""Printable ASCII, which a header carries unchanged."""
 
 
 class Keys:
-    """Keys that open the server; none at all opens it to everybody. Only their digests are kept."""
+    """API keys of a server; without any it is open to every client. Keeps only their digests."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         distinct = dict.fromkeys(keys)
         for key in distinct:
             if not KEY.fullmatch(key) or len(key) > MAX_KEY_CHARS:
-                raise ConfigError(
-                    "an API key was given",
-                    f"it is not one word of 1 to {MAX_KEY_CHARS} printable ASCII characters",
-                    "make one, as with openssl rand -hex 32",
-                )
+                raise ConfigError("http.key_invalid", maximum=MAX_KEY_CHARS)
         if len(distinct) > MAX_KEYS:
-            raise ConfigError(f"{len(distinct)} API keys were given", f"at most {MAX_KEYS} are taken", "give fewer")
+            raise ConfigError("http.keys_too_many", maximum=MAX_KEYS, count=len(distinct))
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in distinct)
         secret = secrets.token_bytes(32)
         self._salts = tuple(hmac.digest(secret, digest, "sha256").hex()[:32] for digest in self._digests)
@@ -45,7 +41,7 @@ class Keys:
         return f"Keys({len(self)} of them)"
 
     def find(self, presented: bytes) -> int | None:
-        """Which key this is. Every key is compared, whatever the others said, and so is a key of any length."""
+        """Return the index of a key. Compares every key, in constant time."""
         digest = hashlib.sha256(presented).digest()
         found: int | None = None
         for index, known in enumerate(self._digests):
@@ -54,15 +50,15 @@ class Keys:
         return found
 
     def cache_salt(self, index: int) -> str | None:
-        """Whose cached prefixes a request may find: those of its own key, where there are several.
+        """Return the salt of cached prefixes: if there are several keys, each finds only its own prefixes.
 
-        How soon a first token comes tells whether a prompt was cached. Nobody learns that of another key's prompts.
+        The time to the first token shows whether a prompt was cached, and must not reveal another key's prompts.
         """
         return self._salts[index] if len(self) > 1 else None
 
 
 def collect_keys(given: Iterable[str] = (), file: str | None = None) -> Keys:
-    """Keys of options, of a file and of the environment, together."""
+    """Collect the keys of options, a file and the environment."""
     keys = list(given)
     if one := os.environ.get(ONE_KEY_VARIABLE, "").strip():
         keys.append(one)
@@ -73,25 +69,28 @@ def collect_keys(given: Iterable[str] = (), file: str | None = None) -> Keys:
 
 
 def read_key_file(file: str) -> list[str]:
-    """A key on each line; empty lines and those that begin with # are left out."""
-    asked = f"API keys of {shown(file)} were asked"
+    """Read a key from each line; skips empty lines and those that begin with #."""
+
+    def refused(reason: str) -> ConfigError:
+        return ConfigError("http.key_file_unreadable", file=file, reason=reason)
+
     try:
         with Path(file).expanduser().open("rb") as opened:
             status = os.fstat(opened.fileno())
             if not stat.S_ISREG(status.st_mode) and not stat.S_ISFIFO(status.st_mode):
-                raise ConfigError(asked, "it is no file", "name a file with a key on each line")
+                raise refused("it is not a file")
             if status.st_mode & stat.S_IROTH:
-                raise ConfigError(asked, "everybody on this machine may read it", f"run chmod 600 {shown(file)}")
+                raise ConfigError("http.key_file_public", file=file)
             data = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(asked, error.strerror or "it cannot be read", "check the path and its permissions") from error
+        raise refused(error.strerror or "reading failed") from error
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(asked, f"it is larger than {MAX_FILE_BYTES >> 20} MiB", "put a key on each line")
+        raise refused(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
     try:
         lines = data.decode("ascii").splitlines()
     except UnicodeDecodeError as error:
-        raise ConfigError(asked, f"byte {error.start} is not ASCII", "put a key on each line") from error
+        raise refused(f"byte {error.start} is not ASCII") from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise ConfigError(asked, "there is no key in it", "put a key on each line")
+        raise refused("it has no key")
     return keys

@@ -1,4 +1,4 @@
-"""Log-probabilities as answers have them: OpenAI's two shapes, for chats and for completions."""
+"""Log-probabilities in OpenAI's two shapes, for chats and for completions."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from holdfast.text.detokenizer import IncrementalDetokenizer
 from holdfast.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
-"""What stands for a token that could not be chosen: JSON has no infinity."""
+"""Stands for minus infinity, which JSON does not have."""
 
 
 class ChatLogprobWriter:
-    """Positions of a chat's answer as `logprobs.content`."""
+    """Writes positions of a chat's answer as `logprobs.content`."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
 
     def entries(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> list[dict[str, Any]]:
-        """One entry a token."""
+        """Return one entry for each token."""
         return [self._entry(token, position) for token, position in zip(token_ids, positions, strict=True)]
 
     def _entry(self, token_id: int, position: PositionLogprobs) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class ChatLogprobWriter:
 
 
 class CompletionLogprobWriter:
-    """Positions of a completion as `logprobs`; offsets go on from piece to piece.
+    """Writes positions of a completion as `logprobs`; offsets continue from piece to piece.
 
     An offset counts characters of the answer's text. All tokens of one character have the offset of that character.
     """
@@ -49,14 +49,14 @@ class CompletionLogprobWriter:
         prompt_token_ids: Sequence[int] = (),
         skip_special_tokens: bool = False,
     ) -> None:
-        """`prompt_token_ids`: what the text follows, if it does not repeat them."""
+        """`prompt_token_ids`: the prompt that the text follows, unless the text repeats it."""
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._text = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._num_chars = 0
 
     def entries(self, token_ids: Iterable[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, list[Any]]:
-        """The lists of `logprobs`; a place without log-probabilities, the first of a prompt, is null in two of them."""
+        """Return the lists of `logprobs`; the first token of a prompt has none and is null in two of them."""
         written: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token_id, position in zip(token_ids, positions, strict=True):
             text = self._tokenizer.token_text(token_id)
@@ -70,7 +70,7 @@ class CompletionLogprobWriter:
             own = position[token_id]
             top = [(token_id, own), *_most_likely(position, self._num_top)]
             written["token_logprobs"].append(max(own.logprob, LEAST_LOGPROB))
-            # By text, as OpenAI has it: of two tokens with one text the more likely one is told.
+            # By text, as in OpenAI's API: of two tokens with the same text the more likely one counts.
             by_text: dict[str, float] = {}
             for _, logprob in top:
                 number = max(logprob.logprob, LEAST_LOGPROB)

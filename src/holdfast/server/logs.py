@@ -1,6 +1,6 @@
-"""The log of a server: one line a request, as key=value or JSON, with the request's id; no torch.
+"""RequestLog: one line for each request, as key=value or JSON; no torch.
 
-A line never has a prompt or an answer in it, unless --log-requests asked for them; keys are in none.
+A line has prompt and answer only with --log-requests, and never an API key.
 """
 
 import json
@@ -16,30 +16,32 @@ from starlette.requests import Request
 
 LogFormat = Literal["text", "json"]
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-"""What a client may call its request. It is a label and never a key of anything."""
+"""A client's own request id. It is only a label."""
 MAX_PATH_CHARS = 200
 MAX_LOGGED_CHARS = 4096
-"""Of a prompt or an answer."""
+"""For a prompt or an answer."""
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/memory"})
+"""Polled by machines: logged only if they fail."""
 RECORD = "holdfast.record"
-"""Where a request's scope keeps its record."""
+"""Key of the record in a request's scope."""
 _PLAIN = re.compile(r"[\w.:/+@%-]+", re.ASCII)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of one request when it is over; endpoints fill in what they know."""
+    """Facts about one request; endpoints fill them in."""
 
     request_id: str
     method: str
     path: str
     client: str | None
     route: str = "unknown"
-    """The endpoint's own path, of which there are few."""
+    """Path of the route, with placeholders."""
     trace_parent: str | None = None
-    """The client's span, as W3C writes it."""
+    """The client's span, in W3C format."""
     started_at: float = field(default_factory=time.monotonic)
     status: int = 0
-    """Of the answer; 0 where none was begun."""
+    """Status of the answer; 0 if none was begun."""
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
@@ -47,19 +49,19 @@ class RequestRecord:
     finish_reason: str | None = None
     key_index: int | None = None
     cache_salt: str | None = None
-    """For the engine: cached prefixes are shared by requests with the same one."""
+    """Requests with the same salt share cached prefixes."""
     error: str | None = None
-    """The code or type of the error that was answered."""
+    """Code of the error in the answer."""
     is_cut: bool = False
-    """The client was gone, or was cut off, before the answer ended."""
+    """True if the client disconnected or was cut off before the answer ended."""
     wants_text: bool = False
-    """Whether `prompt` and `answer` are logged."""
+    """True if `prompt` and `answer` are logged."""
     prompt: str | None = None
     answer: str | None = None
 
     def values(self, seconds: float) -> dict[str, object]:
-        """What is logged, in order, without what is not known."""
-        told: dict[str, object | None] = {
+        """Return the known facts, in the order of the log."""
+        facts: dict[str, object | None] = {
             "request_id": self.request_id,
             "client": self.client,
             "method": self.method,
@@ -76,9 +78,9 @@ class RequestRecord:
             "cut": True if self.is_cut else None,
         }
         if self.wants_text:
-            told["prompt"] = None if self.prompt is None else self.prompt[:MAX_LOGGED_CHARS]
-            told["answer"] = None if self.answer is None else self.answer[:MAX_LOGGED_CHARS]
-        return {name: value for name, value in told.items() if value is not None}
+            facts["prompt"] = None if self.prompt is None else self.prompt[:MAX_LOGGED_CHARS]
+            facts["answer"] = None if self.answer is None else self.answer[:MAX_LOGGED_CHARS]
+        return {name: value for name, value in facts.items() if value is not None}
 
 
 class RequestLog:
@@ -90,40 +92,27 @@ class RequestLog:
         self._format: LogFormat = log_format
         self.wants_text = wants_text
         self._stream = stream
+        self._is_broken = False
 
     def write(self, record: RequestRecord) -> None:
-        """One line; a log that cannot be written never harms a request."""
+        """Write one line. A broken log never fails a request."""
         seconds = time.monotonic() - record.started_at
         if record.status == 200 and record.path in QUIET_PATHS:
             return
         stamp = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": "request"}
         line = written({**stamp, **record.values(seconds)}, self._format)
         stream = self._stream if self._stream is not None else sys.stderr
-        if stream is None:
+        if stream is None or self._is_broken:
             return
         try:
             stream.write(f"{line}\n")
             stream.flush()
         except (OSError, ValueError):
-            self._stream = _Nowhere()  # it will not get better
-
-
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/memory"})
-"""Asked again and again by machines: told only where they go wrong."""
-
-
-class _Nowhere(TextIO):
-    """What is left of a log that broke."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return
+            self._is_broken = True  # do not try again
 
 
 def written(values: Mapping[str, object], log_format: LogFormat) -> str:
-    """Values on one line. No value can begin another line or another value."""
+    """Write values on one line; quotes them so that none can start another line or value."""
     if log_format == "json":
         return json.dumps(values, separators=(",", ":"))
     return " ".join(f"{name}={_word(value)}" for name, value in values.items())
@@ -135,12 +124,12 @@ def _word(value: object) -> str:
 
 
 def new_request_id() -> str:
-    """One that nobody else has."""
+    """Make a unique id."""
     return f"req-{uuid.uuid4().hex}"
 
 
 def cleaned_request_id(given: bytes | None) -> str:
-    """The client's name of a request where it is short and plain; else a new one."""
+    """Return the client's own id if it is short and plain; else a new one."""
     if given is not None:
         text = given.decode("latin-1")
         if REQUEST_ID.fullmatch(text):
@@ -149,7 +138,7 @@ def cleaned_request_id(given: bytes | None) -> str:
 
 
 def record_of(request: Request) -> RequestRecord:
-    """The record of a request, for its endpoint to fill in."""
+    """Return the record of a request."""
     record = request.scope.get(RECORD)
     if not isinstance(record, RequestRecord):  # an app without its guards, as in a test
         record = RequestRecord(new_request_id(), request.method, request.scope["path"], None)

@@ -1,240 +1,162 @@
 """/api/chat and /api/generate: Ollama's API, as lines of JSON or whole."""
 
-import json
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
+from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from holdfast.engine.admission import PreparedRequest
-from holdfast.errors import PromptError, QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta
-from holdfast.server.bodies import read_model
-from holdfast.server.chat_text import AnswerText
-from holdfast.server.conversations import cache_salt, prepare_chat, thinking_options
+from holdfast.server.answers import AnswerText, SplitWriter, WholeCall, arguments_of, respond, to_json
+from holdfast.server.completions import prepare_prompts
+from holdfast.server.conversations import Conversation, function_tool, prepare_chat, thinking_options
 from holdfast.server.errors import ApiError
 from holdfast.server.fields import SamplingFields
 from holdfast.server.logprobs import ChatLogprobWriter
-from holdfast.server.logs import record_of
-from holdfast.server.ollama_models import check_tagged_model, stamp
-from holdfast.server.ollama_output import OllamaOutput, times_of
+from holdfast.server.models import check_tagged_model, stamp
 from holdfast.server.ollama_schemas import (
-    OllamaChatReply,
     OllamaChatRequest,
-    OllamaErrorReply,
-    OllamaGenerateReply,
     OllamaGenerateRequest,
     OllamaMessage,
     OllamaRequest,
-    OllamaTool,
     Options,
 )
-from holdfast.server.openapi import LINES, body_of, responses
-from holdfast.server.sampling import prompt_error, sampling_params
+from holdfast.server.openapi import LINES, post
+from holdfast.server.sampling import Rule, sampling_params
 from holdfast.server.schemas import (
     AssistantMessage,
     CalledFunction,
-    FunctionDefinition,
     InstructionMessage,
     Message,
     MessageToolCall,
-    Tool,
     ToolMessage,
     UserMessage,
 )
 from holdfast.server.service import service_of
-from holdfast.server.streams import Answer, Counted, EventStream, first_of, new_id, while_connected
-from holdfast.server.structured import Rule
-from holdfast.text.answer_deltas import ContentDelta
+from holdfast.server.streams import Answer, Counted, EventStream, new_id
+from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
 
 router = APIRouter(tags=["ollama"])
 
 
 class LineStream(EventStream):
-    """An answer of lines, each one a JSON object."""
+    """A stream of lines, each a JSON object."""
 
     media_type = LINES
 
 
-@router.post(
-    "/api/chat",
-    responses=responses(OllamaChatReply, 429, streams=LINES, error=OllamaErrorReply),
-    openapi_extra=body_of(OllamaChatRequest),
-    operation_id="ollama_chat",
-)
-async def ollama_chat(request: Request) -> Response:
+@post(router, "/api/chat", OllamaChatRequest, "OllamaChatReply", streams=True)
+async def ollama_chat(request: Request, body: OllamaChatRequest) -> Response:
     """Answer a conversation in Ollama's shapes."""
-    asked = await read_model(request, OllamaChatRequest, service_of(request).limits)
-    return await _answer(request, asked, is_empty=not asked.messages)
+    return await _answer(request, body, is_empty=not body.messages)
 
 
-@router.post(
-    "/api/generate",
-    responses=responses(OllamaGenerateReply, 429, streams=LINES, error=OllamaErrorReply),
-    openapi_extra=body_of(OllamaGenerateRequest),
-    operation_id="ollama_generate",
-)
-async def ollama_generate(request: Request) -> Response:
+@post(router, "/api/generate", OllamaGenerateRequest, "OllamaGenerateReply", streams=True)
+async def ollama_generate(request: Request, body: OllamaGenerateRequest) -> Response:
     """Answer a prompt in Ollama's shapes."""
-    asked = await read_model(request, OllamaGenerateRequest, service_of(request).limits)
-    return await _answer(request, asked, is_empty=not asked.prompt)
+    return await _answer(request, body, is_empty=not body.prompt)
 
 
-async def _answer(request: Request, asked: OllamaRequest, *, is_empty: bool) -> Response:
+async def _answer(request: Request, body: OllamaRequest, *, is_empty: bool) -> Response:
     service = service_of(request)
-    check_tagged_model(service, asked.model)
-    if is_empty:
-        return _loaded(asked, asked.model or service.name)
-    if asked.stream is not False:
-        return LineStream(request, await while_connected(request, _begun(request, asked)))
-    return await while_connected(request, _answered(request, asked))
+    check_tagged_model(service, body.model)
+    if not is_empty:
+        is_streamed = body.stream is not False
+        return await respond(request, _opened(request, body), is_streamed=is_streamed, stream_class=LineStream)
+    # A request without a question asks the server to load or unload the model.
+    is_chat = isinstance(body, OllamaChatRequest)
+    said = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
+    reason = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
+    model = body.model or service.name
+    return JSONResponse({"model": model, "created_at": stamp(), **said, "done": True, "done_reason": reason})
 
 
-def _loaded(asked: OllamaRequest, model: str) -> Response:
-    """A request without a question asks for the model to be loaded, or to be let go."""
-    said = (
-        {"message": {"role": "assistant", "content": ""}} if isinstance(asked, OllamaChatRequest) else {"response": ""}
-    )
-    reason = "unload" if asked.keep_alive in (0, "0", "0s", "0m") else "load"
-    value = {"model": model, "created_at": stamp(), **said, "done": True, "done_reason": reason}
-    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A request that the engine can take."""
-
-    answer: Answer
-    output: OllamaOutput
-    parser: AnswerText | None
-    """None for a prompt without a template: its answer is text alone."""
-    logprobs: ChatLogprobWriter | None
-
-
-async def _opened(request: Request, asked: OllamaRequest) -> _Opened:
+async def _opened(request: Request, body: OllamaRequest) -> "OllamaWriter":
     service = service_of(request)
-    num_top = (asked.top_logprobs or 0) if asked.logprobs else None
-    if isinstance(asked, OllamaGenerateRequest) and (asked.raw or service.llm.chat_template is None):
-        prepared, parser = await _raw(request, asked, num_top), None
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    fields, rule, max_tokens = read_options(body.options), _rule(body), _max_tokens(body.options)
+    is_chat, think = isinstance(body, OllamaChatRequest), body.think
+    parser: AnswerText | None = None
+    if isinstance(body, OllamaGenerateRequest) and (body.raw or service.llm.chat_template is None):
+        if body.system:
+            raise ApiError("http.raw_system")
+        made = {} if rule is None else {"structured_outputs": rule.made()}
+        params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=num_top, **made)
+        [prepared] = await prepare_prompts(request, fields, [body.prompt or ""], params, rule)
     else:
-        is_chat = isinstance(asked, OllamaChatRequest)
-        think = asked.think
-        chat = await prepare_chat(
-            request,
-            read_options(asked.options),
-            read_messages(asked),
-            tools=[_tool(tool) for tool in asked.tools or ()] if is_chat else (),
-            tool_choice=None,
-            one_call=False,
+        tools = (body.tools or ()) if isinstance(body, OllamaChatRequest) else ()
+        messages = read_messages(body)
+        said = Conversation(
+            messages=messages,
+            tools=[function_tool(tool.function.model_dump()) for tool in tools],
             effort=think if isinstance(think, str) else None,
             template_options={} if think is None else thinking_options(think is not False),
-            flags=(None, is_chat and bool(asked.messages) and asked.messages[-1].role == "assistant"),
-            rule=_rule(asked),
-            max_tokens=_max_tokens(asked.options),
+            continues=messages[-1].role == "assistant",
+            rule=rule,
+            max_tokens=max_tokens,
             logprobs=num_top,
             param="messages" if is_chat else "prompt",
         )
+        chat = await prepare_chat(request, fields, said)
         prepared, parser = chat.prepared, chat.parser()
     answer = Answer(request, prepared, new_id("ollama"), Counted())
-    output = OllamaOutput(
-        asked.model or service.name,
-        is_chat=isinstance(asked, OllamaChatRequest),
-        shows_thinking=asked.think is not False,
-    )
     tokenizer = service.llm.tokenizer
     writer = None if num_top is None or tokenizer is None else ChatLogprobWriter(tokenizer, num_top)
-    return _Opened(answer, output, parser, writer)
-
-
-async def _raw(request: Request, asked: OllamaGenerateRequest, num_top: int | None) -> PreparedRequest:
-    """A prompt that is continued as it is."""
-    if asked.system:
-        raise ApiError(400, "system was given; a prompt without a template has no place for it; put it into the prompt")
-    service, fields, rule = service_of(request), read_options(asked.options), _rule(asked)
-    made = {} if rule is None else {"structured_outputs": rule.made()}
-    params = sampling_params(service, fields, max_tokens=_max_tokens(asked.options), logprobs=num_top, **made)
-    try:
-        prepared = await service.llm.prepare(asked.prompt or "", params, cache_salt=cache_salt(request, fields))
-    except PromptError as error:
-        raise prompt_error(error, "prompt") from error
-    except RequestError as error:
-        if rule is None or isinstance(error, QueueFullError):
-            raise
-        raise rule.refused(error) from error
-    record = record_of(request)
-    if record.wants_text:
-        record.prompt = prepared.prompt
-    return prepared
+    model = body.model or service.name
+    return OllamaWriter(answer, parser, writer, model, is_chat=is_chat, shows_thinking=think is not False)
 
 
 def read_options(options: Options | None) -> SamplingFields:
-    """Options under the names of the other endpoints."""
+    """Rename options to those of the other endpoints."""
     if options is None:
         return SamplingFields()
-    return SamplingFields(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        seed=None if options.seed == -1 else options.seed,
-        stop=options.stop,
-    )
+    given = options.model_dump(exclude={"num_predict", "num_ctx", "repeat_penalty", "seed"})
+    seed = None if options.seed == -1 else options.seed
+    return SamplingFields(**given, repetition_penalty=options.repeat_penalty, seed=seed)
 
 
 def _max_tokens(options: Options | None) -> int | None:
-    """None, as far as the context goes, for the numbers below 1 that say so in Ollama's way."""
-    asked = None if options is None else options.num_predict
-    return None if asked is None or asked < 1 else asked
+    """Return None, the rest of the context, for numbers below 1: Ollama's way to say so."""
+    given = None if options is None else options.num_predict
+    return None if given is None or given < 1 else given
 
 
-def _rule(asked: OllamaRequest) -> Rule | None:
-    if not asked.format:
+def _rule(body: OllamaRequest) -> Rule | None:
+    if not body.format:
         return None
-    return Rule("format", {"json_object": True} if asked.format == "json" else {"json": asked.format})
+    return Rule("format", {"json_object": True} if body.format == "json" else {"json": body.format})
 
 
-def _tool(tool: OllamaTool) -> Tool:
-    return Tool(type="function", function=FunctionDefinition(**tool.function.model_dump()))
-
-
-def read_messages(asked: OllamaRequest) -> list[Message]:
-    """The conversation of a request, its calls with ids."""
-    if isinstance(asked, OllamaGenerateRequest):
-        system: list[Message] = [InstructionMessage(role="system", content=asked.system)] if asked.system else []
-        return [*system, UserMessage(role="user", content=asked.prompt or "")]
-    assert isinstance(asked, OllamaChatRequest), f"{type(asked)=} has no messages"
+def read_messages(body: OllamaRequest) -> list[Message]:
+    """Convert the conversation of a request; every call gets an id."""
+    if isinstance(body, OllamaGenerateRequest):
+        system: list[Message] = [InstructionMessage(role="system", content=body.system)] if body.system else []
+        return [*system, UserMessage(role="user", content=body.prompt or "")]
+    assert isinstance(body, OllamaChatRequest), f"{type(body)=} has no messages"
     messages: list[Message] = []
     waiting: list[MessageToolCall] = []
     num_calls = 0
-    for message in asked.messages or ():
+    for message in body.messages or ():
+        content = message.content or ""
         if message.role == "assistant":
             waiting = _calls(message, num_calls)
             num_calls += len(waiting)
-            reasoning, content = message.thinking or None, message.content or (None if waiting else "")
-            messages.append(
-                AssistantMessage(
-                    role="assistant", content=content, reasoning_content=reasoning, tool_calls=[*waiting] or None
-                )
-            )
+            reply = AssistantMessage(role="assistant", content=content or (None if waiting else ""))
+            reply.reasoning_content, reply.tool_calls = message.thinking or None, [*waiting] or None
+            messages.append(reply)
         elif message.role == "tool":
             call_id = message.tool_call_id or _answered_call(waiting, message.tool_name)
-            content = message.content or ""
             messages.append(ToolMessage(role="tool", content=content, tool_call_id=call_id, name=message.tool_name))
         elif message.role == "system":
-            messages.append(InstructionMessage(role="system", content=message.content or ""))
+            messages.append(InstructionMessage(role="system", content=content))
         else:
-            messages.append(UserMessage(role="user", content=message.content or ""))
+            messages.append(UserMessage(role="user", content=content))
     return messages
 
 
 def _calls(message: OllamaMessage, num_before: int) -> list[MessageToolCall]:
-    """Calls with ids: Ollama's clients may leave them out, templates may need them."""
+    """Give calls their ids: Ollama's clients may leave them out, templates may need them."""
     return [
         MessageToolCall(
             id=call.id or f"call_{num_before + place}",
@@ -245,54 +167,120 @@ def _calls(message: OllamaMessage, num_before: int) -> list[MessageToolCall]:
 
 
 def _answered_call(waiting: list[MessageToolCall], name: str | None) -> str:
-    """The id of the first open call of that tool; it is open no more."""
+    """Remove the first open call of that tool and return its id."""
     place = next((place for place, call in enumerate(waiting) if name in (None, call.function.name)), None)
     return "call_0" if place is None else waiting.pop(place).id
 
 
-def _advance(opened: _Opened, delta: CompletionDelta) -> None:
-    """What one delta adds."""
-    output, parser = opened.output, opened.parser
-    if opened.logprobs is not None and delta.logprobs:
-        output.keep_logprobs(opened.logprobs.entries(delta.token_ids, delta.logprobs))
-    if delta.text:
-        output.add([ContentDelta(delta.text)] if parser is None else parser.feed(delta.text))
-    if delta.finish_reason is not None:
-        if parser is not None:
-            output.add(parser.finish())
-        output.close_call()
+class OllamaWriter(SplitWriter):
+    """Writes an answer as Ollama's objects, one a line, or one for all of it. A call is written when it is complete."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        parser: AnswerText | None,
+        logprobs: ChatLogprobWriter | None,
+        model: str,
+        *,
+        is_chat: bool,
+        shows_thinking: bool,
+    ) -> None:
+        super().__init__(answer, parser, logprobs)
+        self._model, self._is_chat, self._shows_thinking = model, is_chat, shows_thinking
+        self._pieces: list[tuple[str, str, list[WholeCall]]] = []
+        """Content, reasoning and complete calls that no line has yet."""
+        self._call: WholeCall | None = None
+        """The call whose arguments are incomplete."""
+        self._num_calls = 0
+        self._last: CompletionDelta | None = None
+        self._text = ""
+
+    def add_piece(self, piece: AnswerDelta) -> None:
+        if isinstance(piece, ToolCallDelta):
+            if piece.name is not None:
+                self._close_call()
+                self._call = WholeCall(piece.name, piece.id or new_id("call"))
+            if self._call is not None:
+                self._call.arguments += piece.arguments
+            return
+        self._close_call()
+        if isinstance(piece, ContentDelta):
+            self._pieces.append((piece.text, "", []))
+        elif isinstance(piece, ReasoningDelta) and self._shows_thinking:
+            self._pieces.append(("", piece.text, []))
+
+    def finish(self, delta: CompletionDelta) -> None:
+        self._last = delta
+        self._close_call()
+
+    def _close_call(self) -> None:
+        """End the open call; drop it if it was cut off."""
+        call, self._call = self._call, None
+        if call is not None and arguments_of(call.arguments) is not None:
+            self._pieces.append(("", "", [call]))
+
+    def take(self) -> str:
+        pieces, self._pieces = self._pieces, []
+        self._written += [self._line(self._said(*piece)) for piece in pieces]
+        return super().take()
+
+    def end(self) -> None:
+        self._written.append(self._line({**self._said("", "", []), **self._times()}))
+
+    def whole(self) -> dict[str, Any]:
+        self._text = "".join(text for text, _, _ in self._pieces)
+        thinking = "".join(text for _, text, _ in self._pieces)
+        calls = [call for _, _, some in self._pieces for call in some]
+        return self._object({**self._said(self._text, thinking, calls), **self._times()})
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    def _said(self, content: str, thinking: str, calls: list[WholeCall]) -> dict[str, Any]:
+        said: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        if calls:
+            said["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "function": {"index": index, "name": call.name, "arguments": arguments_of(call.arguments)},
+                }
+                for index, call in enumerate(calls, self._num_calls)
+            ]
+            self._num_calls += len(calls)
+        if not self._is_chat:
+            return {"response": content, **said, "done": False}
+        return {"message": {"role": "assistant", "content": content, **said}, "done": False}
+
+    def _object(self, said: dict[str, Any]) -> dict[str, Any]:
+        value = {"model": self._model, "created_at": stamp(), **said}
+        if self._logprobs:
+            value["logprobs"], self._logprobs = self._logprobs, []
+        return value
+
+    def _line(self, said: dict[str, Any]) -> str:
+        return to_json(self._object(said)) + "\n"
+
+    def _times(self) -> dict[str, Any]:
+        assert self._last is not None, "an answer has a last delta"
+        seconds = time.monotonic() - self.answer.record.started_at
+        return times_of(self._last, self.answer.prepared, self.answer.counted.num_output_tokens, seconds)
 
 
-async def _answered(request: Request, asked: OllamaRequest) -> Response:
-    """The whole answer."""
-    opened = await _opened(request, asked)
-    last: CompletionDelta | None = None
-    async with aclosing(opened.answer.deltas()) as batches:
-        async for deltas in batches:
-            for last in deltas:
-                _advance(opened, last)
-    assert last is not None, "an answer has a last delta"
-    value, content = opened.output.whole(_times(request, opened, last))
-    opened.answer.log_text(content)
-    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
-
-
-def _times(request: Request, opened: _Opened, last: CompletionDelta) -> dict[str, object]:
-    seconds = time.monotonic() - record_of(request).started_at
-    return times_of(last, opened.answer.prepared, opened.answer.counted.num_output_tokens, seconds)
-
-
-async def _begun(request: Request, asked: OllamaRequest) -> AsyncGenerator[bytes, None]:
-    """A stream whose request the engine has taken."""
-    return await first_of(_lines(request, await _opened(request, asked)))
-
-
-async def _lines(request: Request, opened: _Opened) -> AsyncGenerator[bytes, None]:
-    last: CompletionDelta | None = None
-    async with aclosing(opened.answer.deltas()) as batches:
-        async for deltas in batches:
-            for last in deltas:
-                _advance(opened, last)
-            yield opened.output.lines()  # nothing at first, when the engine has taken the request
-    assert last is not None, "an answer has a last delta"
-    yield opened.output.last_line(_times(request, opened, last))
+def times_of(delta: CompletionDelta, prepared: PreparedRequest, num_tokens: int, seconds: float) -> dict[str, Any]:
+    """Return the last fields of an answer: finish reason, token counts, nanoseconds. `seconds`: since the request began."""
+    times = delta.metrics
+    prefill = decode = 0.0
+    if times is not None:
+        prefill = max(times.first_token_seconds - times.queue_seconds, 0.0)
+        decode = max(times.total_seconds - times.first_token_seconds, 0.0)
+    return {
+        "done": True,
+        "done_reason": "length" if delta.finish_reason == "length" else "stop",
+        "total_duration": round(seconds * 1e9),
+        "load_duration": 0,  # the model is loaded before the first request
+        "prompt_eval_count": len(prepared.prompt_token_ids),
+        "prompt_eval_duration": round(prefill * 1e9),
+        "eval_count": num_tokens,
+        "eval_duration": round(decode * 1e9),
+    }

@@ -1,29 +1,32 @@
-"""What the OpenAPI document says of an endpoint: its body, its answers, and its errors, from the models themselves."""
+"""post and document: routes that read a request model, and the OpenAPI document of all endpoints."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from starlette.responses import Response
 
-from holdfast.server.anthropic_schemas import AnthropicErrorReply
-from holdfast.server.dialects import Dialect, dialect_of
-from holdfast.server.ollama_schemas import OllamaErrorReply
-from holdfast.server.schemas import ErrorReply
+from holdfast.server.bodies import read_model
+from holdfast.server.errors import Dialect, dialect_of
+from holdfast.server.service import service_of
 
 ERRORS: Mapping[int, str] = {
     400: "The request is wrong; param names the field.",
     401: "The API key is missing or wrong.",
-    403: "Pages of this origin may not ask.",
+    403: "Pages of this origin may not use this server.",
     404: "There is no such model, response or endpoint.",
-    408: "The body came too slowly.",
+    408: "The body arrived too slowly.",
     413: "The body is too large.",
     415: "The body is not application/json.",
-    421: "The server does not go by this host name.",
-    429: "More requests wait than the queue holds; Retry-After says when to come again.",
-    500: "The server met a fault of its own.",
-    503: "The engine has stopped, or the server is ending.",
+    421: "The server does not serve this host name.",
+    429: "The queue is full; Retry-After says when to retry.",
+    500: "The server failed.",
+    503: "The engine has stopped, or the server is shutting down.",
 }
 LINES = "application/x-ndjson"
 EVENT: Mapping[str, Any] = {
@@ -32,88 +35,110 @@ EVENT: Mapping[str, Any] = {
     "required": ["data"],
 }
 """One event of a stream."""
-ERROR_MODELS: Mapping[Dialect, type[BaseModel]] = {
-    "openai": ErrorReply,
-    "anthropic": AnthropicErrorReply,
-    "ollama": OllamaErrorReply,
+ERROR_SCHEMAS: Mapping[Dialect, str] = {
+    "openai": "ErrorReply",
+    "anthropic": "AnthropicErrorReply",
+    "ollama": "OllamaErrorReply",
 }
-"""The shape of an error by the API family of its path."""
-_OF_ANY = (400, 401, 403, 421, 500, 503)
-"""Which of them every endpoint may answer with; those of a body, and of the queue, come on top."""
+_ALWAYS = (400, 401, 403, 421, 500, 503)
+"""Statuses of every endpoint."""
 _OF_BODIES = (404, 408, 413, 415)
+BodyModel = TypeVar("BodyModel", bound=BaseModel)
+Endpoint = Callable[[Request, BodyModel], Coroutine[Any, Any, Response]]
 
 
-def responses(
-    answer: type[BaseModel],
-    *more: int,
-    has_body: bool = True,
-    streams: bool | str = False,
-    error: type[BaseModel] = ErrorReply,
-) -> dict[int | str, dict[str, Any]]:
-    """For `responses` of a route: its answer, its stream, and every error that there can be. `streams`: LINES for a stream
-    of lines, true for one of events."""
-    statuses = sorted({*_OF_ANY, *more, *(_OF_BODIES if has_body else ())})
-    told: dict[int | str, dict[str, Any]] = {200: {"model": answer, "description": "The answer."}}
-    if streams == LINES:
-        told[200]["content"] = {LINES: {"schema": {"type": "string"}}}
-        told[200]["description"] = "The answer; unless stream is false, lines whose objects are pieces of it."
-    elif streams:
-        told[200]["content"] = {"text/event-stream": {"schema": EVENT}}
-        told[200]["description"] = "The answer; with stream, events whose data is a chunk of it, and [DONE]."
-    for status in statuses:
-        told[status] = {"model": error, "description": ERRORS[status]}
-    told[429] = (
-        {**told.get(429, {}), "headers": {"Retry-After": {"schema": {"type": "integer"}}}} if 429 in told else {}
-    )
-    return {status: told[status] for status in told if told[status]}
+def post(
+    router: APIRouter, path: str, model: type[BodyModel], reply: str, *, queues: bool = True, streams: bool = False
+) -> Callable[[Endpoint[BodyModel]], Callable[[Request], Coroutine[Any, Any, Response]]]:
+    """Register an endpoint that reads a model. `reply` names its answer in data/reply_schemas.json; `queues`: may return 429."""
+
+    def register(endpoint: Endpoint[BodyModel]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def run(request: Request) -> Response:
+            return await endpoint(request, await read_model(request, model, service_of(request).limits))
+
+        run.__doc__ = endpoint.__doc__
+        described = responses(path, reply, *((429,) if queues else ()), *_OF_BODIES, streams=streams)
+        body = {"required": True, "content": {"application/json": {"schema": inlined_schema(model)}}}
+        router.post(
+            path,
+            responses=described,
+            openapi_extra={"requestBody": body},
+            operation_id=endpoint.__name__,
+            name=endpoint.__name__,
+        )(run)
+        return run
+
+    return register
+
+
+def responses(path: str, reply: str, *statuses: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Describe the answer, the stream and the errors of a route."""
+    described: dict[int | str, dict[str, Any]] = {200: _described("The answer.", reply)}
+    if streams:
+        is_lines = dialect_of(path) == "ollama"
+        described[200]["description"] = (
+            "The answer; unless stream is false, lines with pieces of it."
+            if is_lines
+            else "The answer; with stream, events whose data is a chunk of it, and [DONE]."
+        )
+        schema = {LINES: {"type": "string"}} if is_lines else {"text/event-stream": EVENT}
+        described[200]["content"] |= {media_type: {"schema": value} for media_type, value in schema.items()}
+    for status in sorted({*_ALWAYS, *statuses}):
+        described[status] = _described(ERRORS[status], ERROR_SCHEMAS[dialect_of(path)])
+    if 429 in described:
+        described[429]["headers"] = {"Retry-After": {"schema": {"type": "integer"}}}
+    return described
+
+
+def _described(description: str, schema: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {"description": description, "content": content}
+
+
+@cache
+def reply_schemas() -> dict[str, Any]:
+    """Read the JSON schemas of all answers."""
+    return json.loads(resources.files("holdfast").joinpath("data", "reply_schemas.json").read_text("utf-8"))
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document of a whole application: every operation has the errors that guards answer with."""
+    """Make the document of a whole application; every operation has the errors of the guards."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = made.setdefault("components", {}).setdefault("schemas", {})
-        for model in ERROR_MODELS.values():
-            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
-        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        components = made.setdefault("components", {})
+        components["schemas"] = {**components.get("schemas", {}), **reply_schemas()}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in made["paths"].items():
+            error = ERROR_SCHEMAS[dialect_of(path)]
             for operation in operations.values():
-                operation["responses"].pop("422", None)  # such faults are told as 400
+                operation["responses"].pop("422", None)  # such faults are answered with 400
                 _name_models(operation, app.state.service.names)
-                for status in _OF_ANY:
-                    operation["responses"].setdefault(str(status), _error(status, path))
+                for status in _ALWAYS:
+                    operation["responses"].setdefault(str(status), _described(ERRORS[status], error))
         app.openapi_schema = made
     return app.openapi_schema
 
 
 def _name_models(operation: dict[str, Any], names: Sequence[str]) -> None:
-    """A model is asked for by the names that it is served under, and no others."""
+    """List the served names as the values of `model`."""
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     if "model" in body.get("properties", {}):
-        body["properties"]["model"] = {"enum": [*names, None], "title": "Model", "description": "Left out: the first."}
+        body["properties"]["model"] = {"enum": [*names, None], "title": "Model", "description": "Default: the first."}
 
 
-def _error(status: int, path: str) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{ERROR_MODELS[dialect_of(path)].__name__}"}
-    return {"description": ERRORS[status], "content": {"application/json": {"schema": schema}}}
-
-
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """For `openapi_extra` of a route whose body is read by server/bodies.py: the schema, with its parts written out."""
+def inlined_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of a request model without references, because it stands inside a larger document."""
     schema = model.model_json_schema(by_alias=True)
-    parts = schema.pop("$defs", {})
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _written_out(schema, parts)}}}}
+    return _inlined(schema, schema.pop("$defs", {}))
 
 
-def _written_out(value: Any, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 (any JSON)
-    """A schema without references: it stands in the midst of a document, whose root is elsewhere."""
+def _inlined(value: Any, parts: Mapping[str, Any]) -> Any:  # noqa: ANN401 (any JSON)
     if isinstance(value, list):
-        return [_written_out(item, parts) for item in value]
+        return [_inlined(item, parts) for item in value]
     if not isinstance(value, dict):
         return value
     name = value.get("$ref")
     if isinstance(name, str) and name.startswith("#/$defs/"):
-        return _written_out(parts[name.removeprefix("#/$defs/")], parts)
-    # A discriminator names its parts by reference; without it the alternatives are tried one by one.
-    return {key: _written_out(item, parts) for key, item in value.items() if key != "discriminator"}
+        return _inlined(parts[name.removeprefix("#/$defs/")], parts)
+    # A discriminator refers to its parts; without it the alternatives are tried one by one.
+    return {key: _inlined(item, parts) for key, item in value.items() if key != "discriminator"}

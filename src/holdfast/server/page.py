@@ -1,6 +1,6 @@
-"""The web page at /: chat and the live memory map, as files of this package with the headers that keep a browser to them.
+"""The web page at /: chat and the live memory map, as static files with a strict content security policy.
 
-Nothing in them is secret and nothing is filled in, so they need no key; what the page then asks for does.
+The files contain no secrets and no data, so they need no API key; the page's own requests do.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from importlib.resources import files
 from fastapi import APIRouter, Request, Response
 
 FOLDER = "page"
-"""Beside this file, and under the same name in URLs."""
+"""Next to this file, and the same in URLs."""
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -21,7 +21,7 @@ MEDIA_TYPES = {
 NAMES = ("index.html", "style.css", "app.js", "chat.js", "map.js", "client.js", "markdown.js", "icon.svg")
 PATHS = {"/" if name == "index.html" else f"/{FOLDER}/{name}": name for name in NAMES}
 PUBLIC_PATHS = frozenset(PATHS)
-"""That are answered without an API key."""
+"""Answered without an API key."""
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -35,7 +35,7 @@ POLICY = "; ".join(
         "require-trusted-types-for 'script'",
     )
 )
-"""The browser loads from this server and nowhere else, runs no script that stands in a text, and shows the page in no frame."""
+"""Load only from this server, run no inline scripts, allow no frames."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -51,7 +51,7 @@ router = APIRouter(include_in_schema=False)
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """One file as it is sent."""
+    """One file with its headers."""
 
     content: bytes
     media_type: str
@@ -60,14 +60,14 @@ class PageFile:
 
 @cache
 def page_file(name: str) -> PageFile:
-    """A file of the page, read once: an upgrade under a running server does not mix two versions."""
+    """Read a file once: an upgrade of a running server must not mix two versions."""
     content = (files("holdfast.server") / FOLDER / name).read_bytes()
     media_type = MEDIA_TYPES[name[name.rindex(".") :]]
     return PageFile(content, media_type, f'"{sha256(content).hexdigest()[:32]}"')
 
 
 async def send_page(request: Request) -> Response:
-    """The file of this path; 304 where the browser has it already."""
+    """Return the file of this path; 304 if the browser has it."""
     file = page_file(PATHS[request.url.path])
     headers = HEADERS | {"ETag": file.etag}
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]

@@ -1,42 +1,39 @@
-"""Input items of /v1/responses: as messages, where the parts of an answer are one again, and as they are kept."""
+"""Input items of /v1/responses: as messages, and in the form in which they are stored."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.server.responses_schemas import (
-    FunctionCallItem,
-    FunctionOutputItem,
-    Item,
-    MessageItem,
-    ReasoningItem,
-    ResponseRequest,
-)
 from holdfast.server.schemas import (
     AssistantMessage,
     CalledFunction,
+    FunctionCallItem,
+    FunctionOutputItem,
     InstructionMessage,
+    Item,
     Message,
+    MessageItem,
     MessageToolCall,
-    TextPart,
+    ReasoningItem,
+    ResponseRequest,
     ToolMessage,
     UserMessage,
 )
 from holdfast.server.streams import new_id
 
 
-def messages_of(asked: ResponseRequest, earlier: Sequence[Item] = ()) -> list[Message]:
-    """The conversation that a request has, after the items of the response that it continues."""
+def messages_of(body: ResponseRequest, earlier: Sequence[Item] = ()) -> list[Message]:
+    """Convert a request to messages, after the items of the response that it continues."""
     messages: list[Message] = []
-    if asked.instructions:
-        messages.append(InstructionMessage(role="system", content=asked.instructions))
-    for item in (*earlier, *input_of(asked)):
+    if body.instructions:
+        messages.append(InstructionMessage(role="system", content=body.instructions))
+    for item in (*earlier, *input_of(body)):
         _append(messages, item)
     return messages
 
 
-def input_of(asked: ResponseRequest) -> list[Item]:
-    """The items of a request itself."""
-    return [MessageItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+def input_of(body: ResponseRequest) -> list[Item]:
+    """Return the items of a request itself."""
+    return [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
 def kept_item(item: Item) -> dict[str, Any]:
@@ -49,15 +46,13 @@ def kept_item(item: Item) -> dict[str, Any]:
     elif isinstance(item, FunctionCallItem):
         own = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
     elif isinstance(item, FunctionOutputItem):
-        own = {"call_id": item.call_id, "output": _kept_output(item.output)}
+        texts = item.output if isinstance(item.output, str) else [part.text for part in item.output]
+        output = texts if isinstance(texts, str) else [{"type": "input_text", "text": text} for text in texts]
+        own = {"call_id": item.call_id, "output": output}
     else:
         own = {"summary": [], "content": [part.model_dump() for part in item.content or ()]}
     prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}[item.type]
     return {"type": item.type, "id": item.id or new_id(prefix), "status": item.status or "completed", **own}
-
-
-def _kept_output(output: str | list[TextPart]) -> str | list[dict[str, str]]:
-    return output if isinstance(output, str) else [{"type": "input_text", "text": part.text} for part in output]
 
 
 def _append(messages: list[Message], item: Item) -> None:
@@ -71,12 +66,7 @@ def _append(messages: list[Message], item: Item) -> None:
         text = "\n".join(part.text for part in item.content or ())
         if text:
             messages.append(AssistantMessage(role="assistant", reasoning_content=text))
-    else:
-        _append_message(messages, item)
-
-
-def _append_message(messages: list[Message], item: MessageItem) -> None:
-    if item.role == "user":
+    elif item.role == "user":
         messages.append(UserMessage(role="user", content=item.content))
     elif item.role == "assistant":
         answer = _answer(messages)
@@ -89,7 +79,7 @@ def _append_message(messages: list[Message], item: MessageItem) -> None:
 
 
 def _answer(messages: list[Message]) -> AssistantMessage:
-    """The answer that the last items belong to, or a new one."""
+    """Return the answer that the last items belong to, or a new one."""
     if messages and isinstance(messages[-1], AssistantMessage):
         return messages[-1]
     messages.append(AssistantMessage(role="assistant"))

@@ -1,8 +1,8 @@
-"""ResponseMemory: answers of /v1/responses that a later request may continue, in memory alone, bounded in bytes; no torch.
+"""ResponseMemory: answers of /v1/responses that a later request may continue, only in memory, bounded in bytes; no torch.
 
-A kept response holds its own items as JSON bytes and refers to the one that it continues. So a long conversation is held
-once, and bytes are counted exactly. The oldest response is dropped first. What it said stays as long as a later response
-continues it, and counts until then.
+A response holds its own items as JSON bytes and refers to the one that it continues. So a long conversation is held once,
+and bytes are counted exactly. The oldest response is dropped first. Its items stay, and count, while a later response
+continues it.
 """
 
 import json
@@ -13,15 +13,15 @@ from typing import Any
 from holdfast.memory.sizes import format_bytes
 
 OVERHEAD_BYTES = 1024
-"""Of one response, beside its JSON: objects, the id and its place in the index."""
+"""Per response, besides its JSON: objects, the id and the index entry."""
 
 
 @dataclass(eq=False, slots=True)
 class KeptResponse:
-    """One response and the items that it was made of."""
+    """One response with its items."""
 
     key_index: int | None
-    """The API key that made it, and that alone finds it."""
+    """The API key that made it; only this key finds it."""
     previous: "KeptResponse | None"
     frame: bytes
     """The response without its output."""
@@ -29,31 +29,31 @@ class KeptResponse:
     """Its own input, then its output."""
     num_inputs: int
     chain_bytes: int
-    """With all that it continues."""
+    """Bytes of this one and of all that it continues."""
     num_holders: int = 1
     """The index, and responses that continue this one."""
 
     @property
     def num_bytes(self) -> int:
-        """Of this one alone."""
+        """Bytes of this one only."""
         return len(self.frame) + len(self.items) + OVERHEAD_BYTES
 
     def response(self) -> dict[str, Any]:
-        """The answer as it was given."""
+        """Return the complete answer."""
         return {**json.loads(self.frame), "output": json.loads(self.items)[self.num_inputs :]}
 
     def input_items(self) -> list[dict[str, Any]]:
-        """All that the model read, in order: the conversation before it, then its own input."""
+        """Return all input in order: the conversation before it, then its own."""
         earlier = [] if self.previous is None else self.previous.conversation()
         return [*earlier, *json.loads(self.items)[: self.num_inputs]]
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The items that a next request continues."""
+        """Return the items that a next request continues."""
         return [item for link in reversed(_chain(self)) for item in json.loads(link.items)]
 
 
 class ResponseMemory:
-    """Responses by their ids. The event loop alone uses it."""
+    """Responses by id. Used from the event loop only."""
 
     def __init__(self, limit_bytes: int, max_responses: int) -> None:
         self.limit_bytes = limit_bytes
@@ -65,15 +65,15 @@ class ResponseMemory:
         return len(self._kept)
 
     def __bool__(self) -> bool:
-        """Whether anything is ever kept."""
+        """True if responses are stored at all."""
         return self.limit_bytes > 0
 
     def terms(self) -> str:
-        """Say how long a response is kept."""
+        """Describe how long a response is kept."""
         if not self:
-            return "this server keeps no responses (--response-memory 0)"
-        room = f"{format_bytes(self.limit_bytes)} and {self.max_responses} responses"
-        return f"responses stay in memory until newer ones need the room ({room}) or the server ends"
+            return "this server stores no responses (--response-memory 0)"
+        limit = f"{format_bytes(self.limit_bytes)} and {self.max_responses} responses"
+        return f"responses stay in memory until newer ones need the space ({limit}) or the server ends"
 
     def keep(
         self,
@@ -82,14 +82,14 @@ class ResponseMemory:
         key_index: int | None,
         previous: KeptResponse | None,
     ) -> None:
-        """Add a response that has ended. One that is larger than the room, with all it continues, is not kept."""
+        """Store a complete response. Skips one that is larger than the limit, with all that it continues."""
         frame = {name: value for name, value in response.items() if name != "output"}
         made = KeptResponse(key_index, previous, _json(frame), _json([*inputs, *response["output"]]), len(inputs), 0)
         made.chain_bytes = made.num_bytes + (0 if previous is None else previous.chain_bytes)
         if made.chain_bytes > self.limit_bytes:
             return
         if previous is not None:
-            # One that was dropped since its answer began counts again with this one.
+            # If it was dropped since this answer began, it counts again.
             self._hold(previous)
         self._kept[response["id"]] = made
         self.num_bytes += made.num_bytes
@@ -97,12 +97,12 @@ class ResponseMemory:
             self._release(self._kept.popitem(last=False)[1])
 
     def find(self, response_id: str, key_index: int | None) -> KeptResponse | None:
-        """The response of this id, if this key made it."""
+        """Return the response of this id if this key made it."""
         kept = self._kept.get(response_id)
         return kept if kept is not None and kept.key_index == key_index else None
 
     def delete(self, response_id: str, key_index: int | None) -> bool:
-        """Forget a response; False if there is none to forget."""
+        """Delete a response; False if there is none."""
         if self.find(response_id, key_index) is None:
             return False
         self._release(self._kept.pop(response_id))
@@ -127,7 +127,7 @@ class ResponseMemory:
             holder = holder.previous
 
     def check(self) -> None:
-        """Assert that what is counted is what is held."""
+        """Assert that the counted bytes are those that are held."""
         held = {id(link): link for kept in self._kept.values() for link in _chain(kept)}
         counted = sum(link.num_bytes for link in held.values())
         assert counted == self.num_bytes <= max(self.limit_bytes, 0), (

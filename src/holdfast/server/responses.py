@@ -1,135 +1,94 @@
-"""/v1/responses: input items answered with output items, whole or as events; text, reasoning and calls of functions."""
+"""/v1/responses: input items answered with output items, whole or as events; text, reasoning and function calls."""
 
-import json
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette import responses as http
+from starlette.responses import Response
 
 from holdfast.request.outputs import CompletionDelta
-from holdfast.server.bodies import read_model
-from holdfast.server.chat_text import AnswerText
-from holdfast.server.conversations import Chat, prepare_chat
-from holdfast.server.errors import from_exception
-from holdfast.server.logprobs import ChatLogprobWriter
+from holdfast.server.answers import SplitWriter, respond, to_json
+from holdfast.server.conversations import Chat, Conversation, function_tool, named_choice, prepare_chat
+from holdfast.server.errors import ApiError, cleaned
 from holdfast.server.logs import record_of
-from holdfast.server.openapi import body_of, responses
+from holdfast.server.openapi import post
 from holdfast.server.response_items import input_of, kept_item, messages_of
 from holdfast.server.response_memory import KeptResponse
-from holdfast.server.response_output import ResponseOutput
-from holdfast.server.responses_schemas import FunctionChoice, Response, ResponseRequest, SchemaFormat
-from holdfast.server.sampling import check_model
+from holdfast.server.sampling import check_model, rule_of
 from holdfast.server.schemas import (
-    FunctionDefinition,
+    FunctionChoice,
     JsonSchemaFormat,
-    NamedFunction,
     NamedSchema,
-    NamedToolChoice,
     ResponseFormat,
-    Tool,
+    ResponseRequest,
+    SchemaFormat,
 )
 from holdfast.server.service import service_of
 from holdfast.server.stored_responses import continued, wants_keeping
-from holdfast.server.streams import Answer, Counted, EventStream, first_of, new_id, while_connected
-from holdfast.server.structured import asked_rule
+from holdfast.server.streams import Answer, Counted, new_id
+from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, ToolCallDelta
 
+MAX_MARKER_CHARS = 64
+"""Length of the text in which the marker after the reasoning is searched."""
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 router = APIRouter(tags=["responses"])
 
 
-@router.post(
-    "/v1/responses",
-    responses=responses(Response, 429, streams=True),
-    openapi_extra=body_of(ResponseRequest),
-    operation_id="create_response",
-)
-async def create_response(request: Request) -> http.Response:
+@post(router, "/v1/responses", ResponseRequest, "Response", streams=True)
+async def create_response(request: Request, body: ResponseRequest) -> Response:
     """Answer input items."""
-    asked = await read_model(request, ResponseRequest, service_of(request).limits)
-    if asked.stream:
-        return EventStream(request, await while_connected(request, _begun(request, asked)))
-    return await while_connected(request, _answered(request, asked))
+    return await respond(request, _opened(request, body), is_streamed=bool(body.stream))
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Input that the engine can take."""
-
-    chat: Chat
-    answer: Answer
-    output: ResponseOutput
-    parser: AnswerText
-    logprobs: ChatLogprobWriter | None
-    keep: Callable[[], None] | None
-    """Keeps the response for a later request; None if it is not stored."""
-
-
-async def _opened(request: Request, asked: ResponseRequest) -> _Opened:
+async def _opened(request: Request, body: ResponseRequest) -> "ResponseWriter":
     service = service_of(request)
-    check_model(service, asked.model)
-    wants_logprobs = asked.top_logprobs is not None or "message.output_text.logprobs" in (asked.include or ())
-    num_top = (asked.top_logprobs or 0) if wants_logprobs else None
-    is_kept = wants_keeping(service, asked)
-    previous, earlier = await continued(request, asked)
-    chat = await prepare_chat(
-        request,
-        asked,
-        messages_of(asked, earlier),
-        tools=[_tool(tool.model_dump(exclude={"type"})) for tool in asked.tools or ()],
-        tool_choice=_choice(asked.tool_choice),
-        one_call=asked.parallel_tool_calls is False,
-        many_calls=asked.parallel_tool_calls is True,
-        effort=None if asked.reasoning is None else asked.reasoning.effort,
-        template_options=asked.chat_template_kwargs or {},
-        flags=(None, None),
-        rule=asked_rule(asked, _format(asked)),
-        max_tokens=asked.max_output_tokens,
-        logprobs=num_top,
+    check_model(service, body.model)
+    wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
+    is_kept = wants_keeping(service, body)
+    previous, earlier = await continued(request, body)
+    choice = body.tool_choice
+    said = Conversation(
+        messages=messages_of(body, earlier),
+        tools=[function_tool(tool.model_dump(exclude={"type"})) for tool in body.tools or ()],
+        tool_choice=named_choice(choice.name) if isinstance(choice, FunctionChoice) else choice,
+        one_call=body.parallel_tool_calls is False,
+        many_calls=body.parallel_tool_calls is True,
+        effort=None if body.reasoning is None else body.reasoning.effort,
+        template_options=body.chat_template_kwargs or {},
+        rule=rule_of(body, _format(body)),
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         param="input",
     )
-    tokenizer = service.llm.tokenizer
-    assert tokenizer is not None, "a chat was rendered without a tokenizer"
-    answer_id = new_id("resp")
-    answer = Answer(request, chat.prepared, answer_id, Counted(num_reasoning_tokens=0))
-    frame = _frame(asked, chat, answer_id, asked.model or service.name) | {"store": is_kept}
-    writer = None if num_top is None else ChatLogprobWriter(tokenizer, num_top)
-    keep = partial(_keep, request, asked, previous, frame) if is_kept else None
-    return _Opened(chat, answer, ResponseOutput(frame, chat.form.thoughts_end), chat.parser(), writer, keep)
+    chat = await prepare_chat(request, body, said)
+    answer = chat.answer(request, new_id("resp"))
+    frame = _frame(body, chat, answer.id, body.model or service.name) | {"store": is_kept}
+    keep = partial(_keep, request, body, previous, frame) if is_kept else None
+    return ResponseWriter(chat, answer, frame, keep)
 
 
-def _keep(request: Request, asked: ResponseRequest, previous: KeptResponse | None, response: dict[str, Any]) -> None:
-    """Keep a response that has ended, with its own input, for the key that made it."""
-    inputs = [kept_item(item) for item in input_of(asked)]
+def _keep(request: Request, body: ResponseRequest, previous: KeptResponse | None, response: dict[str, Any]) -> None:
+    """Keep a complete response with its own input for the key that made it."""
+    inputs = [kept_item(item) for item in input_of(body)]
     service_of(request).responses.keep(response, inputs, record_of(request).key_index, previous)
 
 
-def _tool(function: dict[str, Any]) -> Tool:
-    return Tool(type="function", function=FunctionDefinition(**function))
-
-
-def _choice(choice: str | FunctionChoice | None) -> str | NamedToolChoice | None:
-    if isinstance(choice, FunctionChoice):
-        return NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
-    return choice
-
-
-def _format(asked: ResponseRequest) -> ResponseFormat | None:
-    form = None if asked.text is None else asked.text.format
+def _format(body: ResponseRequest) -> ResponseFormat | None:
+    form = None if body.text is None else body.text.format
     if isinstance(form, SchemaFormat):
         return JsonSchemaFormat(type="json_schema", json_schema=NamedSchema(name=form.name, schema_=form.schema_))
     return form
 
 
-def _frame(asked: ResponseRequest, chat: Chat, answer_id: str, model: str) -> dict[str, Any]:
-    """All of a response but what the model makes of it: what was asked, with defaults filled in."""
+def _frame(body: ResponseRequest, chat: Chat, answer_id: str, model: str) -> dict[str, Any]:
+    """Return a response without its output: the request's settings with defaults filled in."""
     params = chat.prepared.params
-    form = None if asked.text is None else asked.text.format
-    choice = asked.tool_choice
-    effort = None if asked.reasoning is None else asked.reasoning.effort
+    form = None if body.text is None else body.text.format
+    choice = body.tool_choice
+    effort = None if body.reasoning is None else body.reasoning.effort
     return {
         "id": answer_id,
         "object": "response",
@@ -139,44 +98,28 @@ def _frame(asked: ResponseRequest, chat: Chat, answer_id: str, model: str) -> di
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "max_tool_calls": asked.max_tool_calls,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "model": model,
         "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
-        "prompt_cache_key": asked.prompt_cache_key,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": effort, "summary": None},
-        "safety_identifier": asked.safety_identifier,
+        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "temperature": params.temperature,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice.model_dump() if isinstance(choice, FunctionChoice) else choice or "auto",
-        "tools": [tool.model_dump() for tool in asked.tools or ()],
-        "top_logprobs": asked.top_logprobs or 0,
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": asked.user,
-        "metadata": asked.metadata or {},
+        "user": body.user,
+        "metadata": body.metadata or {},
     }
-
-
-def _advance(opened: _Opened, delta: CompletionDelta) -> str:
-    """What one delta adds, as events."""
-    output, parser, counted = opened.output, opened.parser, opened.answer.counted
-    if opened.logprobs is not None and delta.logprobs:
-        output.keep_logprobs(opened.logprobs.entries(delta.token_ids, delta.logprobs))
-    if delta.text:
-        output.add(parser.feed(delta.text))
-    if delta.finish_reason is not None:
-        output.add(parser.finish())
-        counted.num_reasoning_tokens = opened.chat.num_tokens(output.reasoning)
-        output.end(delta.finish_reason, _usage(counted))
-        if opened.keep is not None:
-            opened.keep()  # before its last event is read: the reader may continue it at once
-    return output.take_events()
 
 
 def _usage(counted: Counted) -> dict[str, Any]:
@@ -189,34 +132,147 @@ def _usage(counted: Counted) -> dict[str, Any]:
     }
 
 
-async def _answered(request: Request, asked: ResponseRequest) -> http.Response:
-    """The whole response."""
-    opened = await _opened(request, asked)
-    async with aclosing(opened.answer.deltas()) as batches:
-        async for deltas in batches:
-            for delta in deltas:
-                _advance(opened, delta)
-    opened.answer.log_text(opened.output.text)
-    body = json.dumps(opened.output.response(), separators=(",", ":"))
-    return http.Response(body, media_type="application/json")
+class ResponseWriter(SplitWriter):
+    """Writes output items one after the other; the last is open until the next begins."""
 
+    def __init__(
+        self, chat: Chat, answer: Answer, frame: dict[str, Any], keep: Callable[[], None] | None = None
+    ) -> None:
+        """`keep` stores the complete response for a later request."""
+        super().__init__(answer, chat.parser(), chat.logprobs())
+        self._chat, self._frame, self._keep = chat, frame, keep
+        self._items: list[dict[str, Any]] = frame["output"]
+        self._texts: list[str] = []
+        """Pieces of the open item."""
+        self._open: dict[str, Any] | None = None
+        self._message_logprobs: list[dict[str, Any]] = []
+        """Entries of the open message."""
+        self._reasoning_end = ""
+        """Text of the last reasoning tokens."""
+        self._number = 0
 
-async def _begun(request: Request, asked: ResponseRequest) -> AsyncGenerator[bytes, None]:
-    """A stream whose request the engine has taken."""
-    return await first_of(_events(await _opened(request, asked)))
+    @property
+    def text(self) -> str:
+        return self._said("message")
 
+    def _said(self, kind: str) -> str:
+        whole = [item["content"][0]["text"] for item in self._items if item["type"] == kind and item is not self._open]
+        return "".join(whole + (self._texts if self._open is not None and self._open["type"] == kind else []))
 
-async def _events(opened: _Opened) -> AsyncGenerator[bytes, None]:
-    output = opened.output
-    try:
-        async with aclosing(opened.answer.deltas()) as batches:
-            async for deltas in batches:
-                if not deltas:
-                    yield b""  # the engine has taken the request
-                    output.begin()
-                events = "".join([_advance(opened, delta) for delta in deltas]) or output.take_events()
-                yield events.encode("ascii")
-    except Exception as error:
-        if output.has_begun:
-            yield output.fail(from_exception(error)).encode("ascii")
-        raise
+    def whole(self) -> dict[str, Any]:
+        return self._frame
+
+    def begin(self) -> None:
+        self._write("response.created", response=self._frame)
+        self._write("response.in_progress", response=self._frame)
+
+    def add_piece(self, piece: AnswerDelta) -> None:
+        if isinstance(piece, ContentDelta):
+            self._add_text("message", piece.text)
+        elif isinstance(piece, ReasoningDelta):
+            self._add_text("reasoning", piece.text)
+        else:
+            self._add_call(piece)
+
+    def finish(self, delta: CompletionDelta) -> None:
+        counted = self.answer.counted
+        counted.num_reasoning_tokens = self._chat.num_tokens(self._said("reasoning"))
+        is_whole = delta.finish_reason == "stop"
+        status = "completed" if is_whole else "incomplete"
+        self._close(status)
+        self._frame["status"] = status
+        self._frame["incomplete_details"] = None if is_whole else {"reason": "max_output_tokens"}
+        self._frame["completed_at"] = int(time.time()) if is_whole else None
+        self._frame["usage"] = _usage(counted)
+        self._write(f"response.{status}", response=self._frame)
+        if self._keep is not None:
+            self._keep()  # before the client reads the last event: it may continue the response at once
+
+    def fail(self, error: ApiError) -> None:
+        self._frame["status"] = "failed"
+        self._frame["error"] = {"code": "server_error", "message": cleaned(str(error))}
+        self._write("response.failed", response=self._frame)
+
+    def _write(self, kind: str, **fields: object) -> None:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        self._written.append(f"event: {kind}\ndata: {to_json(event)}\n\n")
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None, "no item is open"
+        return {"item_id": self._open["id"], "output_index": len(self._items) - 1}
+
+    def _add_text(self, kind: str, text: str) -> None:
+        if self._open is None or self._open["type"] != kind:
+            # Only messages have log-probabilities; a slow reader gets reasoning and its end in one piece.
+            if kind == "message" and self._open is not None and self._open["type"] == "reasoning":
+                self._drop_reasoning_logprobs(is_reasoning=False)
+            self._close("completed")
+            fields = {"role": "assistant"} if kind == "message" else {"summary": [], "encrypted_content": None}
+            self._begin_item(kind, {**fields, "content": []})
+            self._write("response.content_part.added", **self._place(), content_index=0, part=self._part("", []))
+        self._texts.append(text)
+        if kind == "reasoning":
+            self._drop_reasoning_logprobs(is_reasoning=True)
+            self._write("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
+            return
+        logprobs, self._logprobs = self._logprobs, []
+        self._message_logprobs += logprobs
+        self._write("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
+
+    def _drop_reasoning_logprobs(self, *, is_reasoning: bool) -> None:
+        """Keep the waiting entries after the token that ends the reasoning; none while the reasoning goes on."""
+        for place, entry in enumerate(self._logprobs):
+            self._reasoning_end = (self._reasoning_end + entry["token"])[-MAX_MARKER_CHARS:]
+            if self._chat.form.thoughts_end in self._reasoning_end:
+                self._logprobs = self._logprobs[place + 1 :]
+                self._reasoning_end = ""
+                return
+        if is_reasoning:
+            self._logprobs = []
+
+    def _add_call(self, piece: ToolCallDelta) -> None:
+        self._logprobs = []
+        if piece.name is not None:
+            self._close("completed")
+            call_id = piece.id or new_id("call")
+            self._begin_item("function_call", {"call_id": call_id, "name": piece.name, "arguments": ""})
+        if piece.arguments:
+            self._texts.append(piece.arguments)
+            self._write("response.function_call_arguments.delta", **self._place(), delta=piece.arguments)
+
+    def _begin_item(self, kind: str, fields: Mapping[str, object]) -> None:
+        self._open = {"type": kind, "id": new_id(_PREFIXES[kind]), "status": "in_progress", **fields}
+        self._items.append(self._open)
+        self._texts, self._message_logprobs = [], []
+        self._write("response.output_item.added", output_index=len(self._items) - 1, item=self._open)
+
+    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        assert self._open is not None, "no item is open"
+        part: dict[str, Any] = {"type": _PARTS[self._open["type"]], "text": text}
+        if self._open["type"] == "message":
+            part |= {"annotations": [], "logprobs": logprobs}
+        return part
+
+    def _close(self, status: str) -> None:
+        """End the open item."""
+        item = self._open
+        if item is None:
+            return
+        text = "".join(self._texts)
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            self._write("response.function_call_arguments.done", **self._place(), arguments=text, name=item["name"])
+        else:
+            is_message = item["type"] == "message"
+            if is_message:
+                self._message_logprobs += self._logprobs
+                self._logprobs = []
+            item["content"] = [self._part(text, self._message_logprobs)]
+            place = {**self._place(), "content_index": 0}
+            more = {"logprobs": self._message_logprobs} if is_message else {}
+            self._write(f"response.{_PARTS[item['type']]}.done", **place, text=text, **more)
+            self._write("response.content_part.done", **place, part=item["content"][0])
+        item["status"] = status
+        self._write("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        self._open = None

@@ -1,11 +1,11 @@
 """run_server: a server's life from a bound port to its exit code: ready, watch over the engine, drain, end; no torch.
 
-bind_socket     before a model is opened: a port in use is told at once
-WaitingDoor     while it opens: whoever comes is told so (503), and is not left waiting
+bind_socket     before a model is opened, so that a port in use is reported at once
+WaitingDoor     answers 503 while the model opens
 run_server      until a signal or the engine's death:
-    SIGTERM, SIGINT   draining: new requests get 503, running ones finish; what is left after drain_seconds ends with
-                      an error, half-open connections end at once; a second signal ends all of it; exit code 0
-    engine dead       its requests have an error already; EngineDeadError, so that a supervisor starts another
+    SIGTERM, SIGINT   drain: new requests get 503, running ones finish; after drain_seconds the rest ends with an error;
+                      half-open connections end at once; a second signal ends everything; exit code 0
+    engine dead       its requests have failed already; EngineDeadError, so that a supervisor restarts the server
 """
 
 import asyncio
@@ -27,64 +27,69 @@ from holdfast.engine.garbage import IdleCollector, keep_start
 from holdfast.errors import ConfigError, EngineDeadError, HoldfastError, shown
 from holdfast.observability.log import get_logger
 from holdfast.server.connections import GuardedConfig, GuardedProtocol, raw_answer
-from holdfast.server.errors import UNAVAILABLE, ApiError
+from holdfast.server.errors import ApiError
 from holdfast.server.service import ServerLimits, Service
 
 BACKLOG = 2048
 SWEEP_SECONDS = 0.25
-"""Between two looks at connections and the engine."""
+"""Between two checks of connections and the engine."""
 LAST_WORDS_SECONDS = 0.7
-"""For errors to be written when the time to drain is over, or the engine has died."""
+"""Time to write errors after the drain, or after the engine has died."""
 IMPATIENT_SECONDS = 0.2
-"""The same after a second signal."""
+"""Time to write errors after a second signal."""
 ENGINE_END_SECONDS = (0.7, 3.0)
-"""For the step in progress and the end of its process, where time is short and where it is not. A core process that is
-left behind ends by itself when this one does."""
+"""Shortest and longest wait for the step in progress and the core process. A core process that is left alone ends
+with this one."""
 END_SECONDS = 1.8
-"""From the end of the time to drain to that of the process, whatever its threads are busy with."""
+"""From the end of the drain to that of the process, whatever its threads do."""
 DOOR_SECONDS = 0.2
 COLLECT_REQUESTS = 256
-"""Between two collections of garbage at the least."""
+"""Fewest requests between two garbage collections."""
 SPARE_FILES = 64
-"""Open beside the connections: libraries, the model, the channel to its core, logs."""
+"""Open files besides connections: libraries, the model, the channel to its core, logs."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = get_logger("holdfast.server")
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; nobody else may have the port."""
-    asked = f"http://{shown(host)[1:-1]}:{port} was to be served"
+    """Return a listening socket; the port is exclusive."""
+
+    def refused(kind: type[HoldfastError], reason: str) -> HoldfastError:
+        return kind("http.cannot_listen", address=f"http://{shown(host)[1:-1]}:{port}", reason=reason)
+
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(asked, "there is no such host on this machine", "give --host an address of it") from error
+        raise refused(ConfigError, "this machine has no such host") from error
     family, kind, number, _, address = found[0]
     listener = socket.socket(family, kind, number)
     try:
-        # Only so that a port whose last server has just ended is free again; two servers never share one.
+        # Only to reuse the port of a server that has just ended; two servers never share one.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise HoldfastError(asked, "another program listens there", "end it, or take another --port") from error
-        if error.errno in (errno.EACCES, errno.EPERM):
-            raise HoldfastError(asked, "this user may not", "take a --port above 1023") from error
-        raise HoldfastError(asked, error.strerror or "it cannot be", "take another --host or --port") from error
+        reasons = {
+            errno.EADDRINUSE: "another program uses the port",
+            errno.EACCES: "this user may not use ports below 1024",
+            errno.EPERM: "this user may not use the port",
+        }
+        reason = reasons.get(error.errno or 0) or error.strerror or "the system refuses"
+        raise refused(HoldfastError, reason) from error
     listener.setblocking(False)
     return listener
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL under which a listener is found on this machine."""
+    """Return the URL of a listener on this machine."""
     name, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, str(name))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def raise_file_limit(max_connections: int) -> str | None:
-    """Let this process open as many files as it may; words where those are too few for its connections."""
+    """Raise the file limit of this process; return a warning if it is too low for its connections."""
     try:
         import resource
     except ImportError:
@@ -97,18 +102,18 @@ def raise_file_limit(max_connections: int) -> str | None:
             soft = hard
     if soft != unlimited and soft < max_connections + SPARE_FILES:
         return (
-            f"--max-connections {max_connections} was asked; this process may open {soft} files (ulimit -n); "
-            f"about {max(soft - SPARE_FILES, 0)} connections will be taken at once"
+            f"--max-connections is {max_connections}, but this process may open only {soft} files (ulimit -n): "
+            f"about {max(soft - SPARE_FILES, 0)} connections can be open at once"
         )
     return None
 
 
 class WaitingDoor:
-    """Answers 503 to whoever comes while a model is opened. One at a time, and none of them for long."""
+    """Answers 503 while a model opens, one client at a time and none for long."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        self._end, self._told = socket.socketpair()
+        self._end, self._ended = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="holdfast-door", daemon=True)
 
     def __enter__(self) -> "WaitingDoor":
@@ -118,14 +123,13 @@ class WaitingDoor:
     def __exit__(self, *ended: object) -> None:
         self._end.close()
         self._thread.join()
-        self._told.close()
+        self._ended.close()
 
     def _run(self) -> None:
-        words = "an answer was asked; the model is being loaded; ask again in a while"
-        error = ApiError(503, words, UNAVAILABLE, code="loading", headers={"Retry-After": "2"})
+        error = ApiError("http.loading", headers={"Retry-After": "2"})
         while True:
-            ready, _, _ = select.select([self._listener, self._told], [], [])
-            if self._told in ready:
+            ready, _, _ = select.select([self._listener, self._ended], [], [])
+            if self._ended in ready:
                 return
             with contextlib.suppress(OSError):
                 connection, _ = self._listener.accept()
@@ -138,7 +142,7 @@ class WaitingDoor:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with sweeps over its connections, a watch over the engine, and an end that comes in time."""
+    """uvicorn's server with sweeps over its connections, a watchdog for the engine, and a bounded shutdown."""
 
     config: GuardedConfig
 
@@ -149,9 +153,8 @@ class Server(uvicorn.Server):
         self._owns_process = owns_process
         self.death: EngineDeadError | None = None
         self.end_by = float("inf")
-        """By the clock, when all should be over."""
-        self._is_told = asyncio.Event()
-        """Set when the server is to end."""
+        """Deadline of the shutdown, by time.monotonic."""
+        self._stop_event = asyncio.Event()
         self._collector = IdleCollector(COLLECT_REQUESTS)
 
     @property
@@ -160,27 +163,27 @@ class Server(uvicorn.Server):
 
     @property
     def guarded(self) -> list[GuardedProtocol]:
-        """Every connection."""
+        """All connections."""
         return [one for one in self.server_state.connections if isinstance(one, GuardedProtocol)]
 
-    def tell(self) -> None:
-        """A signal: the first one drains, the second one ends."""
+    def stop(self) -> None:
+        """Handle a signal: the first drains, the second ends at once."""
         if self.should_exit:
             self.force_exit = True
             self.end_by = time.monotonic()
         self.should_exit = True
-        self._is_told.set()
+        self._stop_event.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """Both signals, for as long as the server runs."""
+        """Handle both signals while the server runs."""
         loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
-            loop.add_signal_handler(number, self.tell)
+            loop.add_signal_handler(number, self.stop)
         try:
             yield
         finally:
@@ -189,7 +192,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def main_loop(self) -> None:
-        """Until it is told to end, or the engine has died."""
+        """Run until a signal or the engine's death."""
         if self._owns_process:
             keep_start()
         self._on_ready()
@@ -204,17 +207,17 @@ class Server(uvicorn.Server):
                     self._collector.look(self.server_state.total_requests)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SWEEP_SECONDS):
-                        await self._is_told.wait()
+                        await self._stop_event.wait()
 
     def sweep(self) -> None:
-        """Close connections that have had their time."""
+        """Close overdue connections."""
         now = asyncio.get_running_loop().time()
         for connection in self.guarded:
             if connection.is_overdue(now):
                 connection.cut()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain: what runs may finish for a while, then it ends with an error; nothing else is waited for."""
+        """Drain: running requests may finish for a while, then they end with an error."""
         if self.service.state == "ready":
             self.service.state = "draining"
         started = time.monotonic()
@@ -223,7 +226,7 @@ class Server(uvicorn.Server):
         if self._owns_process:
             _leave_after(patience + END_SECONDS, 0 if self.death is None else 1)
         if self.death is None and self._is_busy():
-            _log.warning("the server ends: running requests may finish for %g s; a second signal ends them", patience)
+            _log.warning("shutting down: running requests may finish within %g s; a second signal ends them", patience)
         await self._drain(started + patience)
         for server in self.servers:
             server.close()
@@ -240,7 +243,7 @@ class Server(uvicorn.Server):
         await asyncio.sleep(0)
 
     async def _drain(self, deadline: float) -> None:
-        """Until nothing runs, the time is over, or a second signal came. The door stays open, to say 503."""
+        """Wait until nothing runs, the deadline passes, or a second signal arrives. New requests get 503 meanwhile."""
         self._part_idle()
         while self.server_state.tasks and not self.force_exit:
             if time.monotonic() >= deadline:
@@ -254,7 +257,7 @@ class Server(uvicorn.Server):
                 deadline = min(deadline, time.monotonic() + LAST_WORDS_SECONDS)
 
     def _part_idle(self) -> None:
-        """No connection is kept for a next request, and none is waited for that has not sent a whole one."""
+        """Close idle connections and those without a whole request."""
         for connection in self.guarded:
             connection.shutdown()
 
@@ -279,7 +282,7 @@ def _death_of(service: Service) -> EngineDeadError | None:
         service.llm.raise_if_dead()
     except EngineDeadError as error:
         return error
-    return EngineDeadError("requests were to be answered", "the engine's thread has ended", "start the server again")
+    return EngineDeadError("http.engine_thread_ended")
 
 
 def run_server(
@@ -290,9 +293,9 @@ def run_server(
     *,
     owns_process: bool = False,
 ) -> None:
-    """Serve until told to end; raises where the engine died. The model is let go of either way.
+    """Serve until a signal; raises EngineDeadError if the engine died. Shuts the model down either way.
 
-    Where the process is the server's own it is over in bounded time, with whatever is still busy in it.
+    If the server owns the process, the process ends in bounded time, even if threads are still busy.
     """
     server = Server(app, service, on_ready, owns_process=owns_process)
     try:
@@ -304,13 +307,13 @@ def run_server(
 
 
 def end_engine(service: Service, seconds: float) -> None:
-    """Let go of the model; a step that lasts is not waited for."""
+    """Shut the model down without waiting for a long step."""
     ending = threading.Thread(target=service.llm.shutdown, name="holdfast-end", daemon=True)
     ending.start()
     least, most = ENGINE_END_SECONDS
     ending.join(min(max(seconds, least), most))
     if ending.is_alive():
-        _log.info("the model has not ended yet, and is not waited for")
+        _log.info("the model is still shutting down; not waiting for it")
 
 
 def _leave_after(seconds: float, code: int) -> None:

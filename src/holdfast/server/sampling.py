@@ -1,88 +1,118 @@
-"""Fields of a request as SamplingParams: the model's own advice first, then what was asked; and checks that need the model."""
+"""Fields of a request as SamplingParams, the constraint on its answer, and errors that name the field."""
 
 import re
+from dataclasses import dataclass
+from typing import Any
 
 from holdfast.errors import RequestError
 from holdfast.request.sampling_params import SamplingParams
+from holdfast.request.structured import StructuredOutputs
 from holdfast.server.errors import ApiError, from_exception
 from holdfast.server.fields import SamplingFields
+from holdfast.server.schemas import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
 from holdfast.server.service import Service
 
 CONTEXT = re.compile(r"the context holds (\d+)")
-"""Of admission's words about a prompt that is too long."""
 LEADING_NAME = re.compile(r"(?:\d+ )?([a-z_]+)(?![a-z_])")
 SMALLEST_TOP_P = 1e-6
-"""OpenAI's top_p = 0 keeps the most likely token alone."""
+"""OpenAI's top_p = 0 keeps only the most likely token."""
 _SAME_NAMES = (
-    *(
-        "n",
-        "temperature",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_tokens",
-    ),
-    *("stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens", "priority"),
-    *("include_stop_str_in_output", "truncate_prompt_tokens"),
+    *("n", "temperature", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "skip_special_tokens"),
+    *("priority", "include_stop_str_in_output", "truncate_prompt_tokens"),
 )
-"""Fields that are called the same in SamplingParams."""
-MAX_NAMES_TOLD = 8
+"""Fields with the same name in SamplingParams."""
+_GUIDED = ("json", "regex", "choice", "grammar")
+"""vLLM's older fields begin with guided_."""
+MAX_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A constraint on an answer, and the field of the request that it came from."""
+
+    param: str
+    value: dict[str, Any]
+    """One field of StructuredOutputs."""
+
+    def made(self) -> StructuredOutputs:
+        """Make the engine's form of the rule."""
+        try:
+            return StructuredOutputs(**self.value)
+        except RequestError as error:
+            raise self.refused(error) from error
+
+    def refused(self, error: RequestError) -> ApiError:
+        """Rename the field in an error to the request's own."""
+        refusal = from_exception(error)
+        refusal.param = self.param
+        return refusal.reword(str(refusal).replace(f"structured_outputs.{next(iter(self.value))}", self.param, 1))
+
+
+def rule_of(fields: SamplingFields, response_format: ResponseFormat | None) -> Rule | None:
+    """Return the constraint of a request; at most one is allowed."""
+    rules: dict[str, dict[str, Any]] = {}
+    if isinstance(response_format, JsonSchemaFormat) and response_format.json_schema.schema_ is not None:
+        rules["response_format"] = {"json": response_format.json_schema.schema_}
+    elif isinstance(response_format, JsonObjectFormat | JsonSchemaFormat):
+        rules["response_format"] = {"json_object": True}
+    if fields.structured_outputs is not None:
+        given = fields.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        given = {name: value for name, value in given.items() if value is not False}
+        if given:
+            rules["structured_outputs"] = given
+    for name in _GUIDED:
+        value = getattr(fields, f"guided_{name}")
+        if value is not None:
+            rules[f"guided_{name}"] = {name: value}
+    if not rules:
+        return None
+    name, rule = next(iter(rules.items()))
+    if len(rules) > 1 or len(rule) > 1:
+        raise ApiError("http.one_rule", param=name, names=" and ".join(rules if len(rules) > 1 else rule))
+    return Rule(name, rule)
 
 
 def check_model(service: Service, model: str | None) -> None:
-    """404 for a name that nothing is served under."""
+    """Raise 404 for a name that this server does not serve."""
     if model is not None and model not in service.names:
-        names = ", ".join(service.names[:MAX_NAMES_TOLD])
-        raise ApiError(
-            404,
-            f"the model {model!r} was asked; {names} is served here; ask for that, or leave model out",
-            param="model",
-            code="model_not_found",
-        )
+        raise ApiError("http.model_not_found", param="model", value=model, accepted=service.names[:MAX_NAMES_SHOWN])
 
 
 def sampling_params(
     service: Service, fields: SamplingFields, *, max_tokens: int | None, logprobs: int | None, **more: object
 ) -> SamplingParams:
-    """The params of a request; RequestError where two fields do not go together."""
+    """Make the params of a request over the model's own defaults; RequestError if two fields contradict each other."""
     if fields.stream_options is not None and not fields.stream:
-        raise ApiError(
-            400,
-            "stream_options were given; the answer is not streamed; set stream, or leave them out",
-            param="stream_options",
-        )
+        raise ApiError("http.stream_options", param="stream_options")
     given = {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
     if fields.top_p is not None:
         given["top_p"] = max(fields.top_p, SMALLEST_TOP_P)
     if fields.seed is not None:
         given["seed"] = fields.seed % 2**64
-    if fields.stop is not None:
-        given["stop"] = fields.stop
     if fields.logit_bias is not None:
         given["logit_bias"] = {int(token): value for token, value in fields.logit_bias.items()}
     if given.get("priority") == 0:
         del given["priority"]
-    advised = service.advised
-    given = {**advised, **given, **more, "max_tokens": max_tokens, "logprobs": logprobs}
+    given = {**service.advised, **given, **more, "max_tokens": max_tokens, "logprobs": logprobs}
     return SamplingParams(**given)  # type: ignore[arg-type]
 
 
 def field_of(error: RequestError) -> str | None:
-    """The field that a refusal is about, where its words begin with one: logit_bias holds ..., min_tokens=20 was asked."""
-    match = LEADING_NAME.match(error.asked)
-    return match[1] if match is not None and match[1] in SamplingFields.model_fields else None
+    """Return the sampling field that an error names."""
+    name = error.values.get("name")
+    if name is None:
+        match = LEADING_NAME.match(error.asked)
+        name = match[1] if match is not None else None
+    return name if isinstance(name, str) and name in SamplingFields.model_fields else None
 
 
 def prompt_error(error: RequestError, param: str) -> ApiError:
-    """A fault of a prompt with its field; one that is too long in words that clients look for."""
-    told = from_exception(error)
-    told.param = told.param or param
+    """Return an error of a prompt with its field; a prompt that is too long in the words that clients look for."""
     match = CONTEXT.match(error.has)
     if match is not None:
-        told.code = "context_length_exceeded"
-        told.message = (
-            f"{error.asked}; this model's maximum context length is {match[1]} tokens, the answer included; shorten it"
-        )
-    return told
+        found = from_exception(error, param)
+        found.public_code = "context_length_exceeded"
+        limit = f"this model's maximum context length is {match[1]} tokens, the answer included"
+        return found.reword(f"{error.asked}; {limit}; shorten it")
+    return from_exception(error, param)

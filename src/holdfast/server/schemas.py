@@ -1,52 +1,55 @@
-"""Requests and answers of chat, completions, models and tokens: OpenAI's shapes, every field bounded, as pydantic models."""
+"""Request models of chat, completions, tokens and responses in OpenAI's shapes; every field is bounded."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from holdfast.request.sampling_params import MAX_LOGPROBS
 from holdfast.server.bodies import Body
 from holdfast.server.fields import (
-    CLOSED,
-    MAX_INT,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TOOLS,
     UNUSED,
     WHOLE,
+    CacheRetention,
+    Description,
+    Effort,
+    FunctionName,
     JsonSchema,
     Metadata,
     Name,
+    Natural,
+    NumTop,
     Positive,
-    Reply,
     SamplingFields,
-    TakenOnly,
-    TemplateName,
-    TemplateValue,
+    SchemaName,
+    TemplateOptions,
     Text,
     TokenIds,
     TokenPrompt,
+    UnusedName,
+    UnusedObject,
+    UnusedText,
     refuse,
+    with_refused,
 )
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/$@-]{1,128}$")]
 _OTHER_PARTS = ("image_url", "input_image", "input_audio", "input_file", "file", "video_url", "audio_url")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-def _text_alone(kind: object) -> object:
+def _text_only(kind: object) -> object:
     if isinstance(kind, str) and kind in _OTHER_PARTS:
-        raise refuse(
-            f'only text is read here, and this is a part of type {kind}: send {{"type": "text", "text": "..."}}'
-        )
+        raise refuse(f'only text parts are supported, not {kind}: send {{"type": "text", "text": "..."}}')
     return kind
 
 
 class TextPart(Body):
     """A piece of a message's text."""
 
-    type: Annotated[Literal["text", "input_text", "output_text"], BeforeValidator(_text_alone)]
+    type: Annotated[Literal["text", "input_text", "output_text"], BeforeValidator(_text_only)]
     text: Text
-    cache_control: Annotated[dict[str, Any] | None, UNUSED] = None
+    cache_control: UnusedObject = None
     annotations: Annotated[list[Any] | None, UNUSED] = None
     logprobs: Annotated[list[Any] | None, UNUSED] = None
 
@@ -72,7 +75,7 @@ class MessageToolCall(Body):
 
 
 class InstructionMessage(Body):
-    """What the model is to be and do."""
+    """Instructions for the model."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -80,15 +83,16 @@ class InstructionMessage(Body):
 
 
 class UserMessage(Body):
-    """What somebody asks."""
+    """A message of the user."""
 
     role: Literal["user"]
     content: Content
     name: Name | None = None
 
 
+@with_refused
 class AssistantMessage(Body):
-    """An earlier answer, as it was given."""
+    """An earlier answer."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -97,15 +101,12 @@ class AssistantMessage(Body):
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     refusal: Text | None = None
-    annotations: Annotated[object, TakenOnly("annotations are not read: leave them out", [])] = None
-    audio: Annotated[object, TakenOnly("only text is read here: leave audio out")] = None
-    function_call: Annotated[object, TakenOnly("function_call is the old name: use tool_calls")] = None
     provider_specific_fields: object = None
-    """LiteLLM keeps here what an answer had beyond OpenAI's fields, and sends it back. Nothing of it is read."""
+    """LiteLLM sends back what an answer had beyond OpenAI's fields. Ignored."""
 
 
 class ToolMessage(Body):
-    """What a tool call brought."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -121,7 +122,7 @@ class FunctionDefinition(Body):
     """A function that an answer may call."""
 
     name: FunctionName
-    description: Annotated[str, Field(max_length=2**16)] | None = None
+    description: Description | None = None
     parameters: JsonSchema | None = None
     strict: bool | None = None
 
@@ -140,7 +141,7 @@ class NamedFunction(Body):
 
 
 class NamedToolChoice(Body):
-    """This function, and no other."""
+    """Force this function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -163,14 +164,14 @@ class NamedSchema(Body):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    description: Annotated[str, Field(max_length=2**16)] | None = None
+    name: SchemaName
+    description: Description | None = None
     schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
 class JsonSchemaFormat(Body):
-    """JSON that a schema holds for."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -178,71 +179,48 @@ class JsonSchemaFormat(Body):
 
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 ReturnTokenIds = Annotated[bool | None, Field(description="Adds prompt_token_ids and token_ids to the answer.")]
-TemplateOptions = Annotated[dict[TemplateName, TemplateValue], Field(max_length=16, json_schema_extra=CLOSED)]
 
 
+@with_refused
 class ChatCompletionRequest(SamplingFields):
-    """A conversation to be answered."""
+    """A conversation to answer."""
 
     messages: Messages
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
+    top_logprobs: NumTop | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     return_token_ids: ReturnTokenIds = None
-    # vllm-router writes these two as well.
-    separate_reasoning: Annotated[
-        object, TakenOnly("thoughts come apart from answers: use include_reasoning", True)
-    ] = None
-    stream_reasoning: Annotated[object, TakenOnly("thoughts stream as they come: use include_reasoning", True)] = None
-    echo: Annotated[object, TakenOnly("/v1/completions has echo: leave it out here", False)] = None
-    chat_template: Annotated[
-        object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")
-    ] = None
-    documents: Annotated[object, TakenOnly("documents are not read: put them into a message", [])] = None
-    add_special_tokens: Annotated[object, TakenOnly("the chat template writes special tokens: leave it out", False)] = (
-        None
-    )
-    best_of: Annotated[object, TakenOnly("use n", 1)] = None
-    functions: Annotated[object, TakenOnly("functions is the old name: use tools")] = None
-    function_call: Annotated[object, TakenOnly("function_call is the old name: use tool_choice")] = None
-    modalities: Annotated[object, TakenOnly("answers are text: leave it out", ["text"])] = None
-    audio: Annotated[object, TakenOnly("answers are text: leave it out")] = None
-    prediction: Annotated[object, TakenOnly("predicted outputs are not here: leave it out")] = None
-    web_search_options: Annotated[object, TakenOnly("nothing here searches the web: leave it out")] = None
-    moderation: Annotated[object, TakenOnly("nothing here moderates: leave it out")] = None
-    verbosity: Annotated[object, TakenOnly("no model here has this: ask for it in a message", "medium")] = None
-    store: Annotated[object, TakenOnly("nothing is stored here: leave it out", False)] = None
-    service_tier: Annotated[object, TakenOnly("there is one tier: use priority", "auto", "default")] = None
     metadata: Annotated[Metadata | None, UNUSED] = None
-    prompt_cache_key: Annotated[Text | None, UNUSED] = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, UNUSED] = None
-    prompt_cache_retention: Annotated[Literal["in_memory", "in-memory", "24h"] | None, UNUSED] = None
-    safety_identifier: Annotated[Text | None, UNUSED] = None
+    prompt_cache_key: UnusedText = None
+    prompt_cache_options: UnusedObject = None
+    prompt_cache_retention: CacheRetention = None
+    safety_identifier: UnusedText = None
 
 
 PromptText = Annotated[Text, Field(min_length=1)]
 
 
 def prompt_kind(value: object) -> str:
-    """Which of the four a prompt is, by its first part: faults are told of that one alone."""
+    """Return which of the four kinds a prompt is, by its first part; faults are reported for that kind."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else None
     return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
+@with_refused
 class CompletionRequest(SamplingFields):
-    """Prompts to be continued."""
+    """Prompts to continue."""
 
     prompt: Annotated[
         Annotated[PromptText, Tag("text")]
@@ -251,22 +229,17 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("lists")],
         Discriminator(prompt_kind),
     ]
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT), WHOLE] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
+    max_tokens: Natural | None = None
+    logprobs: NumTop | None = None
     echo: bool | None = None
     return_token_ids: ReturnTokenIds = None
     response_format: ResponseFormat | None = None
-    suffix: Annotated[object, TakenOnly("text is continued, not filled in: leave suffix out", "")] = None
-    best_of: Annotated[object, TakenOnly("every completion is given: use n", 1)] = None
-    add_special_tokens: Annotated[
-        object, TakenOnly("special tokens are added to a prompt: pass token ids for a bare one", True)
-    ] = None
     metadata: Annotated[Metadata | None, UNUSED] = None
-    store: Annotated[object, TakenOnly("nothing is stored here: leave it out", False)] = None
 
 
+@with_refused
 class TokenizeRequest(Body):
-    """A text or a conversation to be made tokens of."""
+    """A text or a conversation to tokenize."""
 
     model: Name | None = None
     prompt: Text | None = None
@@ -277,193 +250,162 @@ class TokenizeRequest(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     return_token_strs: bool | None = None
-    chat_template: Annotated[
-        object, TakenOnly("templates do not come with requests: --chat-template sets one where the server starts")
-    ] = None
 
 
 class DetokenizeRequest(Body):
-    """Tokens to be made text of."""
+    """Tokens to convert to text."""
 
     model: Name | None = None
     tokens: TokenIds
 
 
-class ModelCard(Reply):
-    """A name that the model goes by."""
+# /v1/responses
 
-    id: str
-    object: Literal["model"] = "model"
-    type: Annotated[Literal["model"], Field(description="This and the next two are for Anthropic's clients.")] = "model"
-    display_name: str
-    created_at: str
-    created: int
-    owned_by: str = "holdfast"
-    root: str
-    parent: str | None = None
-    max_model_len: int
+Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, UNUSED]
 
 
-class ModelList(Reply):
-    """All names."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-    has_more: Annotated[Literal[False], Field(description="For Anthropic's clients.")] = False
-
-
-class CachedTokens(Reply):
-    """Of a prompt: tokens that another one had computed already."""
-
-    cached_tokens: int
+def _known_item(kind: object) -> object:
+    if kind == "item_reference":
+        raise refuse("item references are not supported: send the item itself, or previous_response_id")
+    if isinstance(kind, str) and kind not in _ITEMS:
+        raise refuse(f"this type of item is not supported: use {', '.join(_ITEMS)}")
+    return kind
 
 
-class ReasoningTokens(Reply):
-    """Of an answer: tokens that are reasoning."""
+class MessageItem(Body):
+    """A message of the conversation so far."""
 
-    reasoning_tokens: int
-
-
-class Usage(Reply):
-    """Tokens read and written."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-    completion_tokens_details: ReasoningTokens | None = None
+    type: Annotated[Literal["message"], BeforeValidator(_known_item)] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: UnusedName = None
+    status: Status = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, UNUSED] = None
 
 
-class TopLogprob(Reply):
-    """A token that could have been chosen."""
+class FunctionCallItem(Body):
+    """A call of an earlier answer."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    """A token that was chosen, and the most likely ones."""
-
-    top_logprobs: list[TopLogprob]
+    type: Literal["function_call"]
+    call_id: Name
+    name: FunctionName
+    arguments: Text
+    id: UnusedName = None
+    status: Status = None
 
 
-class ChatLogprobs(Reply):
-    """Log-probabilities of an answer."""
+class FunctionOutputItem(Body):
+    """The result of a call."""
 
-    content: list[TokenLogprob] | None
-    refusal: None = None
-
-
-class FunctionCall(Reply):
-    """A function that an answer calls, with arguments as JSON text."""
-
-    name: str
-    arguments: str
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Content
+    id: UnusedName = None
+    status: Status = None
 
 
-class ToolCall(Reply):
-    """A tool call of an answer."""
+class ReasoningPart(Body):
+    """A piece of reasoning."""
 
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class AnswerMessage(Reply):
-    """What the model said."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
 
 
-class ChatChoice(Reply):
-    """One answer."""
-
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
+ReasoningParts = Annotated[list[ReasoningPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatCompletion(Reply):
-    """A conversation answered."""
+@with_refused
+class ReasoningItem(Body):
+    """The reasoning of an earlier answer."""
 
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str | None = None
-    service_tier: str | None = None
-    prompt_token_ids: list[int] | None = None
+    type: Literal["reasoning"]
+    id: UnusedName = None
+    content: ReasoningParts | None = None
+    summary: Annotated[ReasoningParts | None, UNUSED] = None
+    status: Status = None
 
 
-class CompletionLogprobs(Reply):
-    """Log-probabilities of a text, token by token."""
-
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+def _item_kind(value: object) -> str:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
+    return kind if isinstance(kind, str) and kind in _ITEMS else "message"
 
 
-class CompletionChoice(Reply):
-    """One continuation."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_item_kind),
+]
 
 
-class Completion(Reply):
-    """Prompts continued."""
+class FunctionTool(Body):
+    """A function that an answer may call."""
 
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-    system_fingerprint: str | None = None
+    type: Literal["function"]
+    name: FunctionName
+    description: Description | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
 
 
-class Tokenized(Reply):
-    """Tokens of a text."""
+class FunctionChoice(Body):
+    """Force this function."""
 
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
+    type: Literal["function"]
+    name: FunctionName
 
 
-class Detokenized(Reply):
-    """Text of tokens."""
+class SchemaFormat(Body):
+    """JSON that matches a schema."""
 
-    prompt: str
+    model_config = ConfigDict(populate_by_name=True)
 
-
-class ErrorBody(Reply):
-    """What was asked, what there is, what to do."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+    type: Literal["json_schema"]
+    name: SchemaName
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    description: Description | None = None
+    strict: bool | None = None
 
 
-class ErrorReply(Reply):
-    """An answer that is an error."""
+@with_refused
+class TextSetting(Body):
+    """The format of an answer's text."""
 
-    error: ErrorBody
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+
+
+@with_refused
+class ReasoningSetting(Body):
+    """How much the model reasons."""
+
+    effort: Effort | None = None
+
+
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+@with_refused
+class ResponseRequest(SamplingFields):
+    """Input items to answer."""
+
+    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: Text | None = None
+    max_output_tokens: Positive | None = None
+    text: TextSetting | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningSetting | None = None
+    top_logprobs: NumTop | None = None
+    include: Annotated[list[Included], Field(max_length=8)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    metadata: Metadata | None = None
+    n: Annotated[int, Field(ge=1, le=1, description="An input has one answer."), WHOLE] | None = None
+    store: Annotated[bool | None, Field(description="Keep the answer in memory for a later request; true.")] = None
+    previous_response_id: Name | None = None
+    max_tool_calls: Annotated[Positive | None, UNUSED] = None
+    prompt_cache_key: UnusedText = None
+    prompt_cache_options: UnusedObject = None
+    prompt_cache_retention: CacheRetention = None
+    safety_identifier: UnusedText = None

@@ -1,7 +1,4 @@
-"""Service: what every endpoint is given: the model, the names it goes by, the bounds of a request, and whether it takes any.
-
-One object for a server's life, made before the first connection is taken. Endpoints never reach around it.
-"""
+"""Service: what every endpoint uses: the model, its names, the limits of a request, and the state of the server."""
 
 import time
 from collections.abc import Mapping
@@ -18,42 +15,42 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 DEFAULT_MODEL_ADVICE = {"temperature": 0.2, "top_p": 0.9}
-"""What the makers of the default model say on its page; its file says nothing, and at 1 so small a model talks nonsense."""
+"""From the page of the default model. Its files have no advice, and at temperature 1 so small a model writes nonsense."""
 State = Literal["ready", "draining", "dead"]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds that are checked before a request costs anything."""
+    """Bounds that are checked before a request costs memory or time."""
 
     max_body_bytes: int = 8 * 2**20
     max_held_body_bytes: int = 2**28
-    """Of all bodies together that are being read; small ones always find room."""
+    """For all bodies in flight together; small ones are always accepted."""
     max_json_depth: int = 64
     header_seconds: float = 10.0
-    """From a connection's beginning, or the first byte of a later request, to the end of its headers."""
+    """From the start of a connection, or the first byte of a later request, to the end of its headers."""
     max_header_bytes: int = 2**16
     max_headers: int = 128
     max_url_bytes: int = 8192
     max_pipelined: int = 16
-    """Requests that a connection may send before the first is answered."""
+    """Requests that a connection may send before the first answer."""
     keep_alive_seconds: float = 60.0
-    """That a connection may say nothing between two requests."""
+    """Between two requests of a connection."""
     body_seconds: float = 30.0
     """Between two pieces of a body."""
     write_seconds: float = 30.0
-    """That a reader may leave what was written unread."""
+    """For which a client may leave written bytes unread."""
     max_connections: int = 4096
     drain_seconds: float = 30.0
-    """For requests that run when the server is told to end."""
+    """For running requests when the server shuts down."""
     silence_seconds: float = 2.0
-    """Without a sign of life of the core, after which the server is not healthy."""
+    """Without a heartbeat of the core, before the server is unhealthy."""
     step_seconds: float = 300.0
-    """That one step may take; one on a CPU with a long prompt takes many."""
+    """For one step; a long prompt on a CPU takes many seconds."""
     max_listeners: int = 64
-    """Of /memory/stream."""
+    """Clients of /memory/stream."""
     max_response_bytes: int = 64 * 2**20
-    """Of answers of /v1/responses that are kept for a later request; 0 keeps none."""
+    """Memory of stored answers of /v1/responses; 0 stores none."""
     max_responses: int = 4096
     max_messages: int = 4096
     max_tools: int = 128
@@ -65,23 +62,22 @@ class ServerLimits:
 
 @dataclass(slots=True)
 class Service:
-    """A model being served."""
+    """A served model."""
 
     llm: AsyncLLM
     names: tuple[str, ...]
-    """That `model` of a request may have; the first is the one answers carry."""
+    """Accepted values of `model`; answers carry the first."""
     limits: ServerLimits = ServerLimits()
     state: State = "ready"
     started_at: float = field(default_factory=time.time)
     tool_parser: str = "auto"
-    """How calls of tools are read from answers: a name, none, or by the chat template."""
+    """Parser of tool calls: a name, none, or auto, which the chat template decides."""
     reasoning_parser: str = "auto"
-    """The same for reasoning."""
     metrics: Metrics = field(init=False)
     responses: ResponseMemory = field(init=False)
     num_listeners: int = 0
     advice: Mapping[str, object] = field(default_factory=dict)
-    """For sampling, where the files of the model have none."""
+    """Sampling defaults if the files of the model have none."""
     _advised: dict[str, object] | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +90,7 @@ class Service:
 
     @property
     def advised(self) -> Mapping[str, object]:
-        """What the makers of the model advise for sampling, for what a request leaves out."""
+        """Return the model's sampling defaults for what a request leaves out."""
         if self._advised is None:
             params = self.llm.default_sampling_params()
             found = {name: getattr(params, name) for name in ADVISED}
@@ -104,5 +100,5 @@ class Service:
 
 
 def service_of(request: "Request") -> Service:
-    """The service behind an endpoint."""
+    """Return the service of an endpoint."""
     return request.app.state.service

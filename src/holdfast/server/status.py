@@ -1,15 +1,14 @@
-"""How a server is: /health, /ready, /version, /metrics, /memory and its stream; cheap, and never waiting for the engine; no torch.
+"""/health, /ready, /version, /metrics, /memory and its stream; cheap, and never waits for the engine; no torch.
 
-/health   200 while the core gives signs of life and its step is not older than any step should be, else 503
-/ready    200 while it is healthy and takes requests, else 503
-/memory   who holds which bytes and pages, at most 0.2 s old or as old as the step in progress
+/health   200 while the core sends heartbeats and its step is not overdue, else 503
+/ready    200 while healthy and not draining, else 503
+/memory   bytes and pages by owner, at most 0.2 s old or as old as the step in progress
 """
 
 import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Final
 
 from fastapi import APIRouter, Request
@@ -19,22 +18,22 @@ from holdfast import __version__
 from holdfast.engine.memory_map import MemoryMap, RequestPages
 from holdfast.errors import EngineDeadError
 from holdfast.memory.planner import KV_OWNER
-from holdfast.server.errors import RATE_LIMITED, UNAVAILABLE, ApiError
+from holdfast.server.errors import ApiError
 from holdfast.server.metrics import CONTENT_TYPE, resident_bytes
 from holdfast.server.service import Service, service_of
 
 router = APIRouter(tags=["status"])
 STREAM_SECONDS: Final = 0.2
-"""Between two events of /memory/stream, at the least ..."""
+"""Shortest time between two events of /memory/stream ..."""
 IDLE_SECONDS: Final = 1.0
-"""... and while nothing happens, which shows that the line is whole."""
+"""... and the longest, while nothing changes."""
 METRICS_WAIT_SECONDS: Final = 0.1
 MAX_REQUESTS_SHOWN: Final = 256
 _EVENTS: Final = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 def trouble(service: Service) -> str | None:
-    """What is wrong with the engine, in words; None where it is well. Never waits."""
+    """Describe what is wrong with the engine; None if it is healthy. Never waits."""
     limits = service.limits
     try:
         health = service.llm.health()
@@ -43,84 +42,78 @@ def trouble(service: Service) -> str | None:
     if not health.is_alive or service.state == "dead":
         return "the engine has stopped"
     if health.core_silence_seconds >= limits.silence_seconds:
-        return f"the core has given no sign of life for {health.core_silence_seconds:.1f} seconds"
+        return f"the core has sent no heartbeat for {health.core_silence_seconds:.1f} seconds"
     seconds = max(health.seconds_in_step, health.seconds_since_progress)
     if seconds >= limits.step_seconds:
-        return f"the step in progress has run for {seconds:.0f} seconds; {limits.step_seconds:g} are allowed"
+        return f"the current step has run for {seconds:.0f} seconds; the limit is {limits.step_seconds:g}"
     return None
 
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """Whether the engine lives."""
-    words = trouble(service_of(request))
-    if words is not None:
-        raise ApiError(503, f"the server's health was asked; {words}", UNAVAILABLE, code="unhealthy")
+    """Report whether the engine is healthy."""
+    reason = trouble(service_of(request))
+    if reason is not None:
+        raise ApiError("http.unhealthy", reason=reason)
     return JSONResponse({"status": "ok"})
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Whether requests are taken."""
+    """Report whether the server takes requests."""
     service = service_of(request)
-    words = trouble(service)
-    if words is None and service.state == "draining":
-        words = "it is ending and takes no new requests"
-    if words is not None:
-        raise ApiError(503, f"it was asked whether the server is ready; {words}", UNAVAILABLE, code="not_ready")
+    reason = trouble(service)
+    if reason is None and service.state == "draining":
+        reason = "it is shutting down and takes no new requests"
+    if reason is not None:
+        raise ApiError("http.not_ready", reason=reason)
     return JSONResponse({"status": "ready"})
 
 
 @router.get("/version")
 async def version() -> JSONResponse:
-    """Which release this is."""
+    """Return the version of this server."""
     return JSONResponse({"version": __version__})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Everything that is counted, for Prometheus."""
+    """Return all metrics for Prometheus."""
     service = service_of(request)
     return Response(service.metrics.text(await _map(service, METRICS_WAIT_SECONDS)), media_type=CONTENT_TYPE)
 
 
 @router.get("/memory")
 async def memory(request: Request) -> JSONResponse:
-    """Who holds which bytes and pages."""
+    """Return bytes and pages by owner."""
     service = service_of(request)
-    return JSONResponse(_facts(service) | _map_facts(service, await _map(service)))
+    return JSONResponse(_facts(service) | map_facts(service, await _map(service)))
 
 
 @router.get("/memory/stream", response_class=StreamingResponse, responses={200: {"content": _EVENTS}})
 async def memory_stream(request: Request) -> StreamingResponse:
-    """The same again and again, as server-sent events; later ones leave out what does not change."""
+    """Stream /memory as server-sent events; later events leave out what does not change."""
     service = service_of(request)
-    most = service.limits.max_listeners
-    if service.num_listeners >= most:
-        raise ApiError(
-            429,
-            f"the stream of the memory map was asked; {most} listen already; ask /memory from time to time",
-            RATE_LIMITED,
-            code="too_many_listeners",
-            headers={"Retry-After": "5"},
-        )
+    limit = service.limits.max_listeners
+    if service.num_listeners >= limit:
+        raise ApiError("http.too_many_listeners", headers={"Retry-After": "5"}, maximum=limit)
     return StreamingResponse(_events(service), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 async def _events(service: Service) -> AsyncIterator[bytes]:
-    """Until the listener has gone, or the server ends."""
+    """Yield events until the listener disconnects or the server ends."""
     service.num_listeners += 1
     try:
-        facts, told, told_at = _facts(service), None, 0.0
+        facts, sent, sent_at = _facts(service), None, 0.0
         while True:
             seen, now = await _map(service), time.monotonic()
-            changes = _map_facts(service, seen)
+            changes = map_facts(service, seen)
             mark = (seen.num_steps, seen.num_free, len(seen.requests), service.state) if seen is not None else None
-            is_moving = mark != told or bool(seen is not None and seen.requests)
-            if is_moving or now - told_at >= IDLE_SECONDS:
-                told, told_at = mark, now
+            is_moving = mark != sent or bool(seen is not None and seen.requests)
+            if is_moving or now - sent_at >= IDLE_SECONDS:
+                sent, sent_at = mark, now
                 yield b"data: " + json.dumps(facts | changes, separators=(",", ":")).encode() + b"\n\n"
                 facts = {}
             if service.state != "ready" or trouble(service) == "the engine has stopped":
@@ -131,7 +124,7 @@ async def _events(service: Service) -> AsyncIterator[bytes]:
 
 
 async def _map(service: Service, wait_seconds: float | None = None) -> MemoryMap | None:
-    """The newest look at the pages that can be had; None where there never was one."""
+    """Return the newest memory map; None before the first."""
     try:
         if wait_seconds is None:
             return await service.llm.memory_map()
@@ -141,13 +134,13 @@ async def _map(service: Service, wait_seconds: float | None = None) -> MemoryMap
 
 
 def _facts(service: Service) -> dict[str, object]:
-    """What stays as it is."""
+    """Return the constant facts."""
     report = service.llm.memory
     return {"model": service.name, "version": __version__, "memory": report.as_dict()}
 
 
-def _map_facts(service: Service, seen: MemoryMap | None) -> dict[str, object]:
-    """What changes all the time."""
+def map_facts(service: Service, seen: MemoryMap | None) -> dict[str, object]:
+    """Return the facts that change with every step."""
     stats = service.llm.stats()
     facts: dict[str, object] = {
         "state": service.state,
@@ -198,10 +191,9 @@ def _map_facts(service: Service, seen: MemoryMap | None) -> dict[str, object]:
 
 
 def _request_facts(one: RequestPages) -> dict[str, object]:
-    facts = asdict(one)
     state = "preempted" if one.phase == "waiting" and one.num_preemptions else one.phase
     return {
-        "id": facts["request_id"],
+        "id": one.request_id,
         "index": one.index,
         "state": state,
         "prompt_tokens": one.num_prompt_tokens,

@@ -1,7 +1,7 @@
-"""Streams: answers written as server-sent events, and requests that end in the engine as soon as their client has gone.
+"""Streams: answers as server-sent events, and requests that leave the engine as soon as their client disconnects.
 
-A reader that is slower than the model makes `send` wait; meanwhile its deltas are merged where they arrive
-(engine/engine_thread.py), so that what waits is never more than the answer itself.
+A reader slower than the model blocks `send`. Its deltas are merged on arrival (engine/engine_thread.py), so the backlog is
+never larger than the answer itself.
 """
 
 import asyncio
@@ -21,8 +21,7 @@ from holdfast.errors import EngineDeadError
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.server.dialects import error_piece
-from holdfast.server.errors import UNAVAILABLE, ApiError, failed_answer, from_exception, is_our_fault
+from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.logs import RequestRecord, record_of
 from holdfast.server.service import Service, service_of
 
@@ -37,13 +36,13 @@ _log = get_logger("holdfast.server")
 
 
 def new_id(prefix: str) -> str:
-    """A name for an answer, which the engine knows its request by."""
+    """Make an id for an answer; the engine uses it as the request id."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
 @dataclass(slots=True)
 class Counted:
-    """Tokens of one answer, of all its prompts and completions."""
+    """Token counts of one answer, summed over its prompts and completions."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -51,7 +50,7 @@ class Counted:
     num_reasoning_tokens: int | None = None
 
     def usage(self) -> dict[str, Any]:
-        """As OpenAI's `usage`."""
+        """Return OpenAI's `usage`."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
@@ -64,26 +63,26 @@ class Counted:
 
 
 class Answer:
-    """One request on its way through the engine: its deltas, and what is counted and logged of them."""
+    """One request in the engine: yields its deltas, counts and logs them."""
 
     def __init__(self, request: Request, prepared: PreparedRequest, answer_id: str, counted: Counted) -> None:
         self._service: Service = service_of(request)
-        self._record: RequestRecord = record_of(request)
+        self.record: RequestRecord = record_of(request)
         self.prepared = prepared
-        self._id = answer_id
+        self.id = answer_id
         self.counted = counted
         counted.num_prompt_tokens += len(prepared.prompt_token_ids)
-        self._record.num_prompt_tokens = counted.num_prompt_tokens
+        self.record.num_prompt_tokens = counted.num_prompt_tokens
 
     async def deltas(self) -> AsyncGenerator[list[CompletionDelta], None]:
-        """What was added since the last time; an empty list first, when the queue has the request.
+        """Yield what was added since the last time; an empty list first, when the queue has the request.
 
-        ApiError where a completion failed: nothing of the answer can be relied on then.
+        Raises ApiError if a completion failed, because the rest of the answer is not reliable either.
         """
-        counted, record, prepared = self.counted, self._record, self.prepared
+        counted, record, prepared = self.counted, self.record, self.prepared
         with self._service.metrics.request(prepared.params.n) as watch:
             watch.prompt(len(prepared.prompt_token_ids))
-            async with aclosing(self._service.llm.answer(prepared, self._id)) as batches:
+            async with aclosing(self._service.llm.answer(prepared, self.id)) as batches:
                 async for deltas in batches:
                     for delta in deltas:
                         watch.take(delta)
@@ -94,28 +93,25 @@ class Answer:
                             self._finish(delta)
                     yield deltas
 
-    def log_text(self, text: str | None) -> None:
-        """For a log that was asked to hold answers."""
-        if self._record.wants_text:
-            self._record.answer = text
-
     def _finish(self, delta: CompletionDelta) -> None:
         if delta.index == 0:
             self.counted.num_cached_tokens += delta.num_cached_tokens
-        self._record.num_cached_tokens = self.counted.num_cached_tokens
-        self._record.num_output_tokens = self.counted.num_output_tokens
-        self._record.finish_reason = delta.finish_reason
+        self.record.num_cached_tokens = self.counted.num_cached_tokens
+        self.record.num_output_tokens = self.counted.num_output_tokens
+        self.record.finish_reason = delta.finish_reason
         if delta.finish_reason not in ("error", "abort"):
             return
         if delta.finish_reason == "abort" or not self._service.llm.health().is_alive:
-            raise EngineDeadError("an answer was asked", "the engine has stopped", "try again later")
-        words = f"an answer was asked; it failed: {delta.error}; change the request"
-        raise failed_answer(words, is_asked=_is_asked(self.prepared.params, delta.error or ""))
+            raise EngineDeadError("http.engine_dead")
+        error = delta.error or ""
+        # 400 tells clients not to retry.
+        if _is_impossible(self.prepared.params, error):
+            raise ApiError("http.answer_impossible", reason=error)
+        raise ApiError("http.answer_failed", reason=error)
 
 
-def _is_asked(params: SamplingParams, error: str) -> bool:
-    """Whether an answer failed for what its request asks, and would again: a form that leads nowhere, or no token left of
-    those that it allows. Else the model's numbers are at fault, or we are."""
+def _is_impossible(params: SamplingParams, error: str) -> bool:
+    """True if the request itself leaves no valid token, so that a retry fails again."""
     form, allowed = params.structured_outputs, params.allowed_token_ids
     if form is not None and "could not be followed" in error:
         return True
@@ -124,23 +120,12 @@ def _is_asked(params: SamplingParams, error: str) -> bool:
     ) and "no token could be chosen" in error
 
 
-def ended_early() -> ApiError:
-    """For an answer that was not whole when the time to drain was over."""
-    return ApiError(503, "an answer was being given; the server ends; ask another one", UNAVAILABLE, code="draining")
-
-
-async def first_of(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """The same pieces after the first one, which is empty, came: a refusal is then an answer of its own, not an event."""
-    await anext(pieces)
-    return pieces
-
-
 async def merged(
     streams: Sequence[AsyncGenerator[_Result, None]],
 ) -> AsyncGenerator[tuple[int, _Result], None]:
-    """What several streams give, with the place of each, as it comes; all are closed with this one.
+    """Yield the pieces of several streams as they arrive, each with the index of its stream; closes all of them.
 
-    Beside the first piece, one of each stream is taken before any is given: all of them have begun then.
+    Waits for the first piece of every stream before it yields any, so all requests have been queued by then.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as pieces:
@@ -169,7 +154,7 @@ async def merged(
 
 
 async def gathered(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """What several works give, done side by side; when one fails, the others end too."""
+    """Like asyncio.gather, but cancels the others when one fails."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -178,7 +163,7 @@ async def gathered(works: Sequence[Coroutine[Any, Any, _Result]]) -> list[_Resul
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Await some work, unless the client goes first: the work is cancelled then, and with it its request in the engine."""
+    """Await `work`; if the client disconnects first, cancel it and with it the request in the engine."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_gone(request.receive))
     try:
@@ -190,13 +175,13 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _Result]) 
     except asyncio.CancelledError:
         if service_of(request).state == "ready":
             raise
-        raise ended_early() from None  # the server ends, and the client is told
+        raise ApiError("http.cut_while_draining") from None
     finally:
         await _end(task, watcher)
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the client has gone; what it sends after its body is of no interest."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -208,11 +193,11 @@ async def _end(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """An answer of server-sent events. Its pieces are closed when it is over, however it ends."""
+    """An answer of server-sent events. Closes its pieces however it ends."""
 
     media_type = "text/event-stream"
     ping = b""
-    """What is written after each PING_SECONDS of silence, so that proxies and clients keep the connection."""
+    """Written after each PING_SECONDS of silence, so that proxies and clients keep the connection."""
 
     def __init__(
         self, request: Request, pieces: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
@@ -223,7 +208,7 @@ class EventStream(Response):
         self._written_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the pieces or the client are gone."""
+        """Write until the pieces end or the client disconnects."""
         writer = asyncio.ensure_future(self._write(send))
         watcher = asyncio.ensure_future(_gone(receive))
         try:
@@ -234,7 +219,7 @@ class EventStream(Response):
                 self._record.is_cut = True
         except asyncio.CancelledError:
             await _end(writer)
-            await self._write_last(send, ended_early())
+            await self._write_last(send, ApiError("http.cut_while_draining"))
             raise
         finally:
             await _end(writer, watcher)
@@ -248,7 +233,9 @@ class EventStream(Response):
         except OSError:
             self._record.is_cut = True  # the connection is gone
         except Exception as error:
-            await self._write_last(send, self._last_words(error))
+            if is_our_fault(error):
+                _log.error("request %s failed: %s", self._record.request_id, type(error).__name__, exc_info=error)
+            await self._write_last(send, from_exception(error))
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -272,13 +259,7 @@ class EventStream(Response):
             await asyncio.sleep(self._written_at + PING_SECONDS - now)
 
     async def _write_last(self, send: Send, error: ApiError) -> None:
-        """An error that comes when the answer has begun is its last event."""
-        self._record.error = error.code or error.kind
-        body = error_piece(error, self._record.path, self._record.request_id)
+        """Write an error as the last event of an answer that has started."""
+        self._record.error = error.public_code or error.kind
+        body = error.to_event(self._record.path, self._record.request_id)
         await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    def _last_words(self, error: Exception) -> ApiError:
-        told = from_exception(error)
-        if is_our_fault(error):
-            _log.error("request %s failed: %s", self._record.request_id, type(error).__name__, exc_info=error)
-        return told

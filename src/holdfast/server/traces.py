@@ -1,6 +1,6 @@
-"""Traces: a span of OpenTelemetry for each request, where its SDK is installed and told where to send them; no torch.
+"""Traces: an OpenTelemetry span for each request, if the environment names a collector; no torch.
 
-Spans are made when a request is over, and sent by the SDK's own thread: no request waits for a collector.
+A span is made after its request, and the SDK's own thread sends it: no request waits for the collector.
 """
 
 import os
@@ -34,11 +34,11 @@ ATTRIBUTES = {
     "finish_reason": "gen_ai.response.finish_reasons",
     "error": "error.type",
 }
-"""What is known of a request, under OpenTelemetry's names. Prompts and answers are in none."""
+"""Fields of a request record under OpenTelemetry's names. Prompts and answers are never included."""
 
 
 class Traces:
-    """Makes a span of every record that it is given."""
+    """Makes a span of every record."""
 
     def __init__(self, model: str, modules: dict[str, ModuleType]) -> None:
         trace, sdk, export, resources, exporter, context = (modules[name] for name in MODULES)
@@ -51,7 +51,7 @@ class Traces:
         self._model = model
 
     def write(self, record: RequestRecord) -> None:
-        """A span from the request's beginning to now, below the client's own where it named one."""
+        """Make a span from the start of the request to now, below the client's own if it sent one."""
         seconds = time.monotonic() - record.started_at
         ended_ns = time.time_ns()
         values = record.values(seconds)
@@ -67,20 +67,17 @@ class Traces:
         span.end(end_time=ended_ns)
 
     def close(self) -> None:
-        """Send what is left, in bounded time."""
+        """Send the remaining spans, in bounded time."""
         self._provider.shutdown()
 
 
 def open_traces(model: str) -> Traces | None:
-    """Where the environment names a collector; else nothing is imported."""
+    """Open traces if the environment names a collector; else import nothing."""
     endpoint = os.environ.get(ENDPOINT_VARIABLE, "")
     if not endpoint:
         return None
     try:
         return Traces(model, {name: import_module(name) for name in MODULES})
     except ImportError as error:
-        raise ConfigError(
-            f"{ENDPOINT_VARIABLE} asks for traces",
-            f"{error.name or 'a module'} is not installed",
-            "run pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http, or unset it",
-        ) from error
+        module = error.name or "a module"
+        raise ConfigError("http.traces_not_installed", variable=ENDPOINT_VARIABLE, module=module) from error

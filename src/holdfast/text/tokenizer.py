@@ -10,7 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ModelFormatError, PromptError, shown
-from holdfast.loading.sources.files import AGAIN, read_json_object, read_small_file
+from holdfast.loading.sources.files import read_json_object, read_small_file
 from holdfast.models.settings import plain
 from holdfast.text.control_tokens import ContentEncoder, ControlTokens, Span, encode_ids
 from holdfast.text.detokenizer import TextStream, TokenPieces, decode_rule
@@ -278,7 +278,7 @@ def _broken_tokenizer(origin: str, error: BaseException) -> ModelFormatError:
     if isinstance(error, ModelFormatError):
         return error
     reason = plain(str(error)) or type(error).__name__
-    return ModelFormatError(f"{origin} is no sound tokenizer", reason, AGAIN)
+    return ModelFormatError(f"{origin} is no sound tokenizer", reason, "download the model again")
 
 
 def special_tokens_of(directory: Path) -> SpecialTokens:

@@ -5,7 +5,7 @@ import random as chance
 import pytest
 import torch
 
-from holdfast.kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from holdfast.kernels.attention.paged_attention import Scoring, paged_attention, paged_attention_reference
 from kernels.exactness import assert_as_exact_as_torch, island, num_threads, random, same_bits
 from kernels.paged_cases import PagedCase, paged_case
 
@@ -99,7 +99,9 @@ def test_any_chunking_gives_the_same_bits(group, head_dim, window):
                 whole.v_plane[slots[start:end]],
             )
             sequences = torch.tensor([[0, end - start, start, 0]])
-            out = paged_attention(whole.q[start:end], k_plane, v_plane, pages, sequences, 4, whole.scale, window)
+            out = paged_attention(
+                whole.q[start:end], k_plane, v_plane, pages, sequences, 4, Scoring(whole.scale, window)
+            )
             assert same_bits(out, expected[start:end]), f"{chunk=} {start=}"
 
 
@@ -173,7 +175,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(bad):
         hurt = case.q.clone()
         hurt[row] = bad
         pages, sequences = case.tables()
-        out = paged_attention(hurt, case.k_plane, case.v_plane, pages, sequences, 4, case.scale, None)
+        out = paged_attention(hurt, case.k_plane, case.v_plane, pages, sequences, 4, Scoring(case.scale))
         others = [other for other in range(8) if other != row]
         assert not out[row].isfinite().any()
         assert same_bits(out[others], clean[others])
@@ -223,7 +225,7 @@ def test_planes_that_are_not_float32_run_in_torch():
 def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, function):
     case = paged_case([(0, 9), (30, 1)])
     pages, sequences = case.tables()
-    arguments = (case.q, case.k_plane, case.v_plane, pages, sequences, case.page_tokens, case.scale, None)
+    arguments = (case.q, case.k_plane, case.v_plane, pages, sequences, case.page_tokens, Scoring(case.scale))
     alone = function(*arguments)
     out = guarded_host(10, 96).fill_(float("nan"))
     result = function(*arguments, out)

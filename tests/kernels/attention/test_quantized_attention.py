@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import (
     large_shape,
     quantized_attention,
@@ -16,7 +17,7 @@ from holdfast.kernels.attention.quantized_attention import (
     quantized_geometry,
 )
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS, MERGED_HEADS
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tiled_attention import TileCall, TileWork
 from holdfast.kernels.geometry import BLOCK_TOKENS
 from holdfast.quant.kv_quantize import rotation_table
 from kernels.exactness import random, same_bits
@@ -134,7 +135,7 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device):
     work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
     for function in (quantized_attention, quantized_attention_reference):
         out = torch.full((4, 32), NAN, dtype=torch.float16, device=device)
-        function(q, planes, table, work, 0.25, None, out[:0].float(), out[:0].float(), out, 1)
+        function(TileCall(q, table, work, Scoring(0.25), out[:0].float(), out[:0].float(), out, 1), planes)
         assert out[[0, 2]].isnan().all()
         assert same_bits(out[[1, 3]].cpu(), torch.zeros(2, 32, dtype=torch.float16))
 
@@ -169,7 +170,8 @@ def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
     for window in (None, 7):
         out = torch.full((2, 2 * head_dim), NAN)
         seen = q @ rotation if key_bits < 8 else q
-        quantized_attention_reference(seen, planes, table, work, 0.3, window, out[:0], out[:0], out, 1)
+        call = TileCall(seen, table, work, Scoring(0.3, window), out[:0], out[:0], out, 1)
+        quantized_attention_reference(call, planes)
         for row, end in enumerate((39, 40)):
             first = 0 if window is None else end - window
             scores = q[row].double() @ k[first:end, 0].T * 0.3
@@ -226,7 +228,8 @@ def test_nothing_is_allocated(device, key_bits, value_bits):
     out = torch.empty(3, 512, dtype=torch.bfloat16, device=device)
     partials = torch.empty(4, 512, device=device), torch.empty(4, 8, device=device)
     work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
-    assert_allocates_nothing(lambda: quantized_attention(q, planes, table, work, 0.125, None, *partials, out, 132))
+    call = TileCall(q, table, work, Scoring(0.125), *partials, out, 132)
+    assert_allocates_nothing(lambda: quantized_attention(call, planes))
 
 
 @pytest.mark.gpu
@@ -244,5 +247,6 @@ def test_a_page_may_lie_beyond_two_to_the_31_bytes(device, large):
     q = random(1, 8, 128, seed=2).to(device, torch.bfloat16)
     out, expected = torch.full((2, 1, 1024), NAN, dtype=torch.bfloat16, device=device)
     for function, written in ((quantized_attention, out), (quantized_attention_reference, expected)):
-        function(q, planes, table, work, 0.1, None, written[:0].float(), written[:0].float(), written, 132)
+        nothing = written[:0].float()
+        function(TileCall(q, table, work, Scoring(0.1), nothing, nothing, written, 132), planes)
     torch.testing.assert_close(out.float(), expected.float(), rtol=2e-2, atol=2e-2)

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import (
     SMALL_BATCH_ROWS,
     SMALL_TILE,
+    TileCall,
     TileWork,
     large_blocks,
     small_programs,
@@ -194,7 +196,7 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, wide
     out = torch.full((4, 32), NAN, dtype=widest, device=device)
     work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
     for function in (tiled_attention, tiled_attention_reference):
-        function(q, plane, plane, table, work, 4, 0.25, None, out[:0], out[:0], out, 1)
+        function(TileCall(q, table, work, Scoring(0.25), out[:0], out[:0], out, 1), plane, plane, 4)
         assert out[[0, 2]].isnan().all()
         assert not out[[1, 3]].any()
 
@@ -318,7 +320,8 @@ def test_nothing_is_allocated(device):
     out, partial = torch.empty(3, 512, dtype=torch.bfloat16, device=device), torch.empty(4, 520, device=device)
     work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
     scratch = partial[:, :512].contiguous(), partial[:, 512:].contiguous()
-    assert_allocates_nothing(lambda: tiled_attention(q, plane, plane, table, work, 16, 0.125, None, *scratch, out, 132))
+    call = TileCall(q, table, work, Scoring(0.125), *scratch, out, 132)
+    assert_allocates_nothing(lambda: tiled_attention(call, plane, plane, 16))
 
 
 def test_large_tiles_fit_what_a_gpu_lets_a_program_have():

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
-from holdfast.kernels.latent.compressed_scopes import MERGED_SPLITS
+from holdfast.kernels.latent.compressed_scopes import MERGED_SPLITS, CompressedCall
 from holdfast.kernels.latent.latent_geometry import ENTRY_SPLITS, compressed_partials, compressed_splits
 from kernels.compressed_cases import PADDING, CompressedCase, Sizes, compressed_case, run_compressed, scopes_on
 from kernels.exactness import same_bits
@@ -208,7 +208,8 @@ def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
     out_TND, sinks_N = torch.empty_like(q_TND), case.sinks_N.to(device)
 
     def step() -> None:
-        compressed_attention(q_TND, scopes, rows, sinks_N, rotary, case.scale, *partials, out_TND, 132)
+        call = CompressedCall(q_TND, scopes, rows, sinks_N, rotary, case.scale, *partials, out_TND, 132)
+        compressed_attention(call)
 
     positions_T = rows.positions_T[:3].clone()
     rows.positions_T[:3] = PADDING

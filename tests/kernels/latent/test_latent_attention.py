@@ -21,7 +21,7 @@ from holdfast.kernels.latent.latent_geometry import (
     tile_height,
     tile_rows,
 )
-from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
 from holdfast.kernels.latent.latent_tiles import SPREAD_MERGE_ROWS, row_form
 from holdfast.kernels.latent.latent_warpgroups import takes_warpgroups
 from kernels.exactness import random, same_bits
@@ -197,7 +197,7 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, wide
     work = TileWork(tiles, rows, has_small=True, has_large=True, has_merge=True)
     planes, nothing = LatentPlanes("plain", 16, 16, 4, plane), torch.empty(0, device=device)
     for function in (latent_attention, latent_attention_reference):
-        function(q, planes, table, work, 0.25, nothing, nothing, out, 1)
+        function(LatentCall(q, planes, table, 0.25, nothing, nothing, out, 1), work)
         assert out[[0, 2]].isnan().all()
         assert not out[[1, 3]].any()
 
@@ -285,4 +285,5 @@ def test_nothing_is_allocated(device):
     out = torch.empty(8, 16, 512, dtype=torch.bfloat16, device=device)
     partial_out, partial_lse = torch.empty(64, 16 * 512, device=device), torch.empty(64, 16, device=device)
     table = case.page_table().to(device)
-    assert_allocates_nothing(lambda: latent_attention(q, planes, table, work, 0.04, partial_out, partial_lse, out, 132))
+    call = LatentCall(q, planes, table, 0.04, partial_out, partial_lse, out, 132)
+    assert_allocates_nothing(lambda: latent_attention(call, work))

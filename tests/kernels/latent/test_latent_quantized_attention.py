@@ -7,12 +7,9 @@ import torch
 
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents, store_latents
-from holdfast.kernels.latent.latent_quantized_attention import (
-    latent_quantized_attention,
-    latent_quantized_attention_reference,
-    quantized_blocks,
-)
+from holdfast.kernels.latent.latent_attention import latent_attention, unsplit_attention_reference
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, read_latents, store_latents
+from holdfast.kernels.latent.latent_quantized_attention import quantized_blocks
 from kernels.exactness import same_bits
 from kernels.latent_cases import LatentCase, Scheduling, cut_work, latent_case
 from kernels.latent_page_cases import QUANTIZED_LATENTS, make_latent_planes, on_device, tensors_of
@@ -66,7 +63,8 @@ def attended(
     q_TNX = amid(torch.cat((case.q_TNX, padding)), device)
     table_NP = case.page_table().to(device)
     held = on_device(planes, device)
-    result = function(q_TNX, held, table_NP, work, case.scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms)
+    call = LatentCall(q_TNX, held, table_NP, case.scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms)
+    result = function(call, work)
     assert result is out_TNL, "the output is the one that was given"
     zones.check()
     return out_TNL.cpu()
@@ -77,8 +75,8 @@ def judge(case: LatentCase, name: str, work: TileWork, num_rows: int, max_partia
     filled, tolerance, exact = len(case.q_TNX), TOLERANCE[case.q_TNX.dtype], case.exact()
     arguments = (case, planes, work, num_rows, max_partials, device)
     for written in (
-        attended(*arguments, latent_quantized_attention, num_sms),
-        attended(*arguments, latent_quantized_attention_reference),
+        attended(*arguments, latent_attention, num_sms),
+        attended(*arguments, unsplit_attention_reference),
     ):
         torch.testing.assert_close(written[:filled].double(), exact, rtol=tolerance, atol=tolerance)
         assert same_bits(written[filled:], torch.zeros_like(written[filled:])), "padding is zeros"
@@ -173,7 +171,7 @@ def test_latents_of_very_different_size(device, widest, name) -> None:
     case = replace(case, q_TNX=case.q_TNX.to(widest))
     work, num_partials = cut_work(case, 2, False, 1, device)
     held, planes = quantized(case, name)
-    out = attended(held, planes, work, 1, num_partials, device, latent_quantized_attention)
+    out = attended(held, planes, work, 1, num_partials, device, latent_attention)
     exact = held.exact()
     assert float((out.double() - exact).norm() / exact.norm()) < 3e-3
 
@@ -187,7 +185,7 @@ def test_queries_beyond_half_precision_are_cut(device, name) -> None:
     outs = []
     for size in (65504.0, 1e6):
         case.q_TNX[..., columns] = case.q_TNX[..., columns].sign() * size
-        outs.append(attended(case, planes, work, 1, 1, device, latent_quantized_attention))
+        outs.append(attended(case, planes, work, 1, 1, device, latent_attention))
     assert bool(outs[0].isfinite().all())
     assert same_bits(*outs)
 
@@ -213,6 +211,5 @@ def test_attention_allocates_nothing(device, name) -> None:
     partial_lse_CH = torch.empty(num_partials, 16, device=device)
     out_TNL = torch.empty(1, 16, 512, dtype=torch.bfloat16, device=device)
     outputs = (partial_out_CX, partial_lse_CH, out_TNL)
-    assert_allocates_nothing(
-        lambda: latent_quantized_attention(q_TNX, held, table_NP, work, case.scale, *outputs, num_sms=2)
-    )
+    call = LatentCall(q_TNX, held, table_NP, case.scale, *outputs, num_sms=2)
+    assert_allocates_nothing(lambda: latent_attention(call, work))

@@ -5,12 +5,14 @@ import torch
 
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
-from holdfast.kernels.latent.latent_attention import latent_attention_reference
+from holdfast.kernels.latent.latent_attention import (
+    latent_attention_reference,
+    sparse_attention,
+    sparse_attention_reference,
+)
 from holdfast.kernels.latent.latent_geometry import MAX_SPLITS, low_splits, sparse_partials, sparse_splits
-from holdfast.kernels.latent.latent_planes import read_latents
-from holdfast.kernels.latent.latent_tiles import SPREAD_MERGE_ROWS
-from holdfast.kernels.latent.sparse_attention import row_form, sparse_attention, sparse_attention_reference
-from holdfast.kernels.latent.sparse_tiles import ListSplits
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes, read_latents
+from holdfast.kernels.latent.latent_tiles import SPREAD_MERGE_ROWS, ListSplits, row_form
 from kernels.exactness import same_bits
 from kernels.latent_page_cases import QUANTIZED_LATENTS, on_device
 from kernels.sparse_cases import BEFORE, SparseCase, run_sparse, sparse_case
@@ -184,9 +186,8 @@ def dense(case: SparseCase) -> torch.Tensor:
     work = TileWork(tiles_X8, torch.empty(0, 2, dtype=torch.int32), True, False, has_merge=False)
     out_TNL = torch.full((*case.q_TNX.shape[:2], case.planes.latent_dim), NAN, dtype=case.q_TNX.dtype)
     nothing = torch.empty(0)
-    return latent_attention_reference(
-        case.q_TNX, case.planes, case.table_NP, work, case.scale, nothing, nothing, out_TNL, 1
-    )
+    call = LatentCall(case.q_TNX, case.planes, case.table_NP, case.scale, nothing, nothing, out_TNL, 1)
+    return latent_attention_reference(call, work)
 
 
 @pytest.mark.parametrize("num_sms", [1, 20, 132, 160])
@@ -214,24 +215,28 @@ def test_low_tiles_fill_the_machine_once() -> None:
         assert 1 <= low_splits(num_rows, 16, 2048, 132, 128) <= sparse_splits(num_rows, 16, 132)
 
 
+def list_call(num_rows: int, partial_lse_CH: torch.Tensor) -> LatentCall:
+    """Return a call whose queries and partials alone matter."""
+    q_TNX, nothing = torch.empty(num_rows, 16, 0), torch.empty(0)
+    planes = LatentPlanes("plain", 32, 16, 16, nothing)
+    return LatentCall(q_TNX, planes, nothing, 1.0, nothing, partial_lse_CH, nothing, 132)
+
+
 def test_splits_are_whole_blocks_and_none_is_empty() -> None:
     partials = torch.empty(sparse_partials(300, 16), 16)
     for num_places in (1, 64, 100, 2048):
         for num_rows in (1, 3, 32, 40, 300):
             for block_tokens in (16, 64):
-                splits = ListSplits.of(
-                    torch.empty(num_rows, 16, 0), torch.empty(num_rows, num_places), partials, 132, block_tokens
-                )
+                splits = ListSplits.of(list_call(num_rows, partials), num_places, block_tokens)
                 assert splits.places % block_tokens == 0
                 assert (splits.num_splits - 1) * splits.places < num_places <= splits.num_splits * splits.places
                 assert splits.num_splits <= sparse_splits(num_rows, 16, 132)
 
 
 def test_too_few_partials_are_told_before_a_kernel_is_launched() -> None:
-    q_TNX, tokens_TK = torch.empty(2, 16, 48), torch.empty(2, 2048)
-    with pytest.raises(AssertionError, match="1024 partials of rows and heads, and room for 1023"):
-        ListSplits.of(q_TNX, tokens_TK, torch.empty(1023), 132, 64)
-    assert ListSplits.of(q_TNX, tokens_TK, torch.empty(1024), 132, 64) == (32, 64)
+    with pytest.raises(AssertionError, match="1024 partials of rows and heads, room for 1023"):
+        ListSplits.of(list_call(2, torch.empty(1023)), 2048, 64)
+    assert ListSplits.of(list_call(2, torch.empty(1024)), 2048, 64) == (32, 64)
 
 
 def test_steps_of_many_rows_differ_in_nothing_that_changes_bits() -> None:
@@ -275,9 +280,8 @@ def test_attention_allocates_nothing(device, name, num_heads) -> None:
     rows, tokens_TK, count = case.rows_on(device), case.tokens_TK.to(device), sparse_partials(2, num_heads)
     partials = torch.empty(count, num_heads * 512, device=device), torch.empty(count, num_heads, device=device)
     out_TNL = torch.empty(2, num_heads, 512, dtype=torch.bfloat16, device=device)
-    assert_allocates_nothing(
-        lambda: sparse_attention(q_TNX, held, table_NP, rows, tokens_TK, case.scale, *partials, out_TNL, 132)
-    )
+    call = LatentCall(q_TNX, held, table_NP, case.scale, *partials, out_TNL, 132)
+    assert_allocates_nothing(lambda: sparse_attention(call, rows, tokens_TK))
 
 
 @pytest.mark.gpu
@@ -292,7 +296,7 @@ def test_a_captured_step_serves_any_lengths(device, name, num_heads) -> None:
     out_TNL = torch.empty(3, num_heads, 512, dtype=torch.bfloat16, device=device)
 
     def step() -> None:
-        sparse_attention(q_TNX, held, table_NP, rows, tokens_TK, case.scale, *partials, out_TNL, 132)
+        sparse_attention(LatentCall(q_TNX, held, table_NP, case.scale, *partials, out_TNL, 132), rows, tokens_TK)
 
     rows.num_tokens_T[:3] = 0
     step()

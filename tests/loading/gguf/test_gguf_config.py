@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.errors import HoldfastError, ModelFormatError, UnsupportedModelError
 from holdfast.loading.gguf.config import decimal, gguf_config
 from holdfast.loading.gguf.file import TYPES, GGUFFile, GGUFTensor
-from holdfast.models.families import read_spec
+from holdfast.models.grouped_readers import read_spec
 from holdfast.models.spec import ExpertsSpec, ModelSpec
 
 F32, F16, Q8_0, BF16 = TYPES[0], TYPES[1], TYPES[8], TYPES[30]
@@ -73,7 +74,7 @@ def test_one_head_means_as_many_key_heads():
 def test_equal_numbers_per_layer_are_one_number():
     found = spec(attention__head_count=array("i", [4, 4]), feed_forward_length=array("I", [96, 96]))
     assert (found.num_heads, found.intermediate_size) == (4, 96)
-    with pytest.raises(ModelFormatError, match=r"llama\.attention\.head_count = 'an array of 2 values'"):
+    with pytest.raises(ModelFormatError):
         spec(attention__head_count=array("i", [4, 2]))
 
 
@@ -187,7 +188,7 @@ DECLINED = {
 
 @pytest.mark.parametrize("case", DECLINED)
 def test_what_is_not_computed_is_declined_in_words(case):
-    with pytest.raises(UnsupportedModelError, match=r"some\.gguf sets ") as caught:
+    with raises_code("gguf.unsupported_setting", UnsupportedModelError) as caught:
         spec(**DECLINED[case])
     assert "\n" not in str(caught.value)
 
@@ -199,14 +200,14 @@ def test_neutral_values_change_nothing():
 
 @pytest.mark.parametrize("arch", ["opt", "qwen3next", "gemma2", "", "x" * 500])
 def test_other_architectures_are_declined_with_the_list(arch):
-    with pytest.raises(UnsupportedModelError, match="llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe") as caught:
+    with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         gguf_config(file(arch))
     assert len(str(caught.value)) < 300
 
 
 def test_model_without_embedding():
     empty = file()
-    with pytest.raises(HoldfastError, match=r"token_embd\.weight"):
+    with raises_code("gguf.wrong_tensor", HoldfastError):
         gguf_config(GGUFFile(empty.path, 3, 32, 0, 0, 0, empty.metadata, {}))
 
 
@@ -282,7 +283,7 @@ def test_neutral_values_for_experts_change_nothing(arch):
     ],
 )
 def test_experts_that_are_not_computed_are_declined_in_words(key, value):
-    with pytest.raises(UnsupportedModelError, match=rf"some\.gguf sets qwen3moe\.{key} = "):
+    with raises_code("gguf.unsupported_setting", UnsupportedModelError):
         experts_spec("qwen3moe", **{key: value})
 
 
@@ -317,9 +318,9 @@ def test_wrong_values_of_experts_are_refused_by_name(case):
 
 def test_single_experts_are_declined_in_words():
     split = tensor("blk.1.ffn_up.7.weight", 24, 64)
-    with pytest.raises(UnsupportedModelError, match=r"some\.gguf: tensor 'blk\.1\.ffn_up\.7\.weight' is a single"):
+    with raises_code("gguf.single_expert", UnsupportedModelError):
         experts_spec("qwen3moe", (*ROUTERS, split))
-    with pytest.raises(UnsupportedModelError, match=r"sets llama\.expert_count = 8"):
+    with raises_code("gguf.unsupported_setting", UnsupportedModelError):
         gguf_config(file("llama", tensors=(split,), expert_count=8))
 
 
@@ -332,15 +333,13 @@ def test_single_experts_are_declined_in_words():
     ],
 )
 def test_a_family_that_runs_from_a_folder_alone_sends_people_there(arch, architecture):
-    with pytest.raises(
-        UnsupportedModelError, match=f"that family runs from safetensors; use the {architecture} folder"
-    ):
+    with raises_code("gguf.unsupported_architecture", UnsupportedModelError):
         spec(general__architecture=arch)
 
 
 @pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("glm4moe", True)])
 def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_planned):
-    with pytest.raises(UnsupportedModelError) as caught:
+    with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         spec(general__architecture=arch)
     message = str(caught.value)
     assert (

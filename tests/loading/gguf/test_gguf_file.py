@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.gguf.file import MAX_ENTRIES, OTHER_TYPES, TYPES, GGUFData, GGUFFile, read_floats, read_gguf
 
@@ -162,7 +164,7 @@ def check_sound(file: GGUFFile) -> None:
     for stored in sorted(file.tensors.values(), key=lambda stored: stored.offset):
         assert stored.offset >= end
         assert stored.offset % file.alignment == file.data_start % file.alignment == 0
-        assert stored.num_rows * stored.row_bytes == stored.num_bytes > 0
+        assert stored.num_bytes > 0
         end = stored.offset + stored.num_bytes
     assert end <= file.file_bytes or not file.tensors
 
@@ -219,88 +221,87 @@ def with_tensor(*tensors: bytes) -> bytes:
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "empty file": (b"", "magic"),
-    "other magic": (build(magic=b"ggjt"), "ggjt"),
-    "safetensors": (struct.pack("<Q", 2) + b"{}", "begins with"),
-    "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    "version 0": (build(version=struct.pack("<I", 0)), "version is 0"),
-    "version 1": (build(version=struct.pack("<I", 1)), "version is 1"),
-    "version 4": (build(version=struct.pack("<I", 4)), "version is 4"),
-    "big endian": (build(version=struct.pack(">I", 3)), "big-endian"),
-    "key count 2**64-1": (build(num_keys=2**64 - 1), "keys are announced"),
-    "key count one too many": (build(num_keys=len(KEYS) + 1, tensors=(), data=b""), "key 6"),
-    "key count over the limit": (build(num_keys=MAX_ENTRIES + 1, data=bytes(16 * MAX_ENTRIES)), str(MAX_ENTRIES)),
-    "tensor count 2**63": (build(num_tensors=2**63), "tensors are announced"),
-    "tensor count wraps in bytes": (build(num_tensors=2**64 // 33 + 1), "tensors are announced"),
-    "key length 2**63": (build((struct.pack("<Q", 2**63) + b"x" * 20,)), "key 0"),
-    "key of no characters": (with_key(key(b"", U8, b"\0")), "key 6"),
-    "key of 64 KiB": (with_key(key(b"k" * 2**16, U8, b"\0")), "key 6"),
-    "key not UTF-8": (with_key(key(b"\xc3\x28", U8, b"\0")), "UTF-8"),
-    "key twice": (with_key(ARCHITECTURE), "'general.architecture' occurs twice"),
-    "value type 13": (with_key(key(b"odd", 13, bytes(8))), "'odd'"),
-    "value type 2**32-1": (with_key(key(b"odd", 2**32 - 1, bytes(8))), "'odd'"),
-    "string length 2**63": (with_key(key(b"name", STRING, struct.pack("<Q", 2**63))), "'name'"),
-    "string length 2**64-1": (with_key(key(b"name", STRING, struct.pack("<Q", 2**64 - 1))), "'name'"),
-    "string past the end": (with_key(key(b"name", STRING, struct.pack("<Q", 10**6))), "'name'"),
-    "string not UTF-8": (with_key(key(b"name", STRING, string(b"\xed\xa0\x80"))), "'name'"),
-    "bool 2": (with_key(key(b"flag", BOOL, b"\2")), "'flag'"),
-    "array of bool 7": (with_key(key(b"flag", ARRAY, struct.pack("<IQB", BOOL, 1, 7))), "'flag'"),
-    "array of arrays": (with_key(key(b"nest", ARRAY, struct.pack("<IQ", ARRAY, 1) + bytes(12))), "array of arrays"),
-    "array type 99": (with_key(key(b"odd", ARRAY, struct.pack("<IQ", 99, 0))), "'odd'"),
-    "array length 2**61": (with_key(key(b"long", ARRAY, struct.pack("<IQ", U64, 2**61))), "'long'"),
-    "array length 2**64-1": (with_key(key(b"long", ARRAY, struct.pack("<IQ", U8, 2**64 - 1))), "'long'"),
-    "string array length 2**61": (with_key(key(b"long", ARRAY, struct.pack("<IQ", STRING, 2**61))), "'long'"),
+    "empty file": (b"", "gguf.truncated"),
+    "other magic": (build(magic=b"ggjt"), "gguf.not_gguf"),
+    "safetensors": (struct.pack("<Q", 2) + b"{}", "gguf.not_gguf"),
+    "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "file.lfs_pointer"),
+    "version 0": (build(version=struct.pack("<I", 0)), "gguf.unsupported_version"),
+    "version 1": (build(version=struct.pack("<I", 1)), "gguf.unsupported_version"),
+    "version 4": (build(version=struct.pack("<I", 4)), "gguf.unsupported_version"),
+    "big endian": (build(version=struct.pack(">I", 3)), "gguf.unsupported_version"),
+    "key count 2**64-1": (build(num_keys=2**64 - 1), "gguf.malformed"),
+    "key count one too many": (build(num_keys=len(KEYS) + 1, tensors=(), data=b""), "gguf.malformed"),
+    "key count over the limit": (build(num_keys=MAX_ENTRIES + 1, data=bytes(16 * MAX_ENTRIES)), "gguf.malformed"),
+    "tensor count 2**63": (build(num_tensors=2**63), "gguf.malformed"),
+    "tensor count wraps in bytes": (build(num_tensors=2**64 // 33 + 1), "gguf.malformed"),
+    "key length 2**63": (build((struct.pack("<Q", 2**63) + b"x" * 20,)), "gguf.malformed"),
+    "key of no characters": (with_key(key(b"", U8, b"\0")), "gguf.malformed"),
+    "key of 64 KiB": (with_key(key(b"k" * 2**16, U8, b"\0")), "gguf.malformed"),
+    "key not UTF-8": (with_key(key(b"\xc3\x28", U8, b"\0")), "gguf.malformed"),
+    "key twice": (with_key(ARCHITECTURE), "gguf.malformed"),
+    "value type 13": (with_key(key(b"odd", 13, bytes(8))), "gguf.malformed"),
+    "value type 2**32-1": (with_key(key(b"odd", 2**32 - 1, bytes(8))), "gguf.malformed"),
+    "string length 2**63": (with_key(key(b"name", STRING, struct.pack("<Q", 2**63))), "gguf.truncated"),
+    "string length 2**64-1": (with_key(key(b"name", STRING, struct.pack("<Q", 2**64 - 1))), "gguf.truncated"),
+    "string past the end": (with_key(key(b"name", STRING, struct.pack("<Q", 10**6))), "gguf.truncated"),
+    "string not UTF-8": (with_key(key(b"name", STRING, string(b"\xed\xa0\x80"))), "gguf.malformed"),
+    "bool 2": (with_key(key(b"flag", BOOL, b"\2")), "gguf.malformed"),
+    "array of bool 7": (with_key(key(b"flag", ARRAY, struct.pack("<IQB", BOOL, 1, 7))), "gguf.malformed"),
+    "array of arrays": (with_key(key(b"nest", ARRAY, struct.pack("<IQ", ARRAY, 1) + bytes(12))), "gguf.malformed"),
+    "array type 99": (with_key(key(b"odd", ARRAY, struct.pack("<IQ", 99, 0))), "gguf.malformed"),
+    "array length 2**61": (with_key(key(b"long", ARRAY, struct.pack("<IQ", U64, 2**61))), "gguf.malformed"),
+    "array length 2**64-1": (with_key(key(b"long", ARRAY, struct.pack("<IQ", U8, 2**64 - 1))), "gguf.malformed"),
+    "string array length 2**61": (with_key(key(b"long", ARRAY, struct.pack("<IQ", STRING, 2**61))), "gguf.malformed"),
     "string in an array past the end": (
         with_key(key(b"long", ARRAY, struct.pack("<IQQ", STRING, 1, 2**62))),
-        "'long'",
+        "gguf.truncated",
     ),
-    "alignment 0": (with_key(key(b"general.alignment", U32, struct.pack("<I", 0))), "general.alignment"),
-    "alignment 48": (with_key(key(b"general.alignment", U32, struct.pack("<I", 48))), "general.alignment"),
-    "alignment 2**31": (with_key(key(b"general.alignment", U32, struct.pack("<I", 2**31))), "general.alignment"),
-    "alignment negative": (with_key(key(b"general.alignment", I32, struct.pack("<i", -32))), "general.alignment"),
-    "alignment as text": (with_key(key(b"general.alignment", STRING, string(b"32"))), "general.alignment"),
-    "alignment as a bool": (with_key(key(b"general.alignment", BOOL, b"\1")), "general.alignment"),
-    "tensor name empty": (with_tensor(tensor(b"", (8,), 0, 32)), "tensor 1"),
-    "tensor name not UTF-8": (with_tensor(tensor(b"\x80", (8,), 0, 32)), "UTF-8"),
-    "tensor name length 2**63": (with_tensor(struct.pack("<Q", 2**63)), "tensor 1"),
-    "tensor twice": (with_tensor(tensor(b"norm", (8,), 0, 32)), "'norm' occurs twice"),
-    "no dimensions": (with_tensor(tensor(b"odd", (), 0, 32)), "'odd' has 0 dimensions"),
-    "5 dimensions": (with_tensor(tensor(b"odd", (1, 1, 1, 1, 1), 0, 32)), "'odd' has 5 dimensions"),
-    "2**32-1 dimensions": (with_tensor(string(b"odd") + struct.pack("<I", 2**32 - 1)), "'odd'"),
-    "zero dimension": (with_tensor(tensor(b"odd", (8, 0), 0, 32)), "'odd' has shape (0, 8)"),
-    "dimensions whose product wraps to 1": (with_tensor(tensor(b"odd", (2**63 + 1, 2**63 + 1), 0, 32)), "'odd'"),
-    "dimensions whose product wraps to 0": (with_tensor(tensor(b"odd", (2**32, 2**32), 0, 32)), "'odd'"),
-    "row of half a block": (with_tensor(tensor(b"odd", (48, 1), Q8_0, 32)), "'odd' has rows of 48"),
-    "offset 2**64-32": (with_tensor(tensor(b"odd", (8,), 0, 2**64 - 32)), "'odd' reaches"),
-    "offset past the end": (with_tensor(tensor(b"odd", (8,), 0, 2**20)), "'odd' reaches"),
-    "one element too many": (with_tensor(tensor(b"odd", (26,), 0, 32)), "'odd' reaches"),
-    "offset out of line": (with_tensor(tensor(b"odd", (8,), 0, 40)), "'odd' starts at offset 40"),
-    "two tensors at one place": (with_tensor(tensor(b"odd", (8,), 0, 0)), "starts at byte"),
+    "alignment 0": (with_key(key(b"general.alignment", U32, struct.pack("<I", 0))), "gguf.malformed"),
+    "alignment 48": (with_key(key(b"general.alignment", U32, struct.pack("<I", 48))), "gguf.malformed"),
+    "alignment 2**31": (with_key(key(b"general.alignment", U32, struct.pack("<I", 2**31))), "gguf.malformed"),
+    "alignment negative": (with_key(key(b"general.alignment", I32, struct.pack("<i", -32))), "gguf.malformed"),
+    "alignment as text": (with_key(key(b"general.alignment", STRING, string(b"32"))), "gguf.malformed"),
+    "alignment as a bool": (with_key(key(b"general.alignment", BOOL, b"\1")), "gguf.malformed"),
+    "tensor name empty": (with_tensor(tensor(b"", (8,), 0, 32)), "gguf.malformed"),
+    "tensor name not UTF-8": (with_tensor(tensor(b"\x80", (8,), 0, 32)), "gguf.malformed"),
+    "tensor name length 2**63": (with_tensor(struct.pack("<Q", 2**63)), "gguf.malformed"),
+    "tensor twice": (with_tensor(tensor(b"norm", (8,), 0, 32)), "gguf.malformed"),
+    "no dimensions": (with_tensor(tensor(b"odd", (), 0, 32)), "gguf.malformed"),
+    "5 dimensions": (with_tensor(tensor(b"odd", (1, 1, 1, 1, 1), 0, 32)), "gguf.malformed"),
+    "2**32-1 dimensions": (with_tensor(string(b"odd") + struct.pack("<I", 2**32 - 1)), "gguf.malformed"),
+    "zero dimension": (with_tensor(tensor(b"odd", (8, 0), 0, 32)), "gguf.malformed"),
+    "dimensions whose product wraps to 1": (
+        with_tensor(tensor(b"odd", (2**63 + 1, 2**63 + 1), 0, 32)),
+        "gguf.truncated",
+    ),
+    "dimensions whose product wraps to 0": (with_tensor(tensor(b"odd", (2**32, 2**32), 0, 32)), "gguf.truncated"),
+    "row of half a block": (with_tensor(tensor(b"odd", (48, 1), Q8_0, 32)), "gguf.malformed"),
+    "offset 2**64-32": (with_tensor(tensor(b"odd", (8,), 0, 2**64 - 32)), "gguf.truncated"),
+    "offset past the end": (with_tensor(tensor(b"odd", (8,), 0, 2**20)), "gguf.truncated"),
+    "one element too many": (with_tensor(tensor(b"odd", (26,), 0, 32)), "gguf.truncated"),
+    "offset out of line": (with_tensor(tensor(b"odd", (8,), 0, 40)), "gguf.malformed"),
+    "two tensors at one place": (with_tensor(tensor(b"odd", (8,), 0, 0)), "gguf.overlap"),
     "overlap by one block": (
         build(tensors=(tensor(b"a", (32, 2), Q8_0, 0), tensor(b"b", (8,), 0, 64))),
-        "'b' starts at byte",
+        "gguf.overlap",
     ),
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_broken_files_are_refused_by_name(tmp_path, case):
-    content, named = BROKEN[case]
-    with pytest.raises(ModelFormatError) as caught:
+@for_each("case", BROKEN)
+def test_read_gguf_broken_file_is_refused_by_name(tmp_path, case):
+    content, code = BROKEN[case]
+    with raises_code(code, ModelFormatError) as caught:
         parse(tmp_path, content)
     message = str(caught.value)
     assert "model.gguf" in message
-    assert named in message
     assert "\n" not in message
     assert len(message) < 500
 
 
-@pytest.mark.parametrize("number", [4, 5, 9, 15, 16, 28, 33, 40, 41, 77, 2**32 - 1])
-def test_unknown_types_are_declined_with_the_list(tmp_path, number):
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"'odd' is stored as .*BF16, F16, F32, MXFP4, Q2_K.* take the model in another quantization, such as Q4_K_M",
-    ):
+@for_each("number", [4, 5, 9, 15, 16, 28, 33, 40, 41, 77, 2**32 - 1])
+def test_read_gguf_unknown_type_is_refused(tmp_path, number):
+    with raises_code("gguf.unsupported_type", UnsupportedModelError):
         parse(tmp_path, with_tensor(tensor(b"odd", (256,), number, 32)))
 
 
@@ -319,7 +320,7 @@ def test_long_string_in_a_long_file_is_refused_unread(tmp_path):
         file.truncate(2**33)
     tracemalloc.start()
     try:
-        with pytest.raises(ModelFormatError, match="'name'"):
+        with raises_code("gguf.truncated", ModelFormatError):
             read_gguf(path)
         assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
     finally:
@@ -356,11 +357,11 @@ def test_memory_is_a_few_times_the_file(tmp_path, case):
 
 
 def test_what_is_not_a_file(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=r"none\.gguf"):
+    with raises_code("gguf.not_found", ModelNotFoundError):
         read_gguf(tmp_path / "none.gguf")
-    with pytest.raises(ModelNotFoundError):
+    with raises_code("gguf.not_found", ModelNotFoundError):
         read_gguf(tmp_path / "nul\0byte")
-    with pytest.raises(ModelFormatError, match="not a regular file"):
+    with raises_code("file.not_regular", ModelFormatError):
         read_gguf(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -468,6 +469,6 @@ def test_file_cut_while_it_is_read(file):
     data = GGUFData(file)
     data.read_into(file.tensors["four"], 0, memoryview(bytearray(4)))
     os.truncate(file.path, file.file_bytes - 8)
-    with pytest.raises(ModelFormatError, match="changed after its header was read"):
+    with raises_code("file.changed", ModelFormatError):
         data.read_into(file.tensors["four"], 0, memoryview(bytearray(16)))
     data.close()

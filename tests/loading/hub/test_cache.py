@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.errors import ModelError, ModelNotFoundError
 from holdfast.loading.declared import open_declared
 from holdfast.loading.hub.cache import (
@@ -80,8 +81,8 @@ def test_the_client_agrees(tmp_path):
         said = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True).stdout
         ours = "import os; from holdfast.loading.hub.cache import *; print(cache_folder(), is_offline())"
         path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-        told = subprocess.run([sys.executable, "-c", ours], env=bare | path, capture_output=True, text=True, check=True)
-        assert told.stdout == said
+        done = subprocess.run([sys.executable, "-c", ours], env=bare | path, capture_output=True, text=True, check=True)
+        assert done.stdout == said
 
 
 @pytest.mark.parametrize(("value", "offline"), [("1", True), ("TRUE", True), ("on", True), ("0", False), ("", False)])
@@ -134,7 +135,7 @@ def test_every_repository_of_the_cache_is_listed(cache):
     for name in ("datasets--a--words", "spaces--a--b", "models--alone", ".locks", "version.txt"):
         (cache / name).mkdir()
     assert list(cached_repos()) == ["a/Other--name", "a/tiny", "b/tiny"]
-    assert "did you mean a/tiny, which is in the Hugging Face cache?" in refusal("Tiny")
+    assert "Did you mean a/tiny, which is in the Hugging Face cache?" in refusal("Tiny", "model.not_found")
     for owner in "ab":
         found = find_snapshot(HubName(f"{owner}/tiny"))
         assert found is not None
@@ -179,7 +180,7 @@ def test_a_plan_needs_the_config_alone(cache):
     declared = open_declared("org/tiny")
     assert (declared.name, declared.num_layers) == ("tiny", 5)
     assert open_declared("org/tiny", "main").num_layers == 5
-    with pytest.raises(ModelError, match=r"half-downloaded, without tokenizer\.json, the weights, and HF_HUB_OFFLINE"):
+    with raises_code("hub.not_cached", ModelError):
         open_model("org/tiny", "auto")
 
 
@@ -188,18 +189,18 @@ def test_a_cached_config_goes_before_the_catalogue_and_the_catalogue_before_an_e
     assert open_declared("unsloth/Qwen3-8B-GGUF:Q4_K_M").num_layers == 36
     put(cache, {"config.json": json.dumps(CONFIG).encode()}, "Qwen/Qwen3-8B")
     assert open_declared("Qwen/Qwen3-8B").num_layers == 5
-    with pytest.raises(ModelNotFoundError, match="known by name, nor in the Hugging Face cache"):
-        open_declared("nobody/nothing")
+    with pytest.raises(ModelNotFoundError, match="not in the Hugging Face cache either"):
+        open_declared("nowhere/nothing")
 
 
-def refusal(model: str, **options: str) -> str:
-    with pytest.raises(ModelNotFoundError) as caught:
+def refusal(model: str, code: str = "hub.not_cached", **options: str) -> str:
+    with raises_code(code, ModelNotFoundError) as caught:
         open_model(model, "auto", **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_missing_shards_and_broken_links_are_told(cache, sharded):
+def test_locate_model_lists_missing_shards_and_broken_links(cache, sharded):
     folder = put(cache, sharded)
     (folder / "model-00002-of-00003.safetensors").unlink()
     (folder / "tokenizer_config.json").resolve().unlink()
@@ -227,13 +228,13 @@ def test_a_snapshot_without_a_tokenizer_opens(cache, sharded):
     assert open_model("org/tiny", "auto").spec.num_layers == 2
 
 
-def test_other_revisions_and_near_names_are_told(cache, sharded):
+def test_locate_model_suggests_other_revisions_and_names(cache, sharded):
     put(cache, sharded, commit=OTHER, ref="v1")
     message = refusal("org/tiny@v2")
-    assert "has no revision v2 of it, only v1, and HF_HUB_OFFLINE" in message
-    assert "write org/tiny@v1" in message
-    assert "did you mean org/tiny, which is there?" in refusal("org/tinny")
-    assert "did you mean org/tiny, which is in the Hugging Face cache?" in refusal("tiny")
+    assert "revision v2 is not there, only v1, and HF_HUB_OFFLINE" in message
+    assert "Write org/tiny@v1" in message
+    assert "Did you mean org/tiny, which is there?" in refusal("org/tinny")
+    assert "Did you mean org/tiny, which is in the Hugging Face cache?" in refusal("tiny", "model.not_found")
     assert open_model("org/tiny", "auto", revision="v1").name == "tiny"
 
 
@@ -245,9 +246,9 @@ def test_a_path_goes_before_the_cache_and_says_so(cache, sharded, caplog):
         (here / name).write_bytes(data)
     with caplog.at_level("WARNING", "holdfast"):
         assert open_model("org/tiny", "auto").path == here
-    assert "taken from the folder here; hf.co/org/tiny takes the one in the cache" in caplog.text
+    assert "using the folder org/tiny here; hf.co/org/tiny is the one in the cache" in caplog.text
     assert open_model("hf.co/org/tiny", "auto").path != here
-    assert "did you mean org/tiny? hf.co/org/tinny downloads it" in refusal("org/tinny")
+    assert "Did you mean org/tiny?" in refusal("org/tinny", "model.not_here_or_cached")
 
 
 def test_gguf_files_are_found_by_their_tags(cache, monkeypatch):
@@ -271,5 +272,5 @@ def test_without_the_client_the_package_is_named(cache, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = refusal("org/tiny@v1")
     assert "huggingface_hub, which would download it, is not installed" in message
-    assert "run pip install huggingface_hub to have it downloaded, or run hf download org/tiny --revision v1" in message
+    assert "Run pip install huggingface_hub to have it downloaded, or run hf download org/tiny --revision v1" in message
     assert "holdfast[" not in message

@@ -2,6 +2,7 @@
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.errors import ModelNotFoundError, UnsupportedModelError
 from holdfast.loading.hub.choose import (
     choose_gguf,
@@ -66,14 +67,14 @@ def test_a_file_is_found_by_its_name_with_all_its_parts():
 @pytest.mark.parametrize(
     ("text", "files", "words"),
     [
-        ("a/b:Q5_K_M", MANY, "the Hub has BF16, Q4_K_M, Q8_0, UD-Q4_K_XL; write a/b:BF16"),
+        ("a/b:Q5_K_M", MANY, "the Hub has BF16, Q4_K_M, Q8_0, UD-Q4_K_XL. Write a/b:BF16"),
         ("a/b:K_M", MANY, "the Hub has BF16"),
         ("a/b:Q4_0", ["model.safetensors"], "the Hub has no GGUF file"),
-        ("a/b", ["x-IQ1_S.gguf", "x-IQ1_M.gguf"], "write a/b:IQ1_M"),
+        ("a/b", ["x-IQ1_S.gguf", "x-IQ1_M.gguf"], "Write a/b:IQ1_M"),
     ],
 )
 def test_what_is_not_there_lists_what_is(text, files, words):
-    with pytest.raises(ModelNotFoundError) as caught:
+    with raises_code("hub.no_quantization", ModelNotFoundError) as caught:
         chosen(text, files)
     assert words in str(caught.value)
 
@@ -130,8 +131,8 @@ def test_safetensors_go_before_gguf_unless_that_is_asked_for():
 
 
 def test_pickles_alone_are_refused_before_they_are_fetched():
-    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin alone.*run code"):
+    with raises_code("weights.pickle", UnsupportedModelError):
         refuse_without_weights(HubName("facebook/opt-125m"), {"config.json", "pytorch_model.bin"})
-    with pytest.raises(ModelNotFoundError, match="nor a GGUF file"):
+    with raises_code("hub.no_weights", ModelNotFoundError):
         refuse_without_weights(HubName("a/b"), {"config.json"})
     refuse_without_weights(HubName("a/b"), FOLDER)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.errors import ConfigError
 from holdfast.loading.hub.names import HubName, is_revision, parse_hub_name
 
@@ -59,7 +60,7 @@ def test_a_setting_and_a_name_must_agree():
     name = parse_hub_name(f"{REPO}@v1")
     assert name is not None
     assert name.at("v1") == name.at(None) == name
-    with pytest.raises(ConfigError, match="revision='v2' was asked; the model's name says @v1"):
+    with raises_code("hub.revision_twice", ConfigError):
         name.at("v2")
 
 

@@ -15,7 +15,7 @@ from holdfast.loading.sources import dummy
 from holdfast.loading.sources.dummy import TABLE_VALUES, DummyPlane, DummySource
 from holdfast.loading.sources.source import WritingSource, read_rows
 from holdfast.memory.ledger import Ledger
-from holdfast.models.families import parameters, read_spec
+from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_quantize import e8m0_values
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4

@@ -22,7 +22,7 @@ from holdfast.families.compressed.spec import CompressedAttentionSpec
 from holdfast.families.sparse.triton_backend import Keys
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention
-from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes
+from holdfast.kernels.latent.compressed_scopes import CompressedCall, CompressedRows, Scopes
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.memory.arena import MirroredTensor
 
@@ -119,7 +119,7 @@ class TritonCompressedAttention(CompressedBackend):
     ) -> torch.Tensor:
         num_rows, num_heads, _ = q_TND.shape
         table_rows_T, positions_T, _ = self._rows_3T.tensor
-        compressed_attention(
+        call = CompressedCall(
             q_TND,
             self._scopes(layer, plan, scratch, num_rows),
             CompressedRows(table_rows_T, positions_T),
@@ -131,6 +131,7 @@ class TritonCompressedAttention(CompressedBackend):
             out_TX.view(num_rows, num_heads, -1),
             self._num_sms,
         )
+        compressed_attention(call)
         return wanted_rows(q_TND, out_TX, plan.wanted_rows_R if wanted_only else None)
 
     def _scopes(

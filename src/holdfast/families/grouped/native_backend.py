@@ -11,7 +11,7 @@ from holdfast.attention.backend import Batch, SequenceRows
 from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.pages import GroupedBackend, PlainPages, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
-from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, paged_attention
+from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, Scoring, paged_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,8 @@ class NativePagedAttention(GroupedBackend):
             rows.pages_P,
             rows.sequences_N4,
             self._page_tokens,
-            spec.scale,
-            spec.window,
+            Scoring(spec.scale, spec.window, self._sinks[layer], spec.softcap),
             out_TX[: q_THD.shape[0]],
-            self._sinks[layer],
-            spec.softcap,
         )
 
     def _rows(self, sequences: Sequence[SequenceRows]) -> tuple[NativeRows, ...]:

@@ -18,11 +18,13 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.declarations import rotated_head_dims
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.key_bias import KeyBias, key_bias_rows
+from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import quantized_attention, quantized_geometry
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.tiled_attention import (
     LARGE_PROGRAMS_PER_SM,
     SMALL_BATCH_ROWS,
+    TileCall,
     TileWork,
     small_programs,
     tile_rows,
@@ -258,8 +260,9 @@ class PlainPages:
         softcap: float | None = None,
     ) -> None:
         """All rows of a step, on a GPU."""
-        places = page_table_NP, work, self._page_tokens
-        tiled_attention(q_THD, *self.planes, *places, scale, window, *partials, out_TX, num_sms, sinks_H, softcap)
+        scoring = Scoring(scale, window, sinks_H, softcap)
+        call = TileCall(q_THD, page_table_NP, work, scoring, *partials, out_TX, num_sms)
+        tiled_attention(call, *self.planes, self._page_tokens)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries in the form that what is `read` takes."""
@@ -313,9 +316,9 @@ class QuantizedPages:
         softcap: float | None = None,
     ) -> None:
         """All rows of a step, on a GPU."""
-        quantized_attention(
-            q_THD, self.planes, page_table_NP, work, scale, window, *partials, out_TX, num_sms, sinks_H, softcap
-        )
+        scoring = Scoring(scale, window, sinks_H, softcap)
+        call = TileCall(q_THD, page_table_NP, work, scoring, *partials, out_TX, num_sms)
+        quantized_attention(call, self.planes)
 
     def queries(self, q_THD: torch.Tensor) -> torch.Tensor:
         """Queries in the form that what is `read` takes: their coordinates in the order of the keys'."""

@@ -23,6 +23,7 @@ from holdfast.families.latent.spec import LatentAttentionSpec
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.latent.latent_attention import latent_attention
 from holdfast.kernels.latent.latent_geometry import head_blocks, latent_geometry
+from holdfast.kernels.latent.latent_planes import LatentCall
 from holdfast.kernels.latent.latent_prefill import attend_up_projected
 from holdfast.kernels.latent.latent_projection import absorb_queries, project_values
 from holdfast.kernels.up_projection import takes_up_projection, warm_steps
@@ -158,16 +159,10 @@ class TritonLatentAttention(LatentBackend):
             latent_TNL = _cut(scratch["attended_latent"], num_rows, count, spec.cache.latent_dim)
             partials = (scratch.get("partial_out", latent_TNL), scratch.get("partial_lse", latent_TNL))
             absorb_queries(q_TND[:, heads], kv_b_NXL[heads], absorbed_TNX)
-            latent_attention(
-                absorbed_TNX,
-                self.planes[layer],
-                page_table_NP,
-                part.work,
-                spec.scale,
-                *partials,
-                latent_TNL,
-                self._num_sms,
+            call = LatentCall(
+                absorbed_TNX, self.planes[layer], page_table_NP, spec.scale, *partials, latent_TNL, self._num_sms
             )
+            latent_attention(call, part.work)
             self._attend_chosen(absorbed_TNX, layer, page_table_NP, part, scratch, latent_TNL)
             project_values(latent_TNL, kv_b_NXL[heads], out_TNV[:, heads])
 

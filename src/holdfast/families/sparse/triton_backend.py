@@ -21,8 +21,8 @@ from holdfast.families.latent.triton_backend import LatentPart, TritonLatentAtte
 from holdfast.families.sparse.pages import SparseBackend
 from holdfast.families.sparse.spec import SparseAttentionSpec
 from holdfast.kernels.latent.index_scores import index_scores
-from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
-from holdfast.kernels.latent.sparse_attention import sparse_attention
+from holdfast.kernels.latent.latent_attention import sparse_attention
+from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentCall, SparseRows
 from holdfast.kernels.latent.top_k_tokens import top_k_tokens
 from holdfast.kernels.latent.write_index import quantize_index_queries
 from holdfast.memory.arena import MirroredTensor
@@ -79,18 +79,10 @@ class TritonSparseLatentAttention(TritonLatentAttention, SparseBackend):
         if not part.has_chosen:
             return
         end_row = part.first_row + part.num_rows
-        sparse_attention(
-            absorbed_TNX,
-            self.planes[layer],
-            page_table_NP,
-            self._rows(part.first_row, part.num_rows),
-            self._selected(scratch, end_row)[part.first_row :],
-            self._specs[layer].scale,
-            scratch["partial_out"],
-            scratch["partial_lse"],
-            latent_TNL,
-            self._num_sms,
-        )
+        scale, partials = self._specs[layer].scale, (scratch["partial_out"], scratch["partial_lse"])
+        call = LatentCall(absorbed_TNX, self.planes[layer], page_table_NP, scale, *partials, latent_TNL, self._num_sms)
+        selected_TK = self._selected(scratch, end_row)[part.first_row :]
+        sparse_attention(call, self._rows(part.first_row, part.num_rows), selected_TK)
 
     def _rows(self, first: int, count: int) -> SparseRows:
         return SparseRows(*self._rows_2T.tensor[:, first : first + count])

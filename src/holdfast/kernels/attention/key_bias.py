@@ -121,18 +121,9 @@ MOST = kernel_constant(32000.0)
 
 @jit
 def query_waves(
-    p_q,
-    o_q,
-    m_q,
-    p_bias,
-    p_rotation,
-    scale_log2,
-    rotation_scale,
-    QUERY_AXIS: constexpr,
-    IS_ROTATED: constexpr,
-    HEAD_DIM: constexpr,
-    PAIR_COLUMNS: constexpr,
-):
+    p_q, o_q, m_q, p_bias, p_rotation, scale_log2, rotation_scale,
+    QUERY_AXIS: constexpr, IS_ROTATED: constexpr, HEAD_DIM: constexpr, PAIR_COLUMNS: constexpr,
+):  # fmt: skip
     """Even and odd of the queries that begin at `o_q`, in float32: [C, G] each, or [M, C] where QUERY_AXIS is 0."""
     PAIRS: constexpr = HEAD_DIM // 2
     PAIR_AXIS: constexpr = 1 - QUERY_AXIS

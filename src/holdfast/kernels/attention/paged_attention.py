@@ -3,12 +3,26 @@
 T rows, H query heads, K key/value heads, D head dim, S slots, N sequences
 """
 
+from typing import NamedTuple
+
 import torch
 
 from holdfast.kernels.native_library import native_for
 
 SEQUENCE_FIELDS = ("row", "num_rows", "start", "first_page")
-"""Columns of `sequences_N4`: the first row, how many, the position of the first, and where its pages begin in `pages_P`."""
+"""Columns of `sequences_N4`: first row, number of rows, position of the first, and where its pages begin in `pages_P`."""
+
+
+class Scoring(NamedTuple):
+    """How a layer turns products of queries and keys into weights."""
+
+    scale: float
+    window: int | None = None
+    """A row sees only the newest `window` tokens up to its own position."""
+    sinks_H: torch.Tensor | None = None
+    """A float32 logit per query head that joins its softmax and has no value."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
 
 
 def paged_attention(
@@ -18,43 +32,28 @@ def paged_attention(
     pages_P: torch.Tensor,
     sequences_N4: torch.Tensor,
     page_tokens: int,
-    scale: float,
-    window: int | None,
+    scoring: Scoring,
     out_TX: torch.Tensor | None = None,
-    sinks_H: torch.Tensor | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D].
+    """Attend each row to the tokens of its sequence up to its own position: [T, H * D].
 
-    `sinks_H`: a logit of each query head that joins its softmax and has no value. `softcap`: scores become
-    softcap * tanh(score / softcap). What lies behind the window of a sequence's first row is not looked at, nor are its
-    pages: they belong to others.
+    Pages before the window of a sequence's first row are not read: other sequences may own them.
     """
+    scale, window, sinks_H, softcap = scoring
     library = native_for(q_THD, k_plane_SKD, v_plane_SKD, out_TX, sinks_H)
     if library is None:
         return paged_attention_reference(
-            q_THD, k_plane_SKD, v_plane_SKD, pages_P, sequences_N4, page_tokens, scale, window, out_TX, sinks_H, softcap
+            q_THD, k_plane_SKD, v_plane_SKD, pages_P, sequences_N4, page_tokens, scoring, out_TX
         )
     num_rows, num_heads, head_dim = q_THD.shape
     if out_TX is None:
         out_TX = q_THD.new_empty(num_rows, num_heads * head_dim)
+    tensors = (q_THD, k_plane_SKD, v_plane_SKD, out_TX, pages_P, sequences_N4)
     library.holdfast_paged_attention(
-        q_THD.data_ptr(),
-        k_plane_SKD.data_ptr(),
-        v_plane_SKD.data_ptr(),
-        out_TX.data_ptr(),
-        pages_P.data_ptr(),
-        sequences_N4.data_ptr(),
-        None if sinks_H is None else sinks_H.data_ptr(),
-        sequences_N4.shape[0],
-        num_heads,
-        k_plane_SKD.shape[1],
-        head_dim,
-        page_tokens,
-        window or 0,
-        scale,
-        softcap or 0.0,
-    )
+        *(tensor.data_ptr() for tensor in tensors), None if sinks_H is None else sinks_H.data_ptr(),
+        sequences_N4.shape[0], num_heads, k_plane_SKD.shape[1], head_dim, page_tokens,
+        window or 0, scale, softcap or 0.0,
+    )  # fmt: skip
     return out_TX
 
 
@@ -65,14 +64,11 @@ def paged_attention_reference(
     pages_P: torch.Tensor,
     sequences_N4: torch.Tensor,
     page_tokens: int,
-    scale: float,
-    window: int | None,
+    scoring: Scoring,
     out_TX: torch.Tensor | None = None,
-    sinks_H: torch.Tensor | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch, a sequence at a time, with the whole score matrix."""
-    num_rows, num_heads, head_dim = q_THD.shape
+    """Like `paged_attention` in plain torch, one sequence at a time with its whole score matrix."""
+    (num_rows, num_heads, head_dim), (scale, window, sinks_H, softcap) = q_THD.shape, scoring
     num_groups = num_heads // k_plane_SKD.shape[1]
     out_THD = (torch.empty_like(q_THD) if out_TX is None else out_TX.view_as(q_THD)).zero_()
     for row, count, start, first_page in sequences_N4.tolist():

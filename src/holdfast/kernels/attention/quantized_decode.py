@@ -44,48 +44,14 @@ from holdfast.kernels.triton_compat import constexpr, jit, tl
 
 @jit
 def decode_kernel(
-    p_q,
-    p_k,
-    p_k_signs,
-    p_k_scale,
-    p_v,
-    p_v_signs,
-    p_v_scale,
-    p_rotation,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_tiles,
-    p_bias,
-    p_cos,
-    p_sin,
-    p_near,
-    p_fragments,
-    p_sinks,
-    table_stride,
-    scale_log2,
-    softcap_log2,
-    rotation_scale,
+    p_q, p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_rotation, p_out, p_partial_out, p_partial_lse, p_pages,
+    p_tiles, p_bias, p_cos, p_sin, p_near, p_fragments, p_sinks, table_stride, scale_log2, softcap_log2, rotation_scale,
     window,
-    KEY_BITS: constexpr,
-    VALUE_BITS: constexpr,
-    NUM_KV_HEADS: constexpr,
-    GROUP: constexpr,
-    HEAD_DIM: constexpr,
-    PAGE_TOKENS: constexpr,
-    HAS_WINDOW: constexpr,
-    HAS_KEY_BIAS: constexpr,
-    BLOCK_G: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_D: constexpr,
-    KEY_COLUMNS: constexpr,
-    VALUE_COLUMNS: constexpr,
-    PAIR_COLUMNS: constexpr,
-    NUM_STAGES: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
+    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, HAS_KEY_BIAS: constexpr, BLOCK_G: constexpr, BLOCK_N: constexpr,
+    BLOCK_D: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr,
+    NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
     num_tiles = tl.load(p_tiles)
     o_g = tl.arange(0, BLOCK_G)
@@ -107,18 +73,9 @@ def decode_kernel(
         b_q = _queries(p_q, o_q, m_g, scale_log2, KEY_BITS, HEAD_DIM, KEY_COLUMNS, PLAIN)
         if HAS_KEY_BIAS:
             b_even, b_odd = query_waves(
-                p_q,
-                o_q,
-                m_g,
-                p_bias + i_head * HEAD_DIM,
-                p_rotation,
-                scale_log2,
-                rotation_scale,
-                1,
-                KEY_BITS < 8,
-                HEAD_DIM,
-                PAIR_COLUMNS,
-            )
+                p_q, o_q, m_g, p_bias + i_head * HEAD_DIM, p_rotation, scale_log2, rotation_scale, 1, KEY_BITS < 8,
+                HEAD_DIM, PAIR_COLUMNS,
+            )  # fmt: skip
         # Scales come a block ahead, as pages do: nothing in a block waits for memory but the codes' own copies.
         o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
         b_ks = tl.load(p_k_scale + o_slot)
@@ -172,20 +129,9 @@ def decode_kernel(
                 b_l_tokens = b_l_tokens * b_alpha[None, :] + b_p
                 b_p = (b_p * (b_value_scale * P_ONE)[:, None]).to(tl.float16)
                 b_acc = _add_values(
-                    b_acc,
-                    b_p,
-                    b_alpha,
-                    p_v,
-                    p_v_signs,
-                    p_rotation + HEAD_DIM * HEAD_DIM,
-                    o_slot,
-                    m_n,
-                    MASKED,
-                    VALUE_BITS,
-                    HEAD_DIM,
-                    VALUE_COLUMNS,
-                    PLAIN,
-                )
+                    b_acc, b_p, b_alpha, p_v, p_v_signs, p_rotation + HEAD_DIM * HEAD_DIM, o_slot, m_n, MASKED,
+                    VALUE_BITS, HEAD_DIM, VALUE_COLUMNS, PLAIN,
+                )  # fmt: skip
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         b_l = tl.sum(b_l_tokens, axis=0)
         if p_sinks is not None:
@@ -195,18 +141,9 @@ def decode_kernel(
         b_scale = 1.0 / tl.where(b_l > 0, b_l * P_ONE, 1.0)
         if first_partial < 0:
             store_rotated(
-                b_acc,
-                b_scale,
-                rotation_scale,
-                p_rotation,
-                p_out,
-                o_q,
-                m_g,
-                VALUE_BITS,
-                HEAD_DIM,
-                VALUE_COLUMNS,
+                b_acc, b_scale, rotation_scale, p_rotation, p_out, o_q, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS,
                 BLOCK_D,
-            )
+            )  # fmt: skip
         else:
             o_partial = (first_partial + o_row * num_splits).to(tl.int64) * NUM_HEADS + o_head
             store_parts(b_acc, b_scale, p_partial_out, o_partial * HEAD_DIM, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
@@ -228,15 +165,9 @@ def _query_part(p_q, o_q, m_g, o_c, limit, PART: constexpr, NUM_PARTS: constexpr
 
 @jit
 def _queries(
-    p_q,
-    o_q,
-    m_g,
-    scale_log2,
-    KEY_BITS: constexpr,
-    HEAD_DIM: constexpr,
-    KEY_COLUMNS: constexpr,
-    PLAIN: constexpr,
-):
+    p_q, o_q, m_g, scale_log2,
+    KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, PLAIN: constexpr,
+):  # fmt: skip
     """The parts of the queries that meet the parts of the keys."""
     o_c = tl.arange(0, KEY_COLUMNS)
     if KEY_BITS == 8:
@@ -277,17 +208,9 @@ def _queries(
 
 @jit
 def _scores(
-    b_q,
-    p_k,
-    p_signs,
-    o_slot,
-    m_n,
-    MASKED: constexpr,
-    KEY_BITS: constexpr,
-    HEAD_DIM: constexpr,
-    KEY_COLUMNS: constexpr,
-    PLAIN: constexpr,
-):
+    b_q, p_k, p_signs, o_slot, m_n,
+    MASKED: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, PLAIN: constexpr,
+):  # fmt: skip
     """[N, G]: keys without their scale times queries."""
     SIGNS: constexpr = HEAD_DIM // 8
     o_c = tl.arange(0, KEY_COLUMNS)
@@ -344,20 +267,9 @@ def _no_output(VALUE_BITS: constexpr, VALUE_COLUMNS: constexpr, BLOCK_G: constex
 
 @jit
 def _add_values(
-    b_acc,
-    b_p,
-    b_alpha,
-    p_v,
-    p_signs,
-    p_upper,
-    o_slot,
-    m_n,
-    MASKED: constexpr,
-    VALUE_BITS: constexpr,
-    HEAD_DIM: constexpr,
-    VALUE_COLUMNS: constexpr,
-    PLAIN: constexpr,
-):
+    b_acc, b_p, b_alpha, p_v, p_signs, p_upper, o_slot, m_n,
+    MASKED: constexpr, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, PLAIN: constexpr,
+):  # fmt: skip
     """The rescaled accumulators with p times a block of values added, part by part."""
     WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
     o_c = tl.arange(0, VALUE_COLUMNS)

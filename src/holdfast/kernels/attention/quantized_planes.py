@@ -56,19 +56,10 @@ class QuantizedPlanes:
             return plane_SK.view(num_pages, num_heads, page_tokens, *plane_SK.shape[2:])
 
         return cls(
-            key_bits,
-            value_bits,
-            head_dim,
-            by_head("k_codes"),
-            by_head("k_signs") if key_bits == 3 else None,
-            by_head("k_scale"),
-            by_head("v_codes"),
-            by_head("v_signs") if value_bits == 3 else None,
-            by_head("v_scale"),
-            rotation_DD,
-            k_mean_KD,
-            key_bias,
-        )
+            key_bits, value_bits, head_dim, by_head("k_codes"), by_head("k_signs") if key_bits == 3 else None,
+            by_head("k_scale"), by_head("v_codes"), by_head("v_signs") if value_bits == 3 else None, by_head("v_scale"),
+            rotation_DD, k_mean_KD, key_bias,
+        )  # fmt: skip
 
     @property
     def num_kv_heads(self) -> int:
@@ -191,18 +182,9 @@ def store_parts(
 
 @jit
 def store_rotated(
-    b_acc,
-    b_scale,
-    rotation_scale,
-    p_rotation,
-    p_out,
-    o_q,
-    m_g,
-    VALUE_BITS: constexpr,
-    HEAD_DIM: constexpr,
-    VALUE_COLUMNS: constexpr,
-    BLOCK_D: constexpr,
-):
+    b_acc, b_scale, rotation_scale, p_rotation, p_out, o_q, m_g,
+    VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, BLOCK_D: constexpr,
+):  # fmt: skip
     """Outputs rotated back, in their type."""
     NUM_PARTS: constexpr = 2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)
     o_c = tl.arange(0, VALUE_COLUMNS)

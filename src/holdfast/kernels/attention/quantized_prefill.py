@@ -35,48 +35,14 @@ from holdfast.kernels.triton_compat import constexpr, jit, tl
 
 @jit
 def prefill_kernel(
-    p_q,
-    p_k,
-    p_k_signs,
-    p_k_scale,
-    p_v,
-    p_v_signs,
-    p_v_scale,
-    p_rotation,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_tiles,
-    p_bias,
-    p_cos,
-    p_sin,
-    p_near,
-    p_fragments,
-    p_sinks,
-    table_stride,
-    scale_log2,
-    softcap_log2,
-    rotation_scale,
+    p_q, p_k, p_k_signs, p_k_scale, p_v, p_v_signs, p_v_scale, p_rotation, p_out, p_partial_out, p_partial_lse, p_pages,
+    p_tiles, p_bias, p_cos, p_sin, p_near, p_fragments, p_sinks, table_stride, scale_log2, softcap_log2, rotation_scale,
     window,
-    KEY_BITS: constexpr,
-    VALUE_BITS: constexpr,
-    NUM_KV_HEADS: constexpr,
-    GROUP: constexpr,
-    HEAD_DIM: constexpr,
-    PAGE_TOKENS: constexpr,
-    HAS_WINDOW: constexpr,
-    HAS_KEY_BIAS: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_D: constexpr,
-    KEY_COLUMNS: constexpr,
-    VALUE_COLUMNS: constexpr,
-    PAIR_COLUMNS: constexpr,
-    NUM_STAGES: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    KEY_BITS: constexpr, VALUE_BITS: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
+    PAGE_TOKENS: constexpr, HAS_WINDOW: constexpr, HAS_KEY_BIAS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    BLOCK_D: constexpr, KEY_COLUMNS: constexpr, VALUE_COLUMNS: constexpr, PAIR_COLUMNS: constexpr,
+    NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
     num_small = tl.load(p_tiles)
     num_tiles = tl.load(p_tiles + 1)
@@ -106,18 +72,9 @@ def prefill_kernel(
         b_q = _query_rows(p_q, o_q, m_m, scale_log2, KEY_BITS, HEAD_DIM, KEY_COLUMNS)
         if HAS_KEY_BIAS:
             b_even, b_odd = query_waves(
-                p_q,
-                o_q,
-                m_m,
-                p_bias + i_head * HEAD_DIM,
-                p_rotation,
-                scale_log2,
-                rotation_scale,
-                0,
-                KEY_BITS < 8,
-                HEAD_DIM,
-                PAIR_COLUMNS,
-            )
+                p_q, o_q, m_m, p_bias + i_head * HEAD_DIM, p_rotation, scale_log2, rotation_scale, 0, KEY_BITS < 8,
+                HEAD_DIM, PAIR_COLUMNS,
+            )  # fmt: skip
             # Rounded for their place: it is as if the query were another, by less than it was rounded by before.
             b_even, b_odd = b_even.to(tl.float16), b_odd.to(tl.float16)
         # Scales come a block ahead, as pages do.
@@ -240,17 +197,9 @@ def _query_rows(p_q, o_q, m_m, scale_log2, KEY_BITS: constexpr, HEAD_DIM: conste
 
 @jit
 def _row_scores(
-    b_q,
-    p_k,
-    p_signs,
-    o_slot,
-    m_n,
-    MASKED: constexpr,
-    KEY_BITS: constexpr,
-    HEAD_DIM: constexpr,
-    KEY_COLUMNS: constexpr,
-    PLAIN: constexpr,
-):
+    b_q, p_k, p_signs, o_slot, m_n,
+    MASKED: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, PLAIN: constexpr,
+):  # fmt: skip
     """[M, N]: queries times keys without their scale."""
     SIGNS: constexpr = HEAD_DIM // 8
     o_c = tl.arange(0, KEY_COLUMNS)
@@ -281,17 +230,10 @@ def _one_after_other(b_0, b_1, BLOCK_D: constexpr):
 
 @jit
 def _value_rows(
-    p_v,
-    p_signs,
-    o_slot,
-    m_n,
-    MASKED: constexpr,
-    VALUE_BITS: constexpr,
-    HEAD_DIM: constexpr,
-    VALUE_COLUMNS: constexpr,
-    BLOCK_D: constexpr,
+    p_v, p_signs, o_slot, m_n,
+    MASKED: constexpr, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, BLOCK_D: constexpr,
     PLAIN: constexpr,
-):
+):  # fmt: skip
     """[N, D] without their scale, in the order of coordinates as far as the head is a power of two."""
     WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
     o_c = tl.arange(0, VALUE_COLUMNS)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.write_kv import Rotary
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -40,14 +41,8 @@ class RopeRows(NamedTuple):
         return Rotary(self.cos_STP[number], self.sin_STP[number])
 
 
-def fill_rope_rows(positions_T: torch.Tensor, rows: RopeRows) -> None:
-    """Rows [0, T) of every set from the step's positions; later rows stay. Below position 0 rows are finite and unspecified."""
-    fill = fill_rope_rows_triton if can_run(rows.cos_STP) else fill_rope_rows_reference
-    fill(positions_T, rows)
-
-
 def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
-    """The same in plain torch; cos and sin in float32."""
+    """Rows [0, T) of every set from the step's positions; later rows stay. Below position 0 rows are finite and unspecified."""
     num_rows = len(positions_T)
     for number, (magnitude, ratio) in enumerate(zip(rows.magnitudes, rows.ratios, strict=True)):
         start_T = positions_T if ratio == 1 else positions_T // ratio * ratio
@@ -57,7 +52,7 @@ def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
 
 
 def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
-    """The same as one Triton kernel, a program a row.
+    """`fill_rope_rows` as one Triton kernel, a program a row.
 
     It is launched without PDL: every kernel of the step counts on its rows, also through kernels that wait for nothing.
     """
@@ -72,18 +67,13 @@ def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
         return
     block = next_power_of_two(num_pairs)
     _rope_rows_kernel[(num_rows,)](
-        positions_T,
-        rows.frequency_SP,
-        rows.cos_STP,
-        rows.sin_STP,
-        rows.cos_STP.stride(0),
-        MAGNITUDES=rows.magnitudes,
-        RATIOS=rows.ratios,
-        NUM_SETS=len(rows.ratios),
-        NUM_PAIRS=num_pairs,
-        BLOCK=block,
+        positions_T, rows.frequency_SP, rows.cos_STP, rows.sin_STP, rows.cos_STP.stride(0),
+        MAGNITUDES=rows.magnitudes, RATIOS=rows.ratios, NUM_SETS=len(rows.ratios), NUM_PAIRS=num_pairs, BLOCK=block,
         num_warps=min(MOST_WARPS, max(1, block // THREADS_PER_WARP)),
-    )
+    )  # fmt: skip
+
+
+fill_rope_rows = operation(reference=fill_rope_rows_reference, triton=fill_rope_rows_triton)
 
 
 @jit
@@ -118,17 +108,9 @@ def _cos_sin(b_angle):
 
 @jit
 def _rope_rows_kernel(
-    p_positions,
-    p_frequency,
-    p_cosine,
-    p_sine,
-    set_stride,
-    MAGNITUDES: constexpr,
-    RATIOS: constexpr,
-    NUM_SETS: constexpr,
-    NUM_PAIRS: constexpr,
-    BLOCK: constexpr,
-):
+    p_positions, p_frequency, p_cosine, p_sine, set_stride,
+    MAGNITUDES: constexpr, RATIOS: constexpr, NUM_SETS: constexpr, NUM_PAIRS: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_position = tl.load(p_positions + i_row)
     o_p = tl.arange(0, BLOCK)

@@ -1,25 +1,36 @@
-"""What attention kernels over tiles share, plain or quantized: reading a tile, the online softmax, soft-capping, sinks, the merge of split-KV partials.
+"""Split-KV attention: tile fields, online softmax, soft-capping, sinks, and the one merge of partials.
 
-H query heads, D head dim, S splits of a row
+T rows, H query heads, D head dim, C split-KV partials
 
-A partial is the normalized output of a row and head over one split, with the logarithm to base 2 of its softmax's sum (lse).
-The partials of a row lie one after the other. In names: m is the running maximum, l the running sum, p what a score or a
-partial weighs beside the maximum, alpha what rescales everything before a larger maximum.
+A partial is the normalized output of a row and head over one split, with the base-2 logarithm of its softmax sum (lse). The
+partials of a row are contiguous. Names in kernels: m is the running maximum, l the running sum, p the weight of a score or a
+partial, alpha the factor that rescales earlier sums to a new maximum.
 
-A sink is a logit of a query head that joins the sum and has no value. It is added once a row and head, where the sum is
-complete: at the end of a tile that is not split, and in the merge of those that are. It may be many times the sum: an
-infinite sum gives zeros, which is what is left of such a row in float32.
+A sink is a logit of a query head that joins the sum and has no value. It is added once per row and head when the sum is
+complete: at the end of an unsplit tile, or in the merge. If the sum becomes infinite the output is zero.
 """
 
-from holdfast.kernels.geometry import TILE_FIELDS
-from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from typing import NamedTuple
 
-# ruff: noqa: ANN001, ANN201 the arguments of kernels have no types
+import torch
+
+from holdfast.kernels.geometry import TILE_FIELDS
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    kernel_constant,
+    next_power_of_two,
+    pdl_launch,
+    supports_pdl,
+    tl,
+)
+
+# ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 MERGE_BY_HEAD_ROWS = 8
-"""Steps of so few rows merge one head a program, with all splits side by side."""
+"""Steps of at most so many rows merge one head per program, with all splits side by side."""
 MERGED_HEADS = 8
-"""Most rows of a larger step are not split: a program that looks at several heads has less to bring up for nothing."""
+"""Heads per program of a larger merge: most of its rows are not split, so more programs would start for nothing."""
 MERGED_SPLITS = 16
 """Splits of a row that are merged side by side."""
 NUM_TILE_FIELDS = kernel_constant(len(TILE_FIELDS))
@@ -27,33 +38,28 @@ LOG2_E = 1.4426950408889634
 PER_NAT = kernel_constant(LOG2_E)
 """Scores in kernels are to base 2."""
 SERIES_BELOW = kernel_constant(0.25)
-"""Of tanh: from here on its closed form has lost less than two bits."""
+"""Below it tanh is a series; above it the closed form loses less than two bits."""
 
 
 @jit
 def load_tile(p_tiles, i_tile):
-    """The fields of a tile, in the order of TILE_FIELDS; row 0 of the list is the counts."""
+    """Load the fields of a tile in the order of TILE_FIELDS; row 0 of the list holds the counts."""
     p_tile = p_tiles + i_tile * NUM_TILE_FIELDS
-    table_row = tl.load(p_tile)
-    row = tl.load(p_tile + 1)
-    num_rows = tl.load(p_tile + 2)
-    position = tl.load(p_tile + 3)
-    low = tl.load(p_tile + 4)
-    high = tl.load(p_tile + 5)
-    first_partial = tl.load(p_tile + 6)
-    num_splits = tl.load(p_tile + 7)
+    table_row, row, num_rows, position = tl.load(p_tile), tl.load(p_tile + 1), tl.load(p_tile + 2), tl.load(p_tile + 3)
+    low, high = tl.load(p_tile + 4), tl.load(p_tile + 5)
+    first_partial, num_splits = tl.load(p_tile + 6), tl.load(p_tile + 7)
     return table_row, row, num_rows, position, low, high, first_partial, num_splits
 
 
 @jit
 def finite_max(b_m):
-    """What is subtracted from scores: where nothing has been seen yet, -inf minus -inf would be NaN."""
+    """Replace -inf by 0 before it is subtracted from scores: -inf minus -inf is NaN."""
     return tl.where(b_m == -float("inf"), 0.0, b_m)
 
 
 @jit
 def soft_capped(b_score, cap):
-    """cap * tanh(score / cap), all to base 2: as exact as float32 near zero, and cap itself far from it."""
+    """cap * tanh(score / cap) in base 2, exact to float32 near zero."""
     b_x = b_score / cap
     b_size = tl.abs(b_x)
     b_e = tl.exp2(b_size * (-2.0 * PER_NAT))
@@ -67,28 +73,131 @@ def soft_capped(b_score, cap):
 
 @jit
 def add_sinks(b_l, b_m, p_sinks, o_head, is_whole):
-    """The sums of these heads with their sinks, in the scale of their maxima; as they are where `is_whole` is not."""
+    """Add the sinks of these heads to their sums, relative to their maxima; only if `is_whole`."""
     b_sink = tl.load(p_sinks + o_head, mask=is_whole, other=-float("inf")) * PER_NAT
     return b_l + tl.exp2(b_sink - finite_max(b_m))
 
 
+class MergeShape(NamedTuple):
+    """What one program of a merge takes."""
+
+    heads: int
+    columns: int
+    is_side_by_side: bool
+    """Load many splits of one head at once; else loop over the splits of several heads."""
+
+
+def merge_tiles(
+    rows_T2: torch.Tensor,
+    partials: tuple[torch.Tensor, torch.Tensor],
+    out_THD: torch.Tensor,
+    shape: MergeShape,
+    block_splits: int = MERGED_SPLITS,
+    num_warps: int = 4,
+    sinks_H: torch.Tensor | None = None,
+    rotation: tuple[torch.Tensor | None, float] | None = None,
+) -> None:
+    """Merge rows that were split and write zeros to padded rows; rows of one split stay as their tile wrote them.
+
+    `rotation`: for pages of the rotated space, the table that rotates outputs back (None: values are not rotated) and its
+    scale.
+    """
+    num_rows, num_heads, head_dim = out_THD.shape
+    pdl, (table, factor) = supports_pdl(out_THD), rotation or (None, None)
+    _merge_kernel[(num_rows, -(-num_heads // shape.heads), head_dim // shape.columns)](
+        out_THD, *partials, sinks_H, rows_T2, table, factor,
+        NUM_HEADS=num_heads, HEADS=shape.heads, HEAD_DIM=head_dim, COLUMNS=shape.columns,
+        SIDE_BY_SIDE=shape.is_side_by_side, HEAD_AXIS=0 if rotation is None else 1, BLOCK_S=block_splits,
+        BLOCK_D=max(16, next_power_of_two(shape.columns)), PDL=pdl, num_warps=num_warps, **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+@jit
+def _merge_kernel(
+    p_out, p_partial_out, p_partial_lse, p_sinks, p_rows, p_rotation, rotation_scale,
+    NUM_HEADS: constexpr, HEADS: constexpr, HEAD_DIM: constexpr, COLUMNS: constexpr, SIDE_BY_SIDE: constexpr,
+    HEAD_AXIS: constexpr, BLOCK_S: constexpr, BLOCK_D: constexpr, PDL: constexpr,
+):  # fmt: skip
+    i_row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_partial = tl.load(p_rows + i_row * 2).to(tl.int64)
+    num_splits = tl.load(p_rows + i_row * 2 + 1)
+    b_table = None
+    if p_rotation is not None:
+        b_table = _rotation_table(p_rotation, num_splits > 1, HEAD_DIM, BLOCK_D)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if num_splits == 1:
+        return
+    merge_row(
+        p_out, p_partial_out, p_partial_lse, p_sinks, b_table, rotation_scale, i_row, first_partial, num_splits,
+        NUM_HEADS, HEADS, HEAD_DIM, COLUMNS, SIDE_BY_SIDE, HEAD_AXIS, BLOCK_S, BLOCK_D,
+    )  # fmt: skip
+
+
+@jit
+def _rotation_table(p_rotation, is_split, HEAD_DIM: constexpr, BLOCK_D: constexpr):
+    """[D, D] of the rotation, loaded before the partials are ready."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    if is_split:
+        p_table = p_rotation + o_d[:, None] * HEAD_DIM + o_d[None, :]
+        b_table = tl.load(p_table, mask=m_d[:, None] & m_d[None, :], other=0.0)
+    else:
+        b_table = tl.zeros((BLOCK_D, BLOCK_D), dtype=p_rotation.dtype.element_ty)
+    return b_table
+
+
+@jit
+def merge_row(
+    p_out, p_partial_out, p_partial_lse, p_sinks, b_table, rotation_scale, i_row, first_partial, num_splits,
+    NUM_HEADS: constexpr, HEADS: constexpr, HEAD_DIM: constexpr, COLUMNS: constexpr, SIDE_BY_SIDE: constexpr,
+    HEAD_AXIS: constexpr, BLOCK_S: constexpr, BLOCK_D: constexpr,
+):  # fmt: skip
+    """Merge one row for a grid (rows, blocks of heads, blocks of columns); zeros if it has no splits.
+
+    `p_sinks` is None if heads have no sinks, `b_table` if outputs are not rotated.
+    """
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < HEAD_DIM
+    if SIDE_BY_SIDE:
+        i_head = tl.program_id(1)
+        first_column = 0
+        if COLUMNS < HEAD_DIM:
+            first_column = tl.program_id(2) * BLOCK_D
+        b_out = merge_head(
+            p_partial_out + first_column, p_partial_lse, p_sinks, first_partial, num_splits, i_head,
+            NUM_HEADS, HEAD_DIM, BLOCK_S, BLOCK_D,
+        )  # fmt: skip
+        if b_table is not None:
+            b_out = tl.sum(b_table.to(tl.float32) * b_out[:, None], axis=0) * rotation_scale
+        p_y = p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + first_column + o_d
+        if COLUMNS < HEAD_DIM:
+            tl.store(p_y, b_out.to(p_out.dtype.element_ty))
+        else:
+            tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_d)
+    else:
+        # With HEAD_AXIS 1 tensor cores rotate all heads at once.
+        D_AXIS: constexpr = 1 - HEAD_AXIS
+        o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        b_out = merge_heads(
+            p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head,
+            HEAD_AXIS, NUM_HEADS, HEAD_DIM, BLOCK_D,
+        )  # fmt: skip
+        if b_table is not None:
+            b_out = tl.dot(b_table.to(tl.float16), b_out.to(tl.float16)) * rotation_scale
+        p_y = p_out + tl.expand_dims(i_row * NUM_HEADS + o_head, D_AXIS) * HEAD_DIM + tl.expand_dims(o_d, HEAD_AXIS)
+        m_out = tl.expand_dims(o_head < NUM_HEADS, D_AXIS) & tl.expand_dims(m_d, HEAD_AXIS)
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
+
+
 @jit
 def merge_head(
-    p_partial_out,
-    p_partial_lse,
-    p_sinks,
-    first_partial,
-    num_splits,
-    i_head,
-    NUM_HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_D: constexpr,
-):
-    """[D]: the output of one row and head, its splits side by side; zeros where there are none.
-
-    `p_sinks` is None where heads have no sinks, here and in `merge_heads`.
-    """
+    p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, i_head,
+    NUM_HEADS: constexpr, HEAD_DIM: constexpr, BLOCK_S: constexpr, BLOCK_D: constexpr,
+):  # fmt: skip
+    """[D]: the output of one row and head, with BLOCK_S splits loaded at once; zeros if there are none."""
     o_s = tl.arange(0, BLOCK_S)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
@@ -115,18 +224,10 @@ def merge_head(
 
 @jit
 def merge_heads(
-    p_partial_out,
-    p_partial_lse,
-    p_sinks,
-    first_partial,
-    num_splits,
-    o_head,
-    HEAD_AXIS: constexpr,
-    NUM_HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    BLOCK_D: constexpr,
-):
-    """[heads, D], or [D, heads] where HEAD_AXIS is 1: the outputs of a row, one split after the other."""
+    p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head,
+    HEAD_AXIS: constexpr, NUM_HEADS: constexpr, HEAD_DIM: constexpr, BLOCK_D: constexpr,
+):  # fmt: skip
+    """[heads, D], or [D, heads] if HEAD_AXIS is 1: the outputs of a row, one split after the other."""
     HEADS: constexpr = o_head.shape[0]
     D_AXIS: constexpr = 1 - HEAD_AXIS
     m_head = o_head < NUM_HEADS

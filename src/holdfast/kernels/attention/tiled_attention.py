@@ -3,16 +3,16 @@
 T rows, H query heads, K key/value heads, G = H / K, D head dim, S slots, N rows of the page table, P pages of a row,
 C split-KV partials
 
-A tile is a few rows of one sequence against a range of its stored tokens. The G heads of a GQA group stand side by side with
-the rows, so that they fill the tensor cores and every key is read once. The programs are as many as the machine runs at once,
-and take tiles in turn; how many tiles there are is read from the device, so a captured graph serves any step. The softmax is
-online: split_kv.py has its letters. Behind a window a tile begins with the first token that its first row sees; the tokens
-between that and what later rows see are the sequence's own, because pages are given back by what a whole step sees.
+A tile is a few rows of one sequence against a range of its stored tokens. The G heads of a GQA group are rows of the same
+product, so they fill the tensor cores and each key is read once. The grid has as many programs as the GPU runs at once; they
+take tiles in turn. The number of tiles is read from the device, so a captured graph serves any step. With a window, a tile
+begins at the first token that its first row sees. The tokens between that and what later rows see still belong to the
+sequence, because pages are freed by what a whole step sees.
 
     tiles_X8[0]      number of small tiles, number of large tiles
     tiles_X8[1 + i]  page table row | first row | rows | position of the first row | token range [low, high)
-                     | where the partial of the first row goes, -1: straight into the output | splits of a row
-    rows_T2          first partial of a row | its splits: 0: padding, written as zeros; 1: done by its tile
+                     | first partial of the first row, -1: write to the output | splits of a row
+    rows_T2          first partial of a row | its splits: 0: padding, written as zeros; 1: written by its tile
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.split_kv import (
     LOG2_E,
     MERGE_BY_HEAD_ROWS,
     MERGED_HEADS,
-    MERGED_SPLITS,
+    MergeShape,
     add_sinks,
     finite_max,
     load_tile,
-    merge_head,
-    merge_heads,
+    merge_tiles,
     soft_capped,
 )
 from holdfast.kernels.geometry import LARGE_TILE
@@ -43,155 +43,110 @@ LARGE_PROGRAMS_PER_SM = 2
 
 @dataclass(frozen=True, slots=True)
 class TileWork:
-    """The work of one step, on the device, and which kernels it takes."""
+    """The work of one step on the device, and which kernels it needs."""
 
     tiles_X8: torch.Tensor
     rows_T2: torch.Tensor
     has_small: bool
     has_large: bool
     has_merge: bool
-    """Rows that are split or padded."""
+    """Some rows are split or padded."""
+
+
+class TileCall(NamedTuple):
+    """What one attention launch over tiles reads and writes, besides the pages."""
+
+    q_THD: torch.Tensor
+    page_table_NP: torch.Tensor
+    work: TileWork
+    scoring: Scoring
+    partial_out_CX: torch.Tensor
+    partial_lse_CH: torch.Tensor
+    out_TX: torch.Tensor
+    num_sms: int
+
+    @property
+    def partials(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.partial_out_CX, self.partial_lse_CH
 
 
 class RowForm(NamedTuple):
-    """What of a launch follows from the number of rows, padding included."""
+    """The part of a launch that depends on the number of rows, padding included."""
 
     is_small_batch: bool
-    """Small tiles take fewer programs of more warps."""
+    """Small tiles take fewer programs with more warps."""
     merges_by_head: bool
-    """A merge takes one head a program."""
+    """A merge takes one head per program."""
 
 
 def row_form(num_rows: int) -> RowForm:
-    """The form of a step of so many rows."""
+    """Return the row-dependent part of a launch."""
     return RowForm(num_rows <= SMALL_BATCH_ROWS, num_rows <= MERGE_BY_HEAD_ROWS)
 
 
 def tile_rows(num_heads: int, num_kv_heads: int, large: bool) -> int:
-    """Rows that a tile takes: its height divided by the heads that stand side by side, at least one."""
+    """Rows of a tile: its height divided by the heads of a GQA group, at least one."""
     group = num_heads // num_kv_heads
     return max(1, LARGE_TILE // group) if large else max(1, SMALL_TILE // group)
 
 
 def small_programs(num_rows: int) -> tuple[int, int]:
-    """Programs a multiprocessor and warps a program for small tiles; measured on an H200 (docs/log.md)."""
+    """Programs per multiprocessor and warps per program for small tiles; measured on an H200 (docs/log.md)."""
     return (2, 4) if row_form(num_rows).is_small_batch else (4, 2)
 
 
 def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
-    """Tokens of a block and stages for large tiles: the fastest where a program may have enough shared memory."""
+    """Tokens of a block and stages for large tiles: the fastest that the shared memory allows."""
     if shared_bytes >= 160 * 1024 and block_d <= 128:
         return 64, 3
     return (32, 2) if block_d <= 128 or shared_bytes >= 160 * 1024 else (16, 2)
 
 
 def tiled_attention(
-    q_THD: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
-    page_table_NP: torch.Tensor,
-    work: TileWork,
-    page_tokens: int,
-    scale: float,
-    window: int | None,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TX: torch.Tensor,
-    num_sms: int,
-    sinks_H: torch.Tensor | None = None,
-    softcap: float | None = None,
+    call: TileCall, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int
 ) -> torch.Tensor:
-    """Each row sees its sequence's tokens up to its own position (the newest `window` of them): [T, H * D].
-
-    `sinks_H`: a float32 logit of each query head that joins its softmax and has no value. `softcap`: scores become
-    softcap * tanh(score / softcap).
-    """
-    num_rows, num_heads, head_dim = q_THD.shape
-    num_kv_heads = k_plane_SKD.shape[1]
-    group = num_heads // num_kv_heads
-    block_d = max(16, next_power_of_two(head_dim))  # the least that tensor cores take
-    pdl, form = supports_pdl(q_THD), row_form(num_rows)
+    """Attend each row to the tokens of its sequence up to its own position: [T, H * D]."""
+    (num_rows, num_heads, head_dim), num_kv_heads = call.q_THD.shape, k_plane_SKD.shape[1]
+    group, pdl, form = num_heads // num_kv_heads, supports_pdl(call.q_THD), row_form(num_rows)
+    block_d = max(16, next_power_of_two(head_dim))  # tensor cores take at least 16
+    scale, window, sinks_H, softcap = call.scoring
     for large in (False, True):
-        if not (work.has_large if large else work.has_small):
+        if not (call.work.has_large if large else call.work.has_small):
             continue
         block_m = LARGE_TILE if large else max(SMALL_TILE, next_power_of_two(group))
         programs_per_sm, num_warps = (LARGE_PROGRAMS_PER_SM, 8) if large else small_programs(num_rows)
-        block_n, num_stages = large_blocks(block_d, shared_bytes(q_THD)) if large else (64 if block_d <= 128 else 32, 2)
-        _attend_kernel[(num_sms * programs_per_sm,)](
-            q_THD,
-            k_plane_SKD,
-            v_plane_SKD,
-            out_TX,
-            partial_out_CX,
-            partial_lse_CH,
-            page_table_NP,
-            work.tiles_X8,
-            page_table_NP.stride(0),
-            page_tokens,
-            sinks_H,
-            scale * LOG2_E,
-            None if softcap is None else softcap * LOG2_E,
-            window or 0,
-            LARGE=large,
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=group,
-            HEAD_DIM=head_dim,
-            HAS_WINDOW=window is not None,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            NUM_STAGES=num_stages,
-            PDL=pdl,
-            SMALL_BATCH=not large and form.is_small_batch,
-            num_warps=num_warps,
-            **pdl_launch(pdl),
-        )
-    if work.has_merge:
+        block_n, num_stages = (64 if block_d <= 128 else 32, 2)
+        if large:
+            block_n, num_stages = large_blocks(block_d, shared_bytes(call.q_THD))
+        _attend_kernel[(call.num_sms * programs_per_sm,)](
+            call.q_THD, k_plane_SKD, v_plane_SKD, call.out_TX, *call.partials, call.page_table_NP, call.work.tiles_X8,
+            call.page_table_NP.stride(0), page_tokens, sinks_H, scale * LOG2_E,
+            None if softcap is None else softcap * LOG2_E, window or 0,
+            LARGE=large, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, HAS_WINDOW=window is not None,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, NUM_STAGES=num_stages, PDL=pdl,
+            SMALL_BATCH=not large and form.is_small_batch, num_warps=num_warps, **pdl_launch(pdl),
+        )  # fmt: skip
+    if call.work.has_merge:
         heads = 1 if form.merges_by_head else next_power_of_two(min(group, MERGED_HEADS))
-        _merge_kernel[(num_rows, -(-num_heads // heads))](
-            out_TX,
-            partial_out_CX,
-            partial_lse_CH,
-            sinks_H,
-            work.rows_T2,
-            NUM_HEADS=num_heads,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            BLOCK_S=MERGED_SPLITS,
-            BLOCK_D=block_d,
-            PDL=pdl,
-            num_warps=2,
-            **pdl_launch(pdl),
-        )
-    return out_TX
+        out_THD, shape = call.out_TX.view(call.q_THD.shape), MergeShape(heads, head_dim, heads == 1)
+        merge_tiles(call.work.rows_T2, call.partials, out_THD, shape, num_warps=2, sinks_H=sinks_H)
+    return call.out_TX
 
 
 def tiled_attention_reference(
-    q_THD: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
-    page_table_NP: torch.Tensor,
-    work: TileWork,
-    page_tokens: int,
-    scale: float,
-    window: int | None,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TX: torch.Tensor,
-    num_sms: int,
-    sinks_H: torch.Tensor | None = None,
-    softcap: float | None = None,
+    call: TileCall, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int
 ) -> torch.Tensor:
-    """The same in plain torch, a tile at a time, with the whole score matrix of the tile; partials are merged as they come."""
-    num_rows, num_heads, head_dim = q_THD.shape
+    """Like `tiled_attention` in plain torch, one tile at a time with its whole score matrix; merges partials as they come."""
+    (num_rows, num_heads, _), q_THD, work = call.q_THD.shape, call.q_THD, call.work
+    scale, window, sinks_H, softcap = call.scoring
     num_groups = num_heads // k_plane_SKD.shape[1]
-    out_THD = out_TX.view(num_rows, num_heads, head_dim)
+    out_THD = call.out_TX.view(q_THD.shape)
     merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
     for table_row, row, count, position, low, high, first_partial, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
         token_L = torch.arange(low, high, device=q_THD.device)
-        slot_L = page_table_NP[table_row, token_L // page_tokens].long() * page_tokens + token_L % page_tokens
+        slot_L = call.page_table_NP[table_row, token_L // page_tokens].long() * page_tokens + token_L % page_tokens
         k_HLD = k_plane_SKD[slot_L].float().repeat_interleave(num_groups, dim=1).transpose(0, 1)
         v_HLD = v_plane_SKD[slot_L].float().repeat_interleave(num_groups, dim=1).transpose(0, 1)
         distance_nL = torch.arange(position, position + count, device=q_THD.device).unsqueeze(1) - token_L
@@ -206,52 +161,37 @@ def tiled_attention_reference(
         out_HnD = torch.nan_to_num((scores_HnL - lse_Hn.unsqueeze(-1)).exp(), nan=0.0) @ v_HLD
         for i in range(count):
             if first_partial < 0:
-                out_THD[row + i] = out_HnD[:, i].to(out_TX.dtype)
-                continue
-            old_out, old_lse = merged.get(
-                row + i, (torch.zeros_like(out_HnD[:, i]), torch.full_like(lse_Hn[:, i], -torch.inf))
-            )
-            lse_H = torch.logaddexp(old_lse, lse_Hn[:, i])
-            parts = ((old_out, old_lse), (out_HnD[:, i], lse_Hn[:, i]))
-            out_HD = sum(x * torch.nan_to_num((lse - lse_H).exp(), nan=0.0).unsqueeze(-1) for x, lse in parts)
-            merged[row + i] = (torch.as_tensor(out_HD), lse_H)
+                out_THD[row + i] = out_HnD[:, i].to(out_THD.dtype)
+            else:
+                merged[row + i] = add_partial(merged.get(row + i), out_HnD[:, i], lse_Hn[:, i])
     for row, (out_HD, lse_H) in merged.items():
         if sinks_H is not None:
             out_HD = out_HD * torch.sigmoid(lse_H - sinks_H).unsqueeze(-1)
-        out_THD[row] = out_HD.to(out_TX.dtype)
+        out_THD[row] = out_HD.to(out_THD.dtype)
     if work.has_merge:
         out_THD[work.rows_T2[:num_rows, 1] == 0] = 0
-    return out_TX
+    return call.out_TX
+
+
+def add_partial(
+    old: tuple[torch.Tensor, torch.Tensor] | None, out_HD: torch.Tensor, lse_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge a partial of a row into what its earlier splits gave, in plain torch."""
+    old_HD, old_lse_H = old or (torch.zeros_like(out_HD), torch.full_like(lse_H, -torch.inf))
+    merged_H = torch.logaddexp(old_lse_H, lse_H)
+    parts = ((old_HD, old_lse_H), (out_HD, lse_H))
+    whole_HD = sum(x * torch.nan_to_num((lse - merged_H).exp(), nan=0.0).unsqueeze(-1) for x, lse in parts)
+    return torch.as_tensor(whole_HD), merged_H
 
 
 @jit
 def _attend_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_tiles,
-    table_stride,
-    page_tokens,
-    p_sinks,
-    scale_log2,
-    softcap_log2,
-    window,
-    LARGE: constexpr,
-    NUM_KV_HEADS: constexpr,
-    GROUP: constexpr,
-    HEAD_DIM: constexpr,
-    HAS_WINDOW: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_D: constexpr,
-    NUM_STAGES: constexpr,
-    PDL: constexpr,
+    p_q, p_k, p_v, p_out, p_partial_out, p_partial_lse, p_pages, p_tiles, table_stride, page_tokens, p_sinks,
+    scale_log2, softcap_log2, window,
+    LARGE: constexpr, NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, HAS_WINDOW: constexpr,
+    BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr, NUM_STAGES: constexpr, PDL: constexpr,
     SMALL_BATCH: constexpr,
-):
+):  # fmt: skip
     NUM_HEADS: constexpr = NUM_KV_HEADS * GROUP
     if PDL and SMALL_BATCH:
         tl.extra.cuda.gdc_launch_dependents()
@@ -340,53 +280,3 @@ def _attend_kernel(
             # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
-
-
-@jit
-def _merge_kernel(
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_sinks,
-    p_rows,
-    NUM_HEADS: constexpr,
-    HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_D: constexpr,
-    PDL: constexpr,
-):
-    i_row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    first_partial = tl.load(p_rows + i_row * 2).to(tl.int64)
-    num_splits = tl.load(p_rows + i_row * 2 + 1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    if num_splits == 1:
-        return
-    o_d = tl.arange(0, BLOCK_D)
-    if HEADS == 1:
-        i_head = tl.program_id(1)
-        b_out = merge_head(
-            p_partial_out,
-            p_partial_lse,
-            p_sinks,
-            first_partial,
-            num_splits,
-            i_head,
-            NUM_HEADS,
-            HEAD_DIM,
-            BLOCK_S,
-            BLOCK_D,
-        )
-        p_y = p_out + (i_row * NUM_HEADS + i_head) * HEAD_DIM + o_d
-        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=o_d < HEAD_DIM)
-    else:
-        o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        b_out = merge_heads(
-            p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head, 0, NUM_HEADS, HEAD_DIM, BLOCK_D
-        )
-        p_y = p_out + (i_row * NUM_HEADS + o_head)[:, None] * HEAD_DIM + o_d[None, :]
-        m_out = (o_head < NUM_HEADS)[:, None] & (o_d < HEAD_DIM)[None, :]
-        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)

@@ -12,8 +12,8 @@ import torch
 
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.norm import rms_norm_reference
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit,
     next_power_of_two,
@@ -75,7 +75,36 @@ class Rotary:
         assert cos_TP.stride(1) == 1, f"{cos_TP.stride()=}: the columns of a row must lie side by side"
 
 
-def write_kv(
+def _write_kv_native(
+    qkv_TX: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_plane_SKD: torch.Tensor,
+    v_plane_SKD: torch.Tensor,
+    head_norm: HeadNorm | None,
+    rotary: Rotary | None,
+    out_THD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`write_kv` in C, for float32."""
+    norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
+    tables = (rotary.cos_TP, rotary.sin_TP) if rotary else (None, None)
+    out = None if out_THD is None else out_THD[:0]
+    library = native_for(qkv_TX[:0], k_plane_SKD, v_plane_SKD, *norms, *tables, out)
+    if library is None:
+        return NotImplemented
+    num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
+    shape = (num_rows, num_heads, head_dim)
+    q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
+    rows_TX = qkv_TX.contiguous()  # a single row always is: others must not be computed by other means than it
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tables, *norms)]
+    library.holdfast_write_heads(
+        rows_TX.data_ptr(), slots_T.data_ptr(), *pointers, head_norm.eps if head_norm else 0.0,
+        head_norm.offset if head_norm else 0.0, q_THD.data_ptr(), k_plane_SKD.data_ptr(), v_plane_SKD.data_ptr(),
+        *(num_rows, num_heads, num_kv_heads, head_dim),
+    )  # fmt: skip
+    return q_THD if out_THD is None or q_THD is out_THD else out_THD.copy_(q_THD)
+
+
+def write_kv_reference(
     qkv_TX: torch.Tensor,
     slots_T: torch.Tensor,
     k_plane_SKD: torch.Tensor,
@@ -89,43 +118,6 @@ def write_kv(
     A row with a negative slot is padding: it stores nothing, and its queries are zeros.
     `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in all of them, and slots in the planes.
     """
-    if can_run(qkv_TX):
-        return write_kv_triton(qkv_TX, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
-    norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
-    tables = (rotary.cos_TP, rotary.sin_TP) if rotary else (None, None)
-    out = None if out_THD is None else out_THD[:0]
-    library = native_for(qkv_TX[:0], k_plane_SKD, v_plane_SKD, *norms, *tables, out)
-    if library is None:
-        return write_kv_reference(qkv_TX, slots_T, k_plane_SKD, v_plane_SKD, head_norm, rotary, out_THD)
-    num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
-    shape = (num_rows, num_heads, head_dim)
-    q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
-    rows_TX = qkv_TX.contiguous()  # a single row always is: others must not be computed by other means than it
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tables, *norms)]
-    library.holdfast_write_heads(
-        rows_TX.data_ptr(),
-        slots_T.data_ptr(),
-        *pointers,
-        head_norm.eps if head_norm else 0.0,
-        head_norm.offset if head_norm else 0.0,
-        q_THD.data_ptr(),
-        k_plane_SKD.data_ptr(),
-        v_plane_SKD.data_ptr(),
-        *(num_rows, num_heads, num_kv_heads, head_dim),
-    )
-    return q_THD if out_THD is None or q_THD is out_THD else out_THD.copy_(q_THD)
-
-
-def write_kv_reference(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
-    head_norm: HeadNorm | None,
-    rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same in plain torch."""
     _, num_kv_heads, head_dim = k_plane_SKD.shape
     q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, num_kv_heads, head_dim, head_norm, rotary)
     used_T = slots_T >= 0
@@ -168,7 +160,7 @@ def write_kv_triton(
     rotary: Rotary | None,
     out_THD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same as one Triton kernel, a program for some heads of a row; it rounds where the reference rounds."""
+    """`write_kv` as one Triton kernel, a program for some heads of a row; it rounds where the reference rounds."""
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
@@ -181,59 +173,26 @@ def write_kv_triton(
         total_heads = num_heads + 2 * num_kv_heads
         heads = min(max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)), next_power_of_two(total_heads))
         _write_kv_kernel[(num_rows * -(-total_heads // heads),)](
-            qkv_TX,
-            slots_T,
-            k_plane_SKD,
-            v_plane_SKD,
-            q_THD,
-            head_norm.q_weight_D if head_norm else None,
-            head_norm.k_weight_D if head_norm else None,
-            rotary.cos_TP if rotary else None,
-            rotary.sin_TP if rotary else None,
-            head_norm.eps if head_norm else 0.0,
-            qkv_TX.stride(0),
-            k_plane_SKD.stride(0),
-            v_plane_SKD.stride(0),
-            q_THD.stride(0),
-            rotary.cos_TP.stride(0) if rotary else 0,
-            OFFSET=head_norm.offset if head_norm else 0.0,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            HEADS=heads,
-            HALF_BLOCK=half_block,
-            PDL=pdl,
-            num_warps=NUM_WARPS,
-            **pdl_launch(pdl),
-        )
+            qkv_TX, slots_T, k_plane_SKD, v_plane_SKD, q_THD, head_norm.q_weight_D if head_norm else None,
+            head_norm.k_weight_D if head_norm else None, rotary.cos_TP if rotary else None,
+            rotary.sin_TP if rotary else None, head_norm.eps if head_norm else 0.0, qkv_TX.stride(0),
+            k_plane_SKD.stride(0), v_plane_SKD.stride(0), q_THD.stride(0), rotary.cos_TP.stride(0) if rotary else 0,
+            OFFSET=head_norm.offset if head_norm else 0.0, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim, HEADS=heads, HALF_BLOCK=half_block, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+        )  # fmt: skip
     return q_THD
+
+
+write_kv = operation(reference=write_kv_reference, triton=write_kv_triton, native=_write_kv_native)
 
 
 @jit
 def _write_kv_kernel(
-    p_qkv,
-    p_slots,
-    p_k_plane,
-    p_v_plane,
-    p_q,
-    p_q_norm,
-    p_k_norm,
-    p_cosine,
-    p_sine,
-    eps,
-    qkv_stride,
-    k_stride,
-    v_stride,
-    q_stride,
-    rotary_stride,
-    OFFSET: constexpr,
-    NUM_HEADS: constexpr,
-    NUM_KV_HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    HEADS: constexpr,
-    HALF_BLOCK: constexpr,
-    PDL: constexpr,
-):
+    p_qkv, p_slots, p_k_plane, p_v_plane, p_q, p_q_norm, p_k_norm, p_cosine, p_sine, eps, qkv_stride, k_stride,
+    v_stride, q_stride, rotary_stride,
+    OFFSET: constexpr, NUM_HEADS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, HEADS: constexpr,
+    HALF_BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     # A head is two blocks, left and right: what the rotation pairs lies at the same place in both.
     HALF: constexpr = (HEAD_DIM + 1) // 2
     NUM_BLOCKS: constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -316,28 +275,23 @@ BLOCK = 16
 """Entries of one program. A list comes in whole blocks: as an argument its length would be compiled for in several ways."""
 
 
-def scatter_pages(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
-    """table.flat[place] = page for each entry; no place may occur twice."""
-    if can_run(table_NP):
-        scatter_pages_triton(updates_U2, table_NP)
-    else:
-        scatter_pages_reference(updates_U2, table_NP)
-
-
 def scatter_pages_reference(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
-    """The same in plain torch."""
+    """table.flat[place] = page for each entry; no place may occur twice."""
     places_U, pages_U = updates_U2[updates_U2[:, 0] != PADDING].unbind(1)
     table_NP.view(-1)[places_U] = pages_U.to(table_NP.dtype)
 
 
 def scatter_pages_triton(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
-    """The same as a Triton kernel, a program a block of the list."""
+    """`scatter_pages` as a Triton kernel, a program a block of the list."""
     num_updates = updates_U2.shape[0]
     assert num_updates % BLOCK == 0, f"{num_updates=} is not a multiple of {BLOCK=}"
     assert updates_U2.is_contiguous(), f"{updates_U2.stride()=} is not dense"
     assert table_NP.is_contiguous(), f"{table_NP.stride()=} is not dense"
     if num_updates:
         _scatter_pages_kernel[(num_updates // BLOCK,)](updates_U2, table_NP, PADDING=PADDING, BLOCK=BLOCK, num_warps=1)
+
+
+scatter_pages = operation(reference=scatter_pages_reference, triton=scatter_pages_triton)
 
 
 @jit

@@ -8,8 +8,8 @@ import torch
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit,
     next_power_of_two,
@@ -42,7 +42,7 @@ NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
 """Of 8 bits."""
 
 
-def write_quantized_kv(
+def write_quantized_kv_reference(
     qkv_TX: torch.Tensor,
     slots_T: torch.Tensor,
     planes: QuantizedPlanes,
@@ -56,19 +56,6 @@ def write_quantized_kv(
     negative slot is padding: it stores nothing, and its queries are zeros.
     `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in both.
     """
-    write = write_quantized_kv_triton if can_run(qkv_TX) else write_quantized_kv_reference
-    return write(qkv_TX, slots_T, planes, head_norm, rotary, out_THD)
-
-
-def write_quantized_kv_reference(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    planes: QuantizedPlanes,
-    head_norm: HeadNorm | None,
-    rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same in plain torch."""
     shape = planes.num_kv_heads, planes.head_dim
     q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, *shape, head_norm, rotary)
     used_T = slots_T >= 0
@@ -95,7 +82,7 @@ def write_quantized_kv_triton(
     rotary: Rotary | None,
     out_THD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same as one Triton kernel, a program for some heads of one kind of a row; it rounds where the reference rounds."""
+    """`write_quantized_kv` as one Triton kernel, a program for some heads of one kind of a row; it rounds where the reference rounds."""
     num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
@@ -110,43 +97,22 @@ def write_quantized_kv_triton(
         value_codebook = VALUE_CODEBOOKS.get(planes.value_bits, NO_CODEBOOK)
         num_blocks = -(-num_heads // query_heads) + 2 * -(-num_kv_heads // kv_heads)
         _write_quantized_kv_kernel[(num_rows * num_blocks,)](
-            qkv_TX,
-            slots_T,
-            planes.k_codes_PKtB.view(torch.int32) if planes.key_bits == 4 else planes.k_codes_PKtB,
-            planes.k_signs_PKtS,
-            planes.k_scale_PKt,
-            planes.v_codes_PKtB.view(torch.int16),
-            None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16),
-            planes.v_scale_PKt,
-            q_THD,
-            planes.rotation_DD,
-            planes.k_mean_KD,
-            head_norm.q_weight_D if head_norm else None,
-            head_norm.k_weight_D if head_norm else None,
-            rotary.cos_TP if rotary else None,
-            rotary.sin_TP if rotary else None,
-            head_norm.eps if head_norm else 0.0,
-            qkv_TX.stride(0),
-            q_THD.stride(0),
-            OFFSET=head_norm.offset if head_norm else 0.0,
-            KEY_BITS=planes.key_bits,
-            VALUE_BITS=planes.value_bits,
-            KEY_MAGNITUDES=key_codebook.magnitudes,
-            VALUE_MAGNITUDES=value_codebook.magnitudes,
-            KEY_GAIN=key_codebook.gain * head_dim**0.5,
-            VALUE_GAIN=value_codebook.gain * head_dim**0.5,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            PAGE_TOKENS=planes.page_tokens,
-            QUERY_HEADS=query_heads,
-            KV_HEADS=kv_heads,
-            BLOCK=block,
-            PDL=pdl,
-            num_warps=NUM_WARPS,
-            **pdl_launch(pdl),
-        )
+            qkv_TX, slots_T, planes.k_codes_PKtB.view(torch.int32) if planes.key_bits == 4 else planes.k_codes_PKtB,
+            planes.k_signs_PKtS, planes.k_scale_PKt, planes.v_codes_PKtB.view(torch.int16),
+            None if planes.v_signs_PKtS is None else planes.v_signs_PKtS.view(torch.int16), planes.v_scale_PKt, q_THD,
+            planes.rotation_DD, planes.k_mean_KD, head_norm.q_weight_D if head_norm else None,
+            head_norm.k_weight_D if head_norm else None, rotary.cos_TP if rotary else None,
+            rotary.sin_TP if rotary else None, head_norm.eps if head_norm else 0.0, qkv_TX.stride(0), q_THD.stride(0),
+            OFFSET=head_norm.offset if head_norm else 0.0, KEY_BITS=planes.key_bits, VALUE_BITS=planes.value_bits,
+            KEY_MAGNITUDES=key_codebook.magnitudes, VALUE_MAGNITUDES=value_codebook.magnitudes,
+            KEY_GAIN=key_codebook.gain * head_dim**0.5, VALUE_GAIN=value_codebook.gain * head_dim**0.5,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_TOKENS=planes.page_tokens,
+            QUERY_HEADS=query_heads, KV_HEADS=kv_heads, BLOCK=block, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+        )  # fmt: skip
     return q_THD
+
+
+write_quantized_kv = operation(reference=write_quantized_kv_reference, triton=write_quantized_kv_triton)
 
 
 def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: QuantizedPlanes, rotary: Rotary | None) -> None:
@@ -170,40 +136,13 @@ def _rotated(x_XD: torch.Tensor, planes: QuantizedPlanes) -> torch.Tensor:
 
 @jit
 def _write_quantized_kv_kernel(
-    p_qkv,
-    p_slots,
-    p_k_codes,
-    p_k_signs,
-    p_k_scale,
-    p_v_codes,
-    p_v_signs,
-    p_v_scale,
-    p_q,
-    p_rotation,
-    p_k_mean,
-    p_q_norm,
-    p_k_norm,
-    p_cosine,
-    p_sine,
-    eps,
-    qkv_stride,
-    q_stride,
-    OFFSET: constexpr,
-    KEY_BITS: constexpr,
-    VALUE_BITS: constexpr,
-    KEY_MAGNITUDES: constexpr,
-    VALUE_MAGNITUDES: constexpr,
-    KEY_GAIN: constexpr,
-    VALUE_GAIN: constexpr,
-    NUM_HEADS: constexpr,
-    NUM_KV_HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    PAGE_TOKENS: constexpr,
-    QUERY_HEADS: constexpr,
-    KV_HEADS: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    p_qkv, p_slots, p_k_codes, p_k_signs, p_k_scale, p_v_codes, p_v_signs, p_v_scale, p_q, p_rotation, p_k_mean,
+    p_q_norm, p_k_norm, p_cosine, p_sine, eps, qkv_stride, q_stride,
+    OFFSET: constexpr, KEY_BITS: constexpr, VALUE_BITS: constexpr, KEY_MAGNITUDES: constexpr,
+    VALUE_MAGNITUDES: constexpr, KEY_GAIN: constexpr, VALUE_GAIN: constexpr, NUM_HEADS: constexpr,
+    NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr, QUERY_HEADS: constexpr, KV_HEADS: constexpr,
+    BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     # A program has heads of one kind, as four blocks: their quarters. Names differ by kind, for their types may.
     QUERY_BLOCKS: constexpr = (NUM_HEADS + QUERY_HEADS - 1) // QUERY_HEADS
     KV_BLOCKS: constexpr = (NUM_KV_HEADS + KV_HEADS - 1) // KV_HEADS

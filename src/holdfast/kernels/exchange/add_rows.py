@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.exchange.signals import begin_meeting, end_meeting
 from holdfast.kernels.exchange.sum_rows import Ranks, Tiles, add_rooms, sum_rows_reference, tile_forms
@@ -31,13 +32,13 @@ from holdfast.kernels.triton_compat import (
 class DeferredStream(NamedTuple):
     """The residual stream of a small batch, and where its next RMSNorm is left."""
 
-    x_TH: torch.Tensor
-    norm_weight_H: torch.Tensor
-    scaled_TH: torch.Tensor
+    x_TH: Tensor
+    norm_weight_H: Tensor
+    scaled_TH: Tensor
     """x * norm_weight."""
-    squares: torch.Tensor
+    squares: Tensor
     """float32: the squares of x summed by block, row by row."""
-    amax: torch.Tensor | None = None
+    amax: Tensor | None = None
     """float32, where products quantize their rows: the largest magnitude of `scaled_TH` by block."""
 
 
@@ -55,14 +56,14 @@ def column_tiles(num_rows: int, size: int, max_blocks: int, pdl: bool = False) -
     return next((tiles for tiles in forms if most_rows * -(-size // tiles.block) <= max_blocks), forms[-1])
 
 
-def add_rows(parts: Sequence[torch.Tensor], onto: DeferredStream) -> int:
+def add_rows(parts: Sequence[Tensor], onto: DeferredStream) -> int:
     """x += parts that are all here already, with the next RMSNorm deferred; blocks of a row."""
     if can_run(onto.x_TH):
         return add_rows_triton(parts, onto, Ranks(0, len(parts), None))
     return add_rows_reference(parts, onto)
 
 
-def add_rows_reference(parts: Sequence[torch.Tensor], onto: DeferredStream) -> int:
+def add_rows_reference(parts: Sequence[Tensor], onto: DeferredStream) -> int:
     """The same in plain torch; a row is one block."""
     x_TH, norm_weight_H, scaled_TH, squares, amax = onto
     num_rows = x_TH.shape[0]
@@ -75,11 +76,7 @@ def add_rows_reference(parts: Sequence[torch.Tensor], onto: DeferredStream) -> i
 
 
 def add_rows_triton(
-    rooms: Sequence[torch.Tensor],
-    onto: DeferredStream,
-    ranks: Ranks,
-    tiles: Tiles | None = None,
-    begins_next: bool = True,
+    rooms: Sequence[Tensor], onto: DeferredStream, ranks: Ranks, tiles: Tiles | None = None, begins_next: bool = True
 ) -> int:
     """The same as one Triton kernel. Each room begins with its rank's part, dense, as many elements as `x_TH` has.
 
@@ -95,51 +92,20 @@ def add_rows_triton(
     if not num_rows:
         return num_blocks
     _add_kernel[(min(num_rows * num_blocks, ranks.max_blocks),)](
-        tuple(rooms),
-        x_TH,
-        norm_weight_H,
-        scaled_TH,
-        squares,
-        squares if amax is None else amax,
-        ranks.signals,
-        ranks.peers,
-        ranks.rank,
-        num_rows,
-        size,
-        SIZE=ranks.size,
-        WIDE_SIZE=next_power_of_two(ranks.size),
-        HAS_AMAX=amax is not None,
-        BLOCK=tiles.block,
-        FORM=tiles.form,
-        PDL=tiles.pdl,
-        BEGINS_NEXT=begins_next,
-        num_warps=tiles.num_warps,
-        **pdl_launch(tiles.pdl),
-    )
+        tuple(rooms), x_TH, norm_weight_H, scaled_TH, squares, squares if amax is None else amax, ranks.signals,
+        ranks.peers, ranks.rank, num_rows, size,
+        SIZE=ranks.size, WIDE_SIZE=next_power_of_two(ranks.size), HAS_AMAX=amax is not None, BLOCK=tiles.block,
+        FORM=tiles.form, PDL=tiles.pdl, BEGINS_NEXT=begins_next, num_warps=tiles.num_warps, **pdl_launch(tiles.pdl),
+    )  # fmt: skip
     return num_blocks
 
 
 @jit_counting("rank", "num_rows")
 def _add_kernel(
-    rooms,
-    p_x,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_amax,
-    p_signals,
-    p_peers,
-    rank,
-    num_rows,
-    size,
-    SIZE: constexpr,
-    WIDE_SIZE: constexpr,
-    HAS_AMAX: constexpr,
-    BLOCK: constexpr,
-    FORM: constexpr,
-    PDL: constexpr,
+    rooms, p_x, p_norm_weight, p_scaled, p_squares, p_amax, p_signals, p_peers, rank, num_rows, size,
+    SIZE: constexpr, WIDE_SIZE: constexpr, HAS_AMAX: constexpr, BLOCK: constexpr, FORM: constexpr, PDL: constexpr,
     BEGINS_NEXT: constexpr,
-):
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     epoch = begin_meeting(p_signals, p_peers, rank, SIZE, WIDE_SIZE, FORM)

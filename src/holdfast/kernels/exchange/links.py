@@ -20,7 +20,7 @@ Source 0 is the stage before, source 1 + r rank r of the last stage; link 0 goes
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.exchange.signals import FAR_AHEAD, MAX_POLLS, MAX_RANKS, TABLES_WORD, TRAP_ASM
 from holdfast.kernels.triton_compat import jit, jit_counting, kernel_constant, tl
@@ -48,22 +48,22 @@ RELEASE_ASM = kernel_constant(
 class LinkEnd(NamedTuple):
     """What one side of a link reads and writes: words of LINK_BLOCKS each."""
 
-    awaited: torch.Tensor
+    awaited: Tensor
     """Of this rank, which the other side writes."""
-    told: torch.Tensor
+    told: Tensor
     """Of the other side, which this rank writes."""
-    counted: torch.Tensor
+    counted: Tensor
     """This rank's own."""
 
 
-def offer_end(signals: torch.Tensor, target: torch.Tensor, link: int, source: int) -> LinkEnd:
+def offer_end(signals: Tensor, target: Tensor, link: int, source: int) -> LinkEnd:
     """At the source; `source` is what the target knows it by."""
     return LinkEnd(
         _words(signals, ACKED_WORD, link), _words(target, ARRIVED_WORD, source), _words(signals, OFFERED_WORD, link)
     )
 
 
-def fetch_end(signals: torch.Tensor, from_rank: torch.Tensor, link: int, source: int) -> LinkEnd:
+def fetch_end(signals: Tensor, from_rank: Tensor, link: int, source: int) -> LinkEnd:
     """At the target."""
     return LinkEnd(
         _words(signals, ARRIVED_WORD, source),
@@ -72,12 +72,12 @@ def fetch_end(signals: torch.Tensor, from_rank: torch.Tensor, link: int, source:
     )
 
 
-def _words(signals: torch.Tensor, first: int, place: int) -> torch.Tensor:
+def _words(signals: Tensor, first: int, place: int) -> Tensor:
     start = first + place * LINK_BLOCKS
     return signals[start : start + LINK_BLOCKS]
 
 
-def release_links(signals: torch.Tensor) -> None:
+def release_links(signals: Tensor) -> None:
     """The same as signals.release_waits for links: whatever is awaited has come, as far as this rank can see."""
     for awaited, counted, size in (
         (ARRIVED_WORD, FETCHED_WORD, FETCHED_WORD - ARRIVED_WORD),
@@ -86,39 +86,27 @@ def release_links(signals: torch.Tensor) -> None:
         signals[awaited : awaited + size].copy_(signals[counted : counted + size]).add_(FAR_AHEAD)
 
 
-def offer_rows(x_TH: torch.Tensor, slots_LN: torch.Tensor, end: LinkEnd | None) -> None:
+def offer_rows(x_TH: Tensor, slots_LN: Tensor, end: LinkEnd | None) -> None:
     """Into the next of `slots_LN`, which have the type of `x_TH`; None: into the first, and nobody is told."""
     num_rows, width = x_TH.shape
     if not x_TH.numel():
         return
     _offer_kernel[(LINK_BLOCKS,)](
-        x_TH,
-        slots_LN,
-        *(end or (None,) * 3),
-        num_rows,
-        width,
-        x_TH.stride(0),
-        *slots_LN.stride()[:1],
+        x_TH, slots_LN, *(end or (None,) * 3), num_rows, width, x_TH.stride(0), *slots_LN.stride()[:1],
         slots_LN.shape[0],
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
-def fetch_rows(slots_LN: torch.Tensor, out_TH: torch.Tensor, end: LinkEnd | None) -> torch.Tensor:
+def fetch_rows(slots_LN: Tensor, out_TH: Tensor, end: LinkEnd | None) -> Tensor:
     """Out of the next of the source's slots; rows of `out_TH` may lie apart."""
     num_rows, width = out_TH.shape
     if out_TH.numel():
         _fetch_kernel[(LINK_BLOCKS,)](
-            slots_LN,
-            out_TH,
-            *(end or (None,) * 3),
-            num_rows,
-            width,
-            out_TH.stride(0),
-            *slots_LN.stride()[:1],
+            slots_LN, out_TH, *(end or (None,) * 3), num_rows, width, out_TH.stride(0), *slots_LN.stride()[:1],
             slots_LN.shape[0],
             num_warps=4,
-        )
+        )  # fmt: skip
     return out_TH
 
 

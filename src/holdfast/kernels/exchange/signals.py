@@ -18,7 +18,7 @@ written is told where all its threads stand at a barrier before the release. Pee
 system scope: peers may be other GPUs.
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
@@ -63,7 +63,7 @@ FAR_AHEAD = 2**30
 """Of calls: what an abandoned rank believes its peers to be."""
 
 
-def release_waits(signals: torch.Tensor) -> None:
+def release_waits(signals: Tensor) -> None:
     """Every block of this rank that waits, or will, finds its peers far ahead; in the current stream, without new memory."""
     flags = signals[:EPOCHS_WORD].view(MAX_BLOCKS, MAX_RANKS)
     flags.copy_(signals[EPOCHS_WORD : EPOCHS_WORD + MAX_BLOCKS].unsqueeze(1).expand_as(flags))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.exchange.signals import ASSEMBLER, MAX_BLOCKS, begin_meeting, end_meeting, meet_peers
 from holdfast.kernels.triton_compat import (
@@ -35,9 +36,9 @@ class Ranks(NamedTuple):
 
     rank: int
     size: int
-    signals: torch.Tensor | None
+    signals: Tensor | None
     """int32, this rank's own; None: all rooms are complete already, as in tests of one process."""
-    peers: torch.Tensor | None = None
+    peers: Tensor | None = None
     """int64 [S]: where the signals of all ranks are."""
     max_blocks: int = MAX_BLOCKS
     """Of a kernel, and the same on every rank."""
@@ -67,7 +68,7 @@ def choose_tiles(num_elements: int, max_blocks: int, pdl: bool = False) -> Tiles
     return next((tiles for tiles in forms if num_elements <= tiles.block * max_blocks), forms[-1])
 
 
-def takes_two_passes(dtype: torch.dtype, out: torch.Tensor, size: int) -> bool:
+def takes_two_passes(dtype: torch.dtype, out: Tensor, size: int) -> bool:
     """Whether parts of this type are added up in shares; sums lie in rooms meanwhile, which must hold them as they are."""
     return may_take_two_passes(dtype, out.dtype, size) and out.numel() * dtype.itemsize >= TWO_PASS_BYTES
 
@@ -77,16 +78,14 @@ def may_take_two_passes(dtype: torch.dtype, out_dtype: torch.dtype, size: int) -
     return size > 2 and dtype in (out_dtype, torch.float32)
 
 
-def add_parts(parts: Sequence[torch.Tensor], out_TH: torch.Tensor, scratch_F: torch.Tensor) -> torch.Tensor:
+def add_parts(parts: Sequence[Tensor], out_TH: Tensor, scratch_F: Tensor) -> Tensor:
     """The sum of parts that are all here already; `scratch_F` (float32) is where a CPU's sum grows."""
     if can_run(out_TH):
         return sum_rows_triton(parts, out_TH, Ranks(0, len(parts), None), tile_forms(pdl=False)[-1], two_passes=False)
     return sum_rows_reference(parts, out_TH, scratch_F)
 
 
-def sum_rows_reference(
-    rooms: Sequence[torch.Tensor], out_TH: torch.Tensor, scratch_F: torch.Tensor | None = None
-) -> torch.Tensor:
+def sum_rows_reference(rooms: Sequence[Tensor], out_TH: Tensor, scratch_F: Tensor | None = None) -> Tensor:
     """The same in plain torch: rooms[0] + rooms[1] + ... in float32, rounded once to the dtype of `out_TH`. What CPUs run.
 
     The sum grows in `out_TH` where that is wide, else in `scratch_F` (float32, any length), piece by piece; without one in new memory.
@@ -103,7 +102,7 @@ def sum_rows_reference(
     return out_TH
 
 
-def _add(parts: Sequence[torch.Tensor], wide: torch.Tensor) -> torch.Tensor:
+def _add(parts: Sequence[Tensor], wide: Tensor) -> Tensor:
     wide.copy_(parts[0])
     for part in parts[1:]:
         wide.add_(part)
@@ -111,12 +110,8 @@ def _add(parts: Sequence[torch.Tensor], wide: torch.Tensor) -> torch.Tensor:
 
 
 def sum_rows_triton(
-    rooms: Sequence[torch.Tensor],
-    out_TH: torch.Tensor,
-    ranks: Ranks,
-    tiles: Tiles | None = None,
-    two_passes: bool | None = None,
-) -> torch.Tensor:
+    rooms: Sequence[Tensor], out_TH: Tensor, ranks: Ranks, tiles: Tiles | None = None, two_passes: bool | None = None
+) -> Tensor:
     """The same as one Triton kernel. Each room begins with its rank's part, dense, as many elements as `out_TH` has."""
     num_elements = out_TH.numel()
     if not num_elements:
@@ -128,21 +123,10 @@ def sum_rows_triton(
     share = -(-num_elements // (ranks.size * tiles.block)) * tiles.block if two_passes else num_elements
     kernel = _sum_in_two_passes_kernel if two_passes else _sum_kernel
     kernel[(min(-(-share // tiles.block), ranks.max_blocks),)](
-        tuple(rooms),
-        out_TH,
-        ranks.signals,
-        ranks.peers,
-        ranks.rank,
-        num_elements,
-        share,
-        SIZE=ranks.size,
-        WIDE_SIZE=next_power_of_two(ranks.size),
-        BLOCK=tiles.block,
-        FORM=tiles.form,
-        PDL=tiles.pdl,
-        num_warps=tiles.num_warps,
-        **pdl_launch(tiles.pdl),
-    )
+        tuple(rooms), out_TH, ranks.signals, ranks.peers, ranks.rank, num_elements, share,
+        SIZE=ranks.size, WIDE_SIZE=next_power_of_two(ranks.size), BLOCK=tiles.block, FORM=tiles.form, PDL=tiles.pdl,
+        num_warps=tiles.num_warps, **pdl_launch(tiles.pdl),
+    )  # fmt: skip
     return out_TH
 
 
@@ -157,19 +141,9 @@ def add_rooms(rooms, o_n, m_n, SIZE: constexpr):
 
 @jit_counting("rank")
 def _sum_kernel(
-    rooms,
-    p_out,
-    p_signals,
-    p_peers,
-    rank,
-    num_elements,
-    share,
-    SIZE: constexpr,
-    WIDE_SIZE: constexpr,
-    BLOCK: constexpr,
-    FORM: constexpr,
-    PDL: constexpr,
-):
+    rooms, p_out, p_signals, p_peers, rank, num_elements, share,
+    SIZE: constexpr, WIDE_SIZE: constexpr, BLOCK: constexpr, FORM: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_block = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -184,19 +158,9 @@ def _sum_kernel(
 
 @jit_counting("rank")
 def _sum_in_two_passes_kernel(
-    rooms,
-    p_out,
-    p_signals,
-    p_peers,
-    rank,
-    num_elements,
-    share,
-    SIZE: constexpr,
-    WIDE_SIZE: constexpr,
-    BLOCK: constexpr,
-    FORM: constexpr,
-    PDL: constexpr,
-):
+    rooms, p_out, p_signals, p_peers, rank, num_elements, share,
+    SIZE: constexpr, WIDE_SIZE: constexpr, BLOCK: constexpr, FORM: constexpr, PDL: constexpr,
+):  # fmt: skip
     # Rank r alone reads share r of any room in the first pass, and writes it in its own: nobody's input is overwritten. A block
     # reads in the second pass what the same blocks of its peers wrote in the first.
     i_block = tl.program_id(0)

@@ -11,6 +11,7 @@ float32 with the scales of both blocks.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_of, e4m3_value, float32_of, size_bits
 from holdfast.kernels.gemm.quantize_activations import BLOCK_COLUMNS, QuantizedRows, quantize_rows_reference, scale_of
@@ -113,9 +114,7 @@ def gemv_form(size_n: int, size_k: int) -> BlockGemvForm:
     return form._replace(num_warps=min(form.num_warps, next_power_of_two(-(-size_k // WARP_COLUMNS))))
 
 
-def block_scaled_gemv(
-    x_MK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None, out_MN: torch.Tensor
-) -> torch.Tensor:
+def block_scaled_gemv(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor) -> Tensor:
     """x @ weight.T + bias into `out_MN`, in its type, for weights and rows that `takes` holds of."""
     (num_rows, size_k), size_n, scheme = x_MK.shape, weight.shape[0], weight.scheme
     assert weight.shape == (size_n, size_k), f"{weight.shape=} {x_MK.shape=}"
@@ -125,33 +124,16 @@ def block_scaled_gemv(
     # A program stays within a block of rows: the largest power of two that divides it.
     block_n, block_k = min(form.block_n, scheme.block_rows & -scheme.block_rows), WARP_COLUMNS * form.num_warps
     block_scaled_gemv_kernel[(-(-size_n // block_n), num_rows)](
-        as_kernels_read(x_MK),
-        weight.codes.view(torch.int32),
-        weight.scales,
-        bias_N if bias_N is not None else weight.scales,
-        out_MN,
-        size_n,
-        weight.scales.shape[1],
-        x_MK.stride(0),
-        SIZE_K=size_k,
-        BLOCK_ROWS=scheme.block_rows,
-        EVEN_N=size_n % block_n == 0,
-        HAS_BIAS=bias_N is not None,
-        EVEN_K=size_k % block_k == 0,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        AHEAD=form.ahead,
-        PLAIN=is_interpreted(),
-        PDL=pdl,
-        num_warps=form.num_warps,
-        **pdl_launch(pdl),
-    )
+        as_kernels_read(x_MK), weight.codes.view(torch.int32), weight.scales,
+        bias_N if bias_N is not None else weight.scales, out_MN, size_n, weight.scales.shape[1], x_MK.stride(0),
+        SIZE_K=size_k, BLOCK_ROWS=scheme.block_rows, EVEN_N=size_n % block_n == 0, HAS_BIAS=bias_N is not None,
+        EVEN_K=size_k % block_k == 0, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=form.ahead, PLAIN=is_interpreted(),
+        PDL=pdl, num_warps=form.num_warps, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_MN
 
 
-def block_scaled_gemv_reference(
-    x_MK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None, out_MN: torch.Tensor
-) -> torch.Tensor:
+def block_scaled_gemv_reference(x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor) -> Tensor:
     """The same in plain torch."""
     num_blocks = -(-x_MK.shape[1] // BLOCK_COLUMNS)
     codes, scales = torch.empty_like(x_MK, dtype=torch.float8_e4m3fn), x_MK.new_empty(len(x_MK), num_blocks).float()
@@ -257,38 +239,19 @@ def _products(b_w, b_row, PLAIN: constexpr):
         b_sums += e4m3_value(b_w >> 24 & 0xFF) * _half_value(b_second, 16)
     else:
         b_sums = tl.inline_asm_elementwise(
-            PRODUCTS_ASM,
-            "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r",
-            [b_w, b_first, b_second],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
+            PRODUCTS_ASM, "=f,=f,=f,=f,r,r,r,r,r,r,r,r,r,r,r,r", [b_w, b_first, b_second],
+            dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
     b_sums = tl.sum(tl.reshape(b_sums, (b_w.shape[0], b_w.shape[1] // 4, 4)), axis=2)
     return b_sums * b_row[2][None, :]
 
 
 @jit
 def block_scaled_gemv_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    p_bias,
-    p_out,
-    size_n,
-    scale_columns,
-    x_stride,
-    SIZE_K: constexpr,
-    BLOCK_ROWS: constexpr,
-    EVEN_N: constexpr,
-    HAS_BIAS: constexpr,
-    EVEN_K: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    AHEAD: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_codes, p_scales, p_bias, p_out, size_n, scale_columns, x_stride,
+    SIZE_K: constexpr, BLOCK_ROWS: constexpr, EVEN_N: constexpr, HAS_BIAS: constexpr, EVEN_K: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, AHEAD: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(1)
     first = tl.program_id(0) * BLOCK_N
     o_n = first + tl.arange(0, BLOCK_N)

@@ -3,7 +3,7 @@
 T rows, D columns
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import as_bits, e4m3_quotients, size_bits
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows, quantize_rows_reference, scale_of
@@ -15,6 +15,7 @@ from holdfast.kernels.triton_compat import (
     jit,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -23,14 +24,14 @@ from holdfast.kernels.triton_compat import (
 
 
 def add_rms_norm_coded(
-    x_TD: torch.Tensor,
-    delta_TD: torch.Tensor,
-    weight_D: torch.Tensor,
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
     eps: float,
-    out_TD: torch.Tensor,
+    out_TD: Tensor,
     quantized: QuantizedRows,
     offset: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """`add_rms_norm`, and `out_TD` as e4m3 codes with a scale a row into `quantized`: the bits that `quantize_rows` makes of it."""
     if can_run(x_TD):
         return add_rms_norm_coded_triton(x_TD, delta_TD, weight_D, eps, out_TD, quantized, offset)
@@ -39,28 +40,28 @@ def add_rms_norm_coded(
 
 
 def add_rms_norm_coded_reference(
-    x_TD: torch.Tensor,
-    delta_TD: torch.Tensor,
-    weight_D: torch.Tensor,
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
     eps: float,
-    out_TD: torch.Tensor,
+    out_TD: Tensor,
     quantized: QuantizedRows,
     offset: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """The same in plain torch."""
     quantize_rows_reference(add_rms_norm_reference(x_TD, delta_TD, weight_D, eps, out_TD, offset), quantized)
     return out_TD
 
 
 def add_rms_norm_coded_triton(
-    x_TD: torch.Tensor,
-    delta_TD: torch.Tensor,
-    weight_D: torch.Tensor,
+    x_TD: Tensor,
+    delta_TD: Tensor,
+    weight_D: Tensor,
     eps: float,
-    out_TD: torch.Tensor,
+    out_TD: Tensor,
     quantized: QuantizedRows,
     offset: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """The same as one Triton kernel, a program a row."""
     num_rows, size = x_TD.shape
     codes_TD, scales_T1, _ = quantized
@@ -71,52 +72,25 @@ def add_rms_norm_coded_triton(
         rows = (x_TD, delta_TD, out_TD, codes_TD)
         assert all(row.stride(1) == 1 for row in rows), "the elements of a row must lie side by side"
         _add_rms_norm_coded_kernel[(num_rows,)](
-            x_TD,
-            delta_TD,
-            weight_D,
-            out_TD,
-            as_bits(codes_TD),
-            scales_T1,
-            *(row.stride(0) for row in (*rows, scales_T1)),
-            size,
-            eps,
-            OFFSET=offset,
-            BLOCK=block,
-            PLAIN=is_interpreted(),
-            PDL=pdl,
-            num_warps=num_warps_for(block),
+            x_TD, delta_TD, weight_D, out_TD, as_bits(codes_TD), scales_T1,
+            *(row.stride(0) for row in (*rows, scales_T1)), size, eps,
+            OFFSET=offset, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl, num_warps=num_warps_for(block),
             **pdl_launch(pdl),
-        )
+        )  # fmt: skip
     return out_TD
 
 
 @jit
 def _add_rms_norm_coded_kernel(
-    p_x,
-    p_delta,
-    p_weight,
-    p_y,
-    p_codes,
-    p_scales,
-    x_stride,
-    delta_stride,
-    y_stride,
-    code_stride,
-    scale_stride,
-    size,
-    eps,
-    OFFSET: constexpr,
-    BLOCK: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_delta, p_weight, p_y, p_codes, p_scales,
+    x_stride, delta_stride, y_stride, code_stride, scale_stride, size, eps,
+    OFFSET: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < size
     b_weight = tl.load(p_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_x = tl.load(p_x + i_row * x_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_delta = tl.load(p_delta + i_row * delta_stride + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_stored = (b_x + b_delta).to(p_x.dtype.element_ty)

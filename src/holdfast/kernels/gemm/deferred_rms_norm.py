@@ -10,19 +10,27 @@ rows, a row's e4m3 scale follows from its amax, which is left in the same way.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    next_power_of_two,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+)
 
 
 class AmaxScratch(NamedTuple):
     """Largest magnitudes, from which the scale of a row follows where products quantize their rows (small_batch_quantized.py)."""
 
-    normed: torch.Tensor
+    normed: Tensor
     """float32, as many as there are squares: of x * norm_weight, by block."""
-    inputs: torch.Tensor
+    inputs: Tensor
     """float32, one a row: of what goes into a residual product and comes from elsewhere."""
-    gated: torch.Tensor
+    gated: Tensor
     """int32, the bits of float32, some a row: of what a gated product leaves, raised by its blocks; zeros before it."""
 
 
@@ -30,9 +38,9 @@ class AmaxScratch(NamedTuple):
 class SmallBatchScratch:
     """What products share: sums of squares, partial sums of split-K, and how many of them have arrived (zeros between launches)."""
 
-    squares: torch.Tensor
-    partials: torch.Tensor
-    arrived: torch.Tensor
+    squares: Tensor
+    partials: Tensor
+    arrived: Tensor
     amax: AmaxScratch | None = None
     """None where no weight is quantized."""
 
@@ -41,44 +49,36 @@ class SmallBatchScratch:
 class NormedRows:
     """The input of a product whose RMSNorm is deferred: x * norm_weight, and squares of x by block; amax too, if wanted."""
 
-    scaled_MK: torch.Tensor
+    scaled_MK: Tensor
     num_squares: int
     eps: float
 
 
 def defer_rms_norm(
-    x_MK: torch.Tensor,
-    norm_weight_K: torch.Tensor,
+    x_MK: Tensor,
+    norm_weight_K: Tensor,
     eps: float,
-    scaled_MK: torch.Tensor,
+    scaled_MK: Tensor,
     scratch: SmallBatchScratch,
-    delta_MK: torch.Tensor | None = None,
+    delta_MK: Tensor | None = None,
 ) -> NormedRows:
     """x += delta where there is one, and the norm of x deferred, as an epilogue leaves it."""
     num_rows, size_k = x_MK.shape
     _defer_kernel[(num_rows,)](
-        x_MK,
-        norm_weight_K,
-        x_MK if delta_MK is None else delta_MK,
-        scaled_MK,
-        scratch.squares,
-        scratch.squares if scratch.amax is None else scratch.amax.normed,
-        size_k,
-        HAS_DELTA=delta_MK is not None,
-        HAS_AMAX=scratch.amax is not None,
-        BLOCK=next_power_of_two(size_k),
-        num_warps=8,
-    )
+        x_MK, norm_weight_K, x_MK if delta_MK is None else delta_MK, scaled_MK, scratch.squares,
+        scratch.squares if scratch.amax is None else scratch.amax.normed, size_k,
+        HAS_DELTA=delta_MK is not None, HAS_AMAX=scratch.amax is not None, BLOCK=next_power_of_two(size_k), num_warps=8,
+    )  # fmt: skip
     return NormedRows(scaled_MK, 1, eps)
 
 
 def defer_rms_norm_reference(
-    x_MK: torch.Tensor,
-    norm_weight_K: torch.Tensor,
+    x_MK: Tensor,
+    norm_weight_K: Tensor,
     eps: float,
-    scaled_MK: torch.Tensor,
+    scaled_MK: Tensor,
     scratch: SmallBatchScratch,
-    delta_MK: torch.Tensor | None = None,
+    delta_MK: Tensor | None = None,
 ) -> NormedRows:
     """The same in plain torch."""
     if delta_MK is not None:
@@ -92,17 +92,9 @@ def defer_rms_norm_reference(
 
 @jit
 def _defer_kernel(
-    p_x,
-    p_norm_weight,
-    p_delta,
-    p_scaled,
-    p_squares,
-    p_amax,
-    size,
-    HAS_DELTA: constexpr,
-    HAS_AMAX: constexpr,
-    BLOCK: constexpr,
-):
+    p_x, p_norm_weight, p_delta, p_scaled, p_squares, p_amax, size,
+    HAS_DELTA: constexpr, HAS_AMAX: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BLOCK)
     m_k = o_k < size
@@ -123,32 +115,24 @@ def _defer_kernel(
 class RowAmax(NamedTuple):
     """Magnitudes of which the largest is a row's: `num_amax` of them a row, one row behind the other."""
 
-    values: torch.Tensor
+    values: Tensor
     """float32."""
     num_amax: int
 
 
-def row_amax(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -> RowAmax:
+def row_amax(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax:
     """One amax a row, into `values`; on the way the amax of a later product are set to zero (`cleared`, a share by each row)."""
     num_rows, size_k = x_MK.shape
     share = -(-cleared.numel() // num_rows)
     pdl = supports_pdl(x_MK)
     _amax_kernel[(num_rows,)](
-        x_MK,
-        values,
-        cleared,
-        size_k,
-        share,
-        cleared.numel(),
-        BLOCK=next_power_of_two(max(size_k, share)),
-        PDL=pdl,
-        num_warps=8,
-        **pdl_launch(pdl),
-    )
+        x_MK, values, cleared, size_k, share, cleared.numel(),
+        BLOCK=next_power_of_two(max(size_k, share)), PDL=pdl, num_warps=8, **pdl_launch(pdl),
+    )  # fmt: skip
     return RowAmax(values, 1)
 
 
-def row_amax_reference(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.Tensor) -> RowAmax:
+def row_amax_reference(x_MK: Tensor, values: Tensor, cleared: Tensor) -> RowAmax:
     """The same in plain torch."""
     cleared.zero_()
     values[: x_MK.shape[0]] = x_MK.float().abs().amax(-1)
@@ -159,9 +143,7 @@ def row_amax_reference(x_MK: torch.Tensor, values: torch.Tensor, cleared: torch.
 def _amax_kernel(p_x, p_amax, p_cleared, size, share, num_cleared, BLOCK: constexpr, PDL: constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_x = tl.load(p_x + i_row * size + o_k, mask=o_k < size, other=0.0).to(tl.float32)
     tl.store(p_amax + i_row, tl.max(tl.abs(b_x), axis=0))
     o_c = i_row * share + o_k

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N, SPLIT_K_PROGRAMS
-from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
+from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, release_then_wait, tl
 from holdfast.quant.weight_quantize import LEAST_E4M3_SCALE
 
 # ruff: noqa: ANN001, ANN201, ANN202, SIM108 the arguments of kernels have no types
@@ -84,30 +84,11 @@ def gemv_blocks(size_k: int, gated: bool) -> tuple[int, int, int]:
 
 @jit
 def gemv_kernel(
-    p_x,
-    p_weight,
-    p_bias,
-    p_y,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_partials,
-    p_arrived,
-    num_rows,
-    size_n,
-    size_k,
-    num_squares,
-    eps,
-    EVEN: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    HAS_BIAS: constexpr,
-    GATED: constexpr,
-    RESIDUAL: constexpr,
-    DEFERRED_NORM: constexpr,
-    BLOCK_J: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
+    num_rows, size_n, size_k, num_squares, eps,
+    EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, HAS_BIAS: constexpr, GATED: constexpr, RESIDUAL: constexpr,
+    DEFERRED_NORM: constexpr, BLOCK_J: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
@@ -122,9 +103,7 @@ def gemv_kernel(
     b_first_w = tl.load(p_w, mask=m_w, other=0.0, eviction_policy="evict_first")
     if GATED:
         b_first_up = tl.load(p_w + up_offset, mask=m_w, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         b_squares = tl.load(p_squares + o_j, mask=o_j < num_squares, other=0.0)
@@ -288,38 +267,13 @@ def _single(b_codes, QUANTIZES_ROWS: constexpr, PLAIN: constexpr):
 
 @jit
 def quantized_gemv_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    p_bias,
-    p_y,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_amax,
-    p_new_amax,
-    p_gate_amax,
-    p_partials,
-    p_arrived,
-    num_rows,
-    size_n,
-    size_k,
-    num_squares,
-    num_amax,
-    eps,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    DEPTH: constexpr,
-    HAS_BIAS: constexpr,
-    GATED: constexpr,
-    RESIDUAL: constexpr,
-    DEFERRED_NORM: constexpr,
-    QUANTIZES_ROWS: constexpr,
-    BLOCK_J: constexpr,
-    BLOCK_P: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_codes, p_scales, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_amax, p_new_amax, p_gate_amax,
+    p_partials, p_arrived,
+    num_rows, size_n, size_k, num_squares, num_amax, eps,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, HAS_BIAS: constexpr, GATED: constexpr,
+    RESIDUAL: constexpr, DEFERRED_NORM: constexpr, QUANTIZES_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr,
+    PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)

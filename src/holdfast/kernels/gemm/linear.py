@@ -13,6 +13,7 @@ import ctypes
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.kernels.gemm import block_scaled_gemv
 from holdfast.kernels.gemm.quantize_activations import (
@@ -39,13 +40,13 @@ SCALED_PRODUCT_SIZES = 16
 
 
 def linear(
-    x_TK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_TN: torch.Tensor | None = None,
+    x_TK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
+    out_TN: Tensor | None = None,
     quantized: QuantizedRows | None = None,
     is_coded: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """[T, K] by [N, K] to [T, N], into `out_TN` where it is given; `quantized` is room for rows as codes, for weights that want them so.
 
     With `is_coded` whoever made the rows has left their codes there (`room_for_codes`). On CPU a row's result does not depend, to the bit, on the other rows.
@@ -57,20 +58,15 @@ def linear(
 
 
 def linear_float32(
-    x_TK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    out_TN: torch.Tensor,
-    quantized: QuantizedRows | None = None,
-) -> torch.Tensor:
+    x_TK: Tensor, weight: Tensor | QuantizedWeight, out_TN: Tensor, quantized: QuantizedRows | None = None
+) -> Tensor:
     """The same without a bias, in float32 whatever the inputs are: no conversion follows, and no digit is lost."""
     if isinstance(weight, QuantizedWeight):
         return quantized_linear(x_TK, weight, None, out_TN, quantized)
     return plain_linear_float32(x_TK, weight, out_TN)
 
 
-def plain_linear(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, out_TN: torch.Tensor | None = None
-) -> torch.Tensor:
+def plain_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None) -> Tensor:
     """[T, K] by [N, K] to [T, N], into `out_TN` where it is given. On CPU a row's result does not depend, to the bit, on the other rows."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]) if out_TN is None else out_TN
     library = native_for(x_TK, weight_NK, bias_N, y_TN)
@@ -87,8 +83,8 @@ def plain_linear(
 
 
 def plain_linear_reference(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, out_TN: torch.Tensor | None = None
-) -> torch.Tensor:
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None
+) -> Tensor:
     """The same in plain torch."""
     if out_TN is None:
         return F.linear(x_TK, weight_NK, bias_N)
@@ -97,7 +93,7 @@ def plain_linear_reference(
     return torch.addmm(bias_N, x_TK, weight_NK.t(), out=out_TN)
 
 
-def plain_linear_float32(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor) -> torch.Tensor:
+def plain_linear_float32(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Tensor:
     """The same without a bias, in float32 whatever the inputs are: no conversion follows, and no digit is lost."""
     if x_TK.dtype == torch.float32:
         return plain_linear(x_TK, weight_NK, None, out_TN)
@@ -106,14 +102,12 @@ def plain_linear_float32(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: to
     return torch.mm(x_TK, weight_NK.t(), out_dtype=torch.float32, out=out_TN)
 
 
-def plain_linear_float32_reference(x_TK: torch.Tensor, weight_NK: torch.Tensor, out_TN: torch.Tensor) -> torch.Tensor:
+def plain_linear_float32_reference(x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> Tensor:
     """The same in plain torch."""
     return torch.mm(x_TK.float(), weight_NK.float().t(), out=out_TN)
 
 
-def _widened(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, y_TN: torch.Tensor
-) -> torch.Tensor:
+def _widened(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor) -> Tensor:
     """Half precision in float32, some rows of the weight at a time: a CPU without such instructions is 30 times slower in it."""
     x32_TK = x_TK.float()
     num_rows = max(1, WIDENED_ELEMENTS // weight_NK.shape[1])
@@ -137,7 +131,7 @@ def quantized_view(quantized: QuantizedRows | None, weight: QuantizedWeight, num
 
 
 def room_for_codes(
-    quantized: QuantizedRows | None, weight: torch.Tensor | QuantizedWeight, num_rows: int
+    quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int
 ) -> QuantizedRows | None:
     """Where whoever makes rows for a product with this weight leaves their codes; None where it takes none, or several scales a row."""
     if not isinstance(weight, QuantizedWeight) or weight.scheme.block_columns:
@@ -146,7 +140,7 @@ def room_for_codes(
 
 
 def coded_rows(
-    x_TK: torch.Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool
+    x_TK: Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool
 ) -> QuantizedRows | None:
     """Rows as the codes that the product takes, made now unless they are there; None where it takes rows as they are."""
     rows = quantized_view(quantized, weight, x_TK.shape[0])
@@ -154,13 +148,13 @@ def coded_rows(
 
 
 def quantized_linear(
-    x_TK: torch.Tensor,
+    x_TK: Tensor,
     weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_TN: torch.Tensor,
+    bias_N: Tensor | None,
+    out_TN: Tensor,
     quantized: QuantizedRows | None = None,
     is_coded: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """x @ weight.T + bias into `out_TN`, in its type; `quantized` is room for rows as codes where the scheme wants them so, or has them."""
     if x_TK.shape[0] == 0:
         return out_TN  # torch's scaled product does not promise to take no rows
@@ -187,25 +181,22 @@ def quantized_linear(
 
 
 def fuses_gate(
-    x_TK: torch.Tensor,
-    gate_up: torch.Tensor | QuantizedWeight,
-    down: torch.Tensor | QuantizedWeight,
-    quantized: QuantizedRows | None,
+    x_TK: Tensor, gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, quantized: QuantizedRows | None
 ) -> bool:
     """Whether `gated_linear` takes these rows and weights."""
     return quantized is not None and can_run(x_TK) and takes_gate(gate_up, down, x_TK.shape[0], quantized.scratch)
 
 
 def gated_linear(
-    x_TK: torch.Tensor,
-    gate_up: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
+    x_TK: Tensor,
+    gate_up: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
     kind: str,
-    out_TI: torch.Tensor,
-    down: torch.Tensor | QuantizedWeight,
+    out_TI: Tensor,
+    down: Tensor | QuantizedWeight,
     quantized: QuantizedRows | None,
     is_coded: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The activation of the gate times up into `out_TI`, in its type; its codes, for the product with `down`, into `quantized`."""
     assert isinstance(gate_up, QuantizedWeight), "gate and up are plain"
     assert isinstance(down, QuantizedWeight), "down is plain"
@@ -218,7 +209,7 @@ def gated_linear(
     return out_TI
 
 
-def takes_scaled_product(weight: QuantizedWeight, out_TN: torch.Tensor) -> bool:
+def takes_scaled_product(weight: QuantizedWeight, out_TN: Tensor) -> bool:
     """Whether torch's scaled product takes it: scales by row, bfloat16 out, and sizes that suit cuBLAS."""
     sizes = weight.shape
     return (
@@ -229,26 +220,24 @@ def takes_scaled_product(weight: QuantizedWeight, out_TN: torch.Tensor) -> bool:
 
 
 def quantized_linear_reference(
-    x_TK: torch.Tensor,
+    x_TK: Tensor,
     weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_TN: torch.Tensor,
+    bias_N: Tensor | None,
+    out_TN: Tensor,
     quantized: QuantizedRows | None = None,
     is_coded: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The same in plain torch: rows and weight turned back into float32."""
     return native_quantized_linear_reference(_taken_rows(x_TK, weight, quantized, is_coded), weight, bias_N, out_TN)
 
 
-def _taken_rows(
-    x_TK: torch.Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool
-) -> torch.Tensor:
+def _taken_rows(x_TK: Tensor, weight: QuantizedWeight, quantized: QuantizedRows | None, is_coded: bool) -> Tensor:
     """float32 rows as the product takes them: as they are, or quantized and dequantized."""
     rows = coded_rows(x_TK, weight, quantized, is_coded)
     return x_TK.float() if rows is None else dequantize_rows(rows)
 
 
-def dequantize_rows(rows: QuantizedRows) -> torch.Tensor:
+def dequantize_rows(rows: QuantizedRows) -> Tensor:
     """float32 numbers that the codes stand for."""
     num_rows, size_k = rows.codes_TK.shape
     num_blocks = rows.scales_TB.shape[1]
@@ -259,9 +248,7 @@ def dequantize_rows(rows: QuantizedRows) -> torch.Tensor:
     return (padded * rows.scales_TB[..., None]).view(num_rows, -1)[:, :size_k].contiguous()
 
 
-def native_quantized_linear(
-    x_TK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None, out_TN: torch.Tensor
-) -> torch.Tensor:
+def native_quantized_linear(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN: Tensor) -> Tensor:
     """float32 [T, K] by a weight [N, K] into `out_TN`, in its type. A row's result does not depend, to the bit, on the other rows."""
     _check(x_TK, weight, bias_N, out_TN)
     bias = None if bias_N is None else bias_N.float()
@@ -281,8 +268,8 @@ def native_quantized_linear(
 
 
 def native_quantized_linear_reference(
-    x_TK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None, out_TN: torch.Tensor
-) -> torch.Tensor:
+    x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN: Tensor
+) -> Tensor:
     """The same in plain torch, some rows of the weight at a time."""
     size_n, size_k = weight.shape
     step = max(1, WIDENED_ELEMENTS // max(1, size_k))
@@ -293,7 +280,7 @@ def native_quantized_linear_reference(
     return out_TN
 
 
-def _check(x_TK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None, out_TN: torch.Tensor) -> None:
+def _check(x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_TN: Tensor) -> None:
     """Sizes go together, and codes and scales are all there: C does not look."""
     size_n, size_k = weight.shape
     assert x_TK.shape[1] == size_k, f"{x_TK.shape=} {weight.shape=}"
@@ -307,9 +294,7 @@ def _check(x_TK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | N
         assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
 
 
-def _multiply(
-    library: ctypes.CDLL, x_TK: torch.Tensor, weight: QuantizedWeight, bias_N: torch.Tensor | None, y_TN: torch.Tensor
-) -> None:
+def _multiply(library: ctypes.CDLL, x_TK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, y_TN: Tensor) -> None:
     scheme, (size_n, size_k) = weight.scheme, weight.shape
     library.holdfast_quantized_linear(
         x_TK.data_ptr(),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.kernels.fp8 import as_bits, as_kernels_read, e4m3_of, e4m3_quotients, float32_of, size_bits
 from holdfast.kernels.triton_compat import (
@@ -17,6 +18,7 @@ from holdfast.kernels.triton_compat import (
     kernel_constant,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -39,20 +41,20 @@ LEAST_SCALE = kernel_constant(LEAST_E4M3_SCALE)
 class TileScratch(NamedTuple):
     """What products of middle batches share (kernels/gemm/row_scaled_tiles.py)."""
 
-    partials: torch.Tensor
+    partials: Tensor
     """float32 partial sums of split-K: splits x rows x outputs."""
-    arrived: torch.Tensor
+    arrived: Tensor
     """int32, the splits that have arrived, for each block of outputs: zeros between launches."""
-    amax: torch.Tensor
+    amax: Tensor
     """int32: what a gated product leaves for each row and block of outputs."""
 
 
 class QuantizedRows(NamedTuple):
     """x is about codes * scales; room for them comes from the workspace."""
 
-    codes_TK: torch.Tensor
+    codes_TK: Tensor
     """float8_e4m3fn."""
-    scales_TB: torch.Tensor
+    scales_TB: Tensor
     """float32; B is 1 where a row has one scale, else one for every 128 columns. Any strides."""
     scratch: TileScratch | None = None
     """For the product that takes the rows; without it nothing is split and no gate is fused."""
@@ -61,12 +63,12 @@ class QuantizedRows(NamedTuple):
 class RowAmaxBits(NamedTuple):
     """The bits of float32 magnitudes of which the largest is a row's: `num_amax` of them a row, one row behind the other."""
 
-    bits: torch.Tensor
+    bits: Tensor
     """int32, in which NaN is above all numbers."""
     num_amax: int
 
 
-def quantize_rows(x_TK: torch.Tensor, quantized: QuantizedRows) -> QuantizedRows:
+def quantize_rows(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
     """Fill `quantized`: scale = max(|x|) / 448 of the row, or of every 128 columns of it, and codes to the nearest, ties to even.
 
     What is not finite makes a NaN of its scale, and of all codes under that scale, so that it shows in every product.
@@ -77,7 +79,7 @@ def quantize_rows(x_TK: torch.Tensor, quantized: QuantizedRows) -> QuantizedRows
     return quantize_rows_reference(x_TK, quantized)
 
 
-def quantize_rows_reference(x_TK: torch.Tensor, quantized: QuantizedRows) -> QuantizedRows:
+def quantize_rows_reference(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
     """The same in plain torch."""
     num_rows, num_columns = x_TK.shape
     num_blocks = quantized.scales_TB.shape[1]
@@ -93,7 +95,7 @@ def quantize_rows_reference(x_TK: torch.Tensor, quantized: QuantizedRows) -> Qua
     return quantized
 
 
-def quantize_rows_triton(x_TK: torch.Tensor, quantized: QuantizedRows) -> QuantizedRows:
+def quantize_rows_triton(x_TK: Tensor, quantized: QuantizedRows) -> QuantizedRows:
     """The same as a Triton kernel: a program for a row, or for some blocks of one."""
     num_rows, num_columns = x_TK.shape
     num_blocks = quantized.scales_TB.shape[1]
@@ -115,26 +117,18 @@ def quantize_rows_triton(x_TK: torch.Tensor, quantized: QuantizedRows) -> Quanti
         block = min(WHOLE_ROW, next_power_of_two(num_columns))
         _quantize_rows_kernel[(num_rows,)](
             *arguments,
-            IS_ONE_SWEEP=num_columns <= block,
-            BLOCK=block,
-            PLAIN=is_interpreted(),
-            PDL=pdl,
-            num_warps=max(1, min(16, block // 128)),
-            **pdl_launch(pdl),
-        )
+            IS_ONE_SWEEP=num_columns <= block, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl,
+            num_warps=max(1, min(16, block // 128)), **pdl_launch(pdl),
+        )  # fmt: skip
     else:
         _quantize_blocks_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
             *arguments,
-            WIDTH=BLOCK_COLUMNS,
-            BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS,
-            PDL=pdl,
-            num_warps=4,
-            **pdl_launch(pdl),
-        )
+            WIDTH=BLOCK_COLUMNS, BLOCKS=COLUMNS_PER_PROGRAM // BLOCK_COLUMNS, PDL=pdl, num_warps=4, **pdl_launch(pdl),
+        )  # fmt: skip
     return quantized
 
 
-def quantize_rows_by_amax(x_TK: torch.Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
+def quantize_rows_by_amax(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
     """The same, with a scale a row, where whoever made the rows has left their amax: many programs share a row."""
     num_rows, num_columns = x_TK.shape
     _check(x_TK, quantized)
@@ -144,31 +138,20 @@ def quantize_rows_by_amax(x_TK: torch.Tensor, amax: RowAmaxBits, quantized: Quan
         return quantized
     pdl = supports_pdl(x_TK)
     _quantize_by_amax_kernel[(num_rows, -(-num_columns // COLUMNS_PER_PROGRAM))](
-        as_kernels_read(x_TK),
-        amax.bits,
-        as_bits(quantized.codes_TK),
-        quantized.scales_TB,
-        num_columns,
-        amax.num_amax,
-        x_TK.stride(0),
-        quantized.codes_TK.stride(0),
-        quantized.scales_TB.stride(0),
-        BLOCK=COLUMNS_PER_PROGRAM,
-        BLOCK_P=next_power_of_two(amax.num_amax),
-        PLAIN=is_interpreted(),
-        PDL=pdl,
-        num_warps=8,
-        **pdl_launch(pdl),
-    )
+        as_kernels_read(x_TK), amax.bits, as_bits(quantized.codes_TK), quantized.scales_TB, num_columns, amax.num_amax,
+        x_TK.stride(0), quantized.codes_TK.stride(0), quantized.scales_TB.stride(0),
+        BLOCK=COLUMNS_PER_PROGRAM, BLOCK_P=next_power_of_two(amax.num_amax), PLAIN=is_interpreted(), PDL=pdl,
+        num_warps=8, **pdl_launch(pdl),
+    )  # fmt: skip
     return quantized
 
 
-def quantize_rows_by_amax_reference(x_TK: torch.Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
+def quantize_rows_by_amax_reference(x_TK: Tensor, amax: RowAmaxBits, quantized: QuantizedRows) -> QuantizedRows:
     """The same in plain torch, which takes no amax on trust."""
     return quantize_rows_reference(x_TK, quantized)
 
 
-def _check(x_TK: torch.Tensor, quantized: QuantizedRows) -> None:
+def _check(x_TK: Tensor, quantized: QuantizedRows) -> None:
     num_rows, num_columns = x_TK.shape
     assert quantized.codes_TK.shape == x_TK.shape, f"{x_TK.shape=} {quantized.codes_TK.shape=}"
     shapes = (num_rows, 1), (num_rows, -(-num_columns // BLOCK_COLUMNS))
@@ -177,24 +160,12 @@ def _check(x_TK: torch.Tensor, quantized: QuantizedRows) -> None:
 
 @jit
 def _quantize_rows_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    num_columns,
-    x_stride,
-    code_stride,
-    scale_stride,
-    _block_stride,
-    IS_ONE_SWEEP: constexpr,
-    BLOCK: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_codes, p_scales, num_columns, x_stride, code_stride, scale_stride, _block_stride,
+    IS_ONE_SWEEP: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_x = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     p_row = p_x + i_row * x_stride
     if IS_ONE_SWEEP:
         b_x = float32_of(tl.load(p_row + o_x, mask=o_x < num_columns, other=0))
@@ -218,27 +189,14 @@ def _quantize_rows_kernel(
 
 @jit
 def _quantize_by_amax_kernel(
-    p_x,
-    p_amax,
-    p_codes,
-    p_scales,
-    num_columns,
-    num_amax,
-    x_stride,
-    code_stride,
-    scale_stride,
-    BLOCK: constexpr,
-    BLOCK_P: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_amax, p_codes, p_scales, num_columns, num_amax, x_stride, code_stride, scale_stride,
+    BLOCK: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o_p = tl.arange(0, BLOCK_P)
     m_x = o_x < num_columns
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_amax = tl.load(p_amax + i_row * num_amax + o_p, mask=o_p < num_amax, other=0)
     b_x = float32_of(tl.load(p_x + i_row * x_stride + o_x, mask=m_x, other=0))
     b_scale = scale_of(tl.max(b_amax, axis=0))
@@ -250,22 +208,11 @@ def _quantize_by_amax_kernel(
 
 @jit
 def _quantize_blocks_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    num_columns,
-    x_stride,
-    code_stride,
-    scale_stride,
-    block_stride,
-    WIDTH: constexpr,
-    BLOCKS: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_codes, p_scales, num_columns, x_stride, code_stride, scale_stride, block_stride,
+    WIDTH: constexpr, BLOCKS: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     i_block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     i_column = i_block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     m_x = i_column < num_columns

@@ -8,7 +8,7 @@ The weight is the first operand of the tensor cores and the rows are the second,
 from enum import IntEnum
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import kernel_codes, loaded_numbers
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
@@ -83,7 +83,7 @@ E2M1_WIDE_ASM = kernel_constant(e2m1_wide_asm())
 class WeightOperands(NamedTuple):
     """What kernels are given for a product with a weight."""
 
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     """Rows and their scales, weight and its scales; anything in the place of scales that are not there."""
     kind: OperandKind
     block_rows: int = 1
@@ -93,11 +93,9 @@ class WeightOperands(NamedTuple):
     scale_columns: int = 1
 
 
-def operands_of(
-    x_XK: torch.Tensor, weight: torch.Tensor | QuantizedWeight, quantized: QuantizedRows | None
-) -> WeightOperands:
+def operands_of(x_XK: Tensor, weight: Tensor | QuantizedWeight, quantized: QuantizedRows | None) -> WeightOperands:
     """The operands of x by the weight; `quantized` are the same rows as codes, for a scheme that takes them so."""
-    if isinstance(weight, torch.Tensor):
+    if isinstance(weight, Tensor):
         return WeightOperands((x_XK, x_XK, weight, weight), OperandKind.PLAIN)
     scheme = weight.scheme
     assert (quantized is not None) == scheme.quantizes_activations, f"{scheme.name} with {quantized=}"
@@ -158,12 +156,8 @@ def row_form(num_rows: int) -> int:
 
 
 def tile_linear(
-    x_MK: torch.Tensor,
-    weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-    quantized: QuantizedRows | None,
-) -> torch.Tensor:
+    x_MK: Tensor, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor, quantized: QuantizedRows | None
+) -> Tensor:
     """x @ weight.T + bias into `out_MN`, in its type. `quantized` are the same rows as codes, for schemes that take them so."""
     num_rows, size_k = x_MK.shape
     size_n, operands = weight.shape[0], operands_of(x_MK, weight, quantized)
@@ -173,24 +167,12 @@ def tile_linear(
     if block_m == 16 and -(-size_n // block_n) < FULL_GPU_PROGRAMS:
         block_n = 32
     tile_kernel[(-(-size_n // block_n), -(-num_rows // block_m))](
-        *operands.tensors,
-        bias_N if bias_N is not None else weight.scales,
-        out_MN,
-        num_rows,
-        size_n,
-        size_k,
+        *operands.tensors, bias_N if bias_N is not None else weight.scales, out_MN, num_rows, size_n, size_k,
         operands.scale_columns,
-        KIND=int(operands.kind),
-        BLOCK_ROWS=operands.block_rows,
-        HAS_BIAS=bias_N is not None,
-        EVEN_K=size_k % BLOCK_K == 0,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=BLOCK_K,
-        PLAIN=is_interpreted(),
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=3 if block_m == 128 else 4,
-    )
+        KIND=int(operands.kind), BLOCK_ROWS=operands.block_rows, HAS_BIAS=bias_N is not None,
+        EVEN_K=size_k % BLOCK_K == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, PLAIN=is_interpreted(),
+        num_warps=8 if block_m == 128 else 4, num_stages=3 if block_m == 128 else 4,
+    )  # fmt: skip
     return out_MN
 
 
@@ -202,25 +184,10 @@ def _scaled_e2m1(b_codes, b_scales, dtype: constexpr):
 
 @jit_counting("num_rows")
 def tile_kernel(
-    p_x,
-    p_x_scales,
-    p_codes,
-    p_scales,
-    p_bias,
-    p_out,
-    num_rows,
-    size_n,
-    size_k,
-    scale_columns,
-    KIND: constexpr,
-    BLOCK_ROWS: constexpr,
-    HAS_BIAS: constexpr,
-    EVEN_K: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    PLAIN: constexpr,
-):
+    p_x, p_x_scales, p_codes, p_scales, p_bias, p_out, num_rows, size_n, size_k, scale_columns,
+    KIND: constexpr, BLOCK_ROWS: constexpr, HAS_BIAS: constexpr, EVEN_K: constexpr, BLOCK_M: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, PLAIN: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

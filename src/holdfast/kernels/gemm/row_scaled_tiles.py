@@ -10,6 +10,7 @@ row by block of outputs, so that the next kernel can code the rows without anoth
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import REFERENCES, activated_numbers
 from holdfast.kernels.fp8 import kernel_codes, loaded_numbers, size_bits
@@ -44,7 +45,7 @@ def row_form(num_rows: int) -> int:
     return max(16, next_power_of_two(num_rows)) if num_rows <= ROW_SCALED_SPLIT_ROWS else 0
 
 
-def takes(weight: torch.Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None) -> bool:
+def takes(weight: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None) -> bool:
     """Whether these kernels, and not torch's scaled product, multiply so many rows by the weight: see kernels/geometry.py for why."""
     if not isinstance(weight, QuantizedWeight) or len(weight.shape) != 2:
         return False
@@ -55,44 +56,29 @@ def takes(weight: torch.Tensor | QuantizedWeight, num_rows: int, scratch: TileSc
 
 
 def takes_gate(
-    gate_up: torch.Tensor | QuantizedWeight,
-    down: torch.Tensor | QuantizedWeight,
-    num_rows: int,
-    scratch: TileScratch | None,
+    gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight, num_rows: int, scratch: TileScratch | None
 ) -> bool:
     """Whether the gate comes in the epilogue of gate and up, and rows as codes between the two products."""
     both = (gate_up, down)
     return num_rows <= ROW_SCALED_ROWS and scratch is not None and all(takes(one, num_rows, None) for one in both)
 
 
-def row_scaled_linear(
-    rows: QuantizedRows,
-    weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-) -> torch.Tensor:
+def row_scaled_linear(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor) -> Tensor:
     """rows @ weight.T + bias into `out_MN`, in its type."""
     _launch(rows, weight, bias_N, out_MN)
     return out_MN
 
 
 def row_scaled_linear_reference(
-    rows: QuantizedRows,
-    weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    out_MN: torch.Tensor,
-) -> torch.Tensor:
+    rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor
+) -> Tensor:
     """The same in plain torch."""
     y = rows.codes_TK.float() @ weight.codes.float().t() * (rows.scales_TB * weight.scales.view(1, -1))
     return out_MN.copy_((y if bias_N is None else y + bias_N.float()).to(out_MN.dtype))
 
 
 def row_scaled_gate(
-    rows: QuantizedRows,
-    weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    kind: str,
-    out_MI: torch.Tensor,
+    rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, kind: str, out_MI: Tensor
 ) -> RowAmaxBits:
     """The activation of the upper half of rows @ weight.T + bias times the lower half, into `out_MI`; and the amax of what is stored."""
     assert rows.scratch is not None, "a gated product leaves amax, and has no room for them"
@@ -100,11 +86,7 @@ def row_scaled_gate(
 
 
 def row_scaled_gate_reference(
-    rows: QuantizedRows,
-    weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    kind: str,
-    out_MI: torch.Tensor,
+    rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, kind: str, out_MI: Tensor
 ) -> RowAmaxBits:
     """The same in plain torch; a row is one block."""
     assert rows.scratch is not None, "a gated product leaves amax, and has no room for them"
@@ -115,9 +97,7 @@ def row_scaled_gate_reference(
     return RowAmaxBits(rows.scratch.amax, 1)
 
 
-def _launch(
-    rows: QuantizedRows, weight: QuantizedWeight, bias_N: torch.Tensor | None, out_MN: torch.Tensor, kind: str = ""
-) -> int:
+def _launch(rows: QuantizedRows, weight: QuantizedWeight, bias_N: Tensor | None, out_MN: Tensor, kind: str = "") -> int:
     """Launch the kernel; how many blocks of outputs it was cut into."""
     (num_rows, size_k), size_n, scratch = rows.codes_TK.shape, out_MN.shape[1], rows.scratch
     block_m, num_blocks = row_form(num_rows), -(-size_n // ROW_SCALED_BLOCK_N)
@@ -131,30 +111,14 @@ def _launch(
     shared = (weight.scales,) * 3 if scratch is None else scratch
     pdl = supports_pdl(out_MN)
     row_scaled_tile_kernel[(num_blocks, splits)](
-        kernel_codes(rows.codes_TK),
-        rows.scales_TB,
-        kernel_codes(weight.codes),
-        weight.scales,
-        bias_N if bias_N is not None else weight.scales,
-        out_MN,
-        *shared,
-        num_rows,
-        size_n,
-        size_k,
+        kernel_codes(rows.codes_TK), rows.scales_TB, kernel_codes(weight.codes), weight.scales,
+        bias_N if bias_N is not None else weight.scales, out_MN, *shared, num_rows, size_n, size_k,
         -(-size_k // (splits * ROW_SCALED_BLOCK_K)) * ROW_SCALED_BLOCK_K,
-        KIND=kind,
-        HAS_BIAS=bias_N is not None,
-        EVEN_K=size_k % ROW_SCALED_BLOCK_K == 0,
-        NUM_SPLITS=splits,
-        BLOCK_M=block_m,
-        BLOCK_N=ROW_SCALED_BLOCK_N,
-        BLOCK_K=ROW_SCALED_BLOCK_K,
-        NUM_STAGES=num_stages(block_m, num_blocks * splits),
-        PLAIN=is_interpreted(),
-        PDL=pdl,
-        num_warps=8 if block_m == 128 else 4,
-        **pdl_launch(pdl),
-    )
+        KIND=kind, HAS_BIAS=bias_N is not None, EVEN_K=size_k % ROW_SCALED_BLOCK_K == 0, NUM_SPLITS=splits,
+        BLOCK_M=block_m, BLOCK_N=ROW_SCALED_BLOCK_N, BLOCK_K=ROW_SCALED_BLOCK_K,
+        NUM_STAGES=num_stages(block_m, num_blocks * splits), PLAIN=is_interpreted(), PDL=pdl,
+        num_warps=8 if block_m == 128 else 4, **pdl_launch(pdl),
+    )  # fmt: skip
     return num_blocks
 
 
@@ -165,30 +129,11 @@ def num_stages(block_m: int, num_programs: int) -> int:
 
 @jit_counting("num_rows")
 def row_scaled_tile_kernel(
-    p_x,
-    p_x_scales,
-    p_codes,
-    p_scales,
-    p_bias,
-    p_out,
-    p_partials,
-    p_arrived,
-    p_amax,
-    num_rows,
-    size_n,
-    size_k,
-    split_k,
-    KIND: constexpr,
-    HAS_BIAS: constexpr,
-    EVEN_K: constexpr,
-    NUM_SPLITS: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    NUM_STAGES: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_codes, p_scales, p_bias, p_out, p_partials, p_arrived, p_amax,
+    num_rows, size_n, size_k, split_k,
+    KIND: constexpr, HAS_BIAS: constexpr, EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     GATED: constexpr = KIND != ""
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)

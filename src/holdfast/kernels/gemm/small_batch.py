@@ -18,6 +18,7 @@ partial sums in their order. So among steps of 2 to FUSED_DECODE_ROWS rows a row
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch, defer_rms_norm_reference
 from holdfast.kernels.gemm.gemv import (
@@ -35,6 +36,7 @@ from holdfast.kernels.triton_compat import (
     jit_counting,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -49,12 +51,12 @@ BLOCK_K = 128
 
 def normed_linear(
     rows: NormedRows,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
     gated: bool,
-    y_MN: torch.Tensor,
+    y_MN: Tensor,
     scratch: SmallBatchScratch,
-) -> torch.Tensor:
+) -> Tensor:
     """norm(x) @ weight.T + bias, or silu(upper half) * lower half of it, into `y_MN`, in its type."""
     if isinstance(weight, QuantizedWeight):
         launch_quantized(rows.scaled_MK, weight, bias_N, y_MN, scratch, rows=rows, gated=gated)
@@ -65,12 +67,12 @@ def normed_linear(
 
 def normed_linear_reference(
     rows: NormedRows,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
     gated: bool,
-    y_MN: torch.Tensor,
+    y_MN: Tensor,
     scratch: SmallBatchScratch,
-) -> torch.Tensor:
+) -> Tensor:
     """The same in plain torch."""
     num_rows, size_k = rows.scaled_MK.shape
     squares_MJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
@@ -93,13 +95,13 @@ def normed_linear_reference(
 
 
 def small_batch_linear(
-    a_MK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    y_MN: torch.Tensor,
+    a_MK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
+    y_MN: Tensor,
     scratch: SmallBatchScratch,
     amax: RowAmax | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """a @ weight.T + bias into `y_MN`, with nothing before or behind it: a rank's part of a sum; `amax` as in `linear_add`."""
     if isinstance(weight, QuantizedWeight):
         launch_quantized(a_MK, weight, bias_N, y_MN, scratch, amax=amax)
@@ -109,20 +111,20 @@ def small_batch_linear(
 
 
 def small_batch_linear_reference(
-    a_MK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    y_MN: torch.Tensor,
+    a_MK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
+    y_MN: Tensor,
     scratch: SmallBatchScratch,
     amax: RowAmax | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The same in plain torch."""
     return y_MN.copy_(_sums_reference(a_MK, weight, bias_N, amax))
 
 
 def _sums_reference(
-    a_MK: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias_N: torch.Tensor | None, amax: RowAmax | None
-) -> torch.Tensor:
+    a_MK: Tensor, weight: Tensor | QuantizedWeight, bias_N: Tensor | None, amax: RowAmax | None
+) -> Tensor:
     """float32 a @ weight.T + bias."""
     if isinstance(weight, QuantizedWeight):
         y = quantized_sums_reference(a_MK, weight, amax)
@@ -132,13 +134,13 @@ def _sums_reference(
 
 
 def linear_add(
-    a_MK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    x_MN: torch.Tensor,
-    norm_weight_N: torch.Tensor,
+    a_MK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
+    x_MN: Tensor,
+    norm_weight_N: Tensor,
     eps: float,
-    scaled_MN: torch.Tensor,
+    scaled_MN: Tensor,
     scratch: SmallBatchScratch,
     amax: RowAmax | None = None,
 ) -> NormedRows:
@@ -153,13 +155,13 @@ def linear_add(
 
 
 def linear_add_reference(
-    a_MK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    x_MN: torch.Tensor,
-    norm_weight_N: torch.Tensor,
+    a_MK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    bias_N: Tensor | None,
+    x_MN: Tensor,
+    norm_weight_N: Tensor,
     eps: float,
-    scaled_MN: torch.Tensor,
+    scaled_MN: Tensor,
     scratch: SmallBatchScratch,
     amax: RowAmax | None = None,
 ) -> NormedRows:
@@ -170,15 +172,15 @@ def linear_add_reference(
 
 
 def _launch(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    y_MN: torch.Tensor,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    y_MN: Tensor,
     scratch: SmallBatchScratch,
     rows: NormedRows | None = None,
     gated: bool = False,
-    norm_weight_N: torch.Tensor | None = None,
-    scaled_MN: torch.Tensor | None = None,
+    norm_weight_N: Tensor | None = None,
+    scaled_MN: Tensor | None = None,
 ) -> int:
     """Launch the kernel for this many rows; how many blocks of outputs it was cut into."""
     num_rows, size_k = x_MK.shape
@@ -212,65 +214,29 @@ def _launch(
         block_n, block_k, num_warps = gemv_blocks(size_k, gated)
         num_blocks = -(-size_n // block_n)
         gemv_kernel[(num_blocks,)](
-            *arguments,
-            num_squares,
-            eps,
-            EVEN=size_k % block_k == 0 and size_n % block_n == 0,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            num_warps=num_warps,
+            *arguments, num_squares, eps,
+            EVEN=size_k % block_k == 0 and size_n % block_n == 0, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps,
             **flags,
-        )
+        )  # fmt: skip
         return num_blocks
     splits = 1 if gated else num_k_splits(size_n, size_k, BLOCK_K)
     num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
     _small_batch_kernel[(num_blocks, splits)](
-        *arguments,
-        size_k // splits,
-        num_squares,
-        eps,
-        EVEN_K=size_k % BLOCK_K == 0,
-        NUM_SPLITS=splits,
-        BLOCK_M=FUSED_DECODE_ROWS,
-        BLOCK_N=SMALL_BATCH_BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        NUM_STAGES=4 if gated else 5,
-        num_warps=4,
-        **flags,
-    )
+        *arguments, size_k // splits, num_squares, eps,
+        EVEN_K=size_k % BLOCK_K == 0, NUM_SPLITS=splits, BLOCK_M=FUSED_DECODE_ROWS, BLOCK_N=SMALL_BATCH_BLOCK_N,
+        BLOCK_K=BLOCK_K, NUM_STAGES=4 if gated else 5, num_warps=4, **flags,
+    )  # fmt: skip
     return num_blocks
 
 
 @jit_counting("num_rows")
 def _small_batch_kernel(
-    p_x,
-    p_weight,
-    p_bias,
-    p_y,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_partials,
-    p_arrived,
-    num_rows,
-    size_n,
-    size_k,
-    split_k,
-    num_squares,
-    eps,
-    EVEN_K: constexpr,
-    NUM_SPLITS: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    NUM_STAGES: constexpr,
-    HAS_BIAS: constexpr,
-    GATED: constexpr,
-    RESIDUAL: constexpr,
-    DEFERRED_NORM: constexpr,
-    BLOCK_J: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_weight, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_partials, p_arrived,
+    num_rows, size_n, size_k, split_k, num_squares, eps,
+    EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    NUM_STAGES: constexpr, HAS_BIAS: constexpr, GATED: constexpr, RESIDUAL: constexpr, DEFERRED_NORM: constexpr,
+    BLOCK_J: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -284,9 +250,7 @@ def _small_batch_kernel(
     p_rows = p_x + o_m[None, :].to(tl.int64) * size_k + k_start + o_k[:, None]
     b_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     b_up_y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     if DEFERRED_NORM:
         o_j = tl.arange(0, BLOCK_J)
         m_j = m_m[:, None] & (o_j < num_squares)[None, :]

@@ -8,6 +8,7 @@ deferred RMSNorm changes nothing in a row's codes: 1 / rms is a factor of the wh
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import kernel_codes, loaded_numbers, quantized_numbers
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, RowAmax, SmallBatchScratch
@@ -42,21 +43,21 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 BLOCK_K = 256
 
 
-def takes_weight(weight: QuantizedWeight | torch.Tensor) -> bool:
+def takes_weight(weight: QuantizedWeight | Tensor) -> bool:
     """Whether these kernels take the weight: eight bits, and a scale for every row of it."""
     return isinstance(weight, QuantizedWeight) and weight.scheme.block_columns == 0 and len(weight.shape) == 2
 
 
 def launch_quantized(
-    x_MK: torch.Tensor,
+    x_MK: Tensor,
     weight: QuantizedWeight,
-    bias_N: torch.Tensor | None,
-    y_MN: torch.Tensor,
+    bias_N: Tensor | None,
+    y_MN: Tensor,
     scratch: SmallBatchScratch,
     rows: NormedRows | None = None,
     gated: bool = False,
-    norm_weight_N: torch.Tensor | None = None,
-    scaled_MN: torch.Tensor | None = None,
+    norm_weight_N: Tensor | None = None,
+    scaled_MN: Tensor | None = None,
     amax: RowAmax | None = None,
 ) -> int:
     """Launch the kernel for this many rows; how many blocks of outputs it was cut into.
@@ -107,40 +108,22 @@ def launch_quantized(
         blocks = quantized_gemv_blocks(size_k, gated, norm_weight_N is not None, quantizes_rows)
         num_blocks = -(-size_n // blocks.block_n)
         quantized_gemv_kernel[(num_blocks,)](
-            *arguments,
-            num_squares,
-            num_amax,
-            eps,
-            BLOCK_N=blocks.block_n,
-            BLOCK_K=blocks.block_k,
-            DEPTH=blocks.depth,
-            num_warps=blocks.num_warps,
-            **flags,
+            *arguments, num_squares, num_amax, eps,
+            BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k, DEPTH=blocks.depth, num_warps=blocks.num_warps, **flags,
             **options,
-        )
+        )  # fmt: skip
         return num_blocks
     splits = 1 if gated else num_k_splits(size_n, size_k, BLOCK_K)
     num_blocks = -(-size_n // SMALL_BATCH_BLOCK_N)
     small_batch_quantized_kernel[(num_blocks, splits)](
-        *arguments,
-        size_k // splits,
-        num_squares,
-        num_amax,
-        eps,
-        EVEN_K=size_k % BLOCK_K == 0,
-        NUM_SPLITS=splits,
-        BLOCK_M=FUSED_DECODE_ROWS,
-        BLOCK_N=SMALL_BATCH_BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        NUM_STAGES=4,
-        num_warps=4,
-        **flags,
-        **options,
-    )
+        *arguments, size_k // splits, num_squares, num_amax, eps,
+        EVEN_K=size_k % BLOCK_K == 0, NUM_SPLITS=splits, BLOCK_M=FUSED_DECODE_ROWS, BLOCK_N=SMALL_BATCH_BLOCK_N,
+        BLOCK_K=BLOCK_K, NUM_STAGES=4, num_warps=4, **flags, **options,
+    )  # fmt: skip
     return num_blocks
 
 
-def quantized_sums_reference(x_MK: torch.Tensor, weight: QuantizedWeight, amax: RowAmax | None) -> torch.Tensor:
+def quantized_sums_reference(x_MK: Tensor, weight: QuantizedWeight, amax: RowAmax | None) -> Tensor:
     """float32 x @ weight.T in plain torch, in the rounding of these kernels: rows times the inverse of their scale."""
     x = x_MK.float()
     scale_M1 = torch.ones(len(x), 1, device=x.device)
@@ -152,7 +135,7 @@ def quantized_sums_reference(x_MK: torch.Tensor, weight: QuantizedWeight, amax: 
     return x @ weight.codes.float().t() * scale_M1 * weight.scales
 
 
-def gate_amax_reference(y_MN: torch.Tensor, weight: QuantizedWeight, scratch: SmallBatchScratch) -> None:
+def gate_amax_reference(y_MN: Tensor, weight: QuantizedWeight, scratch: SmallBatchScratch) -> None:
     """The amax of what a gated product has left, raised in plain torch: the first of each row's places."""
     if not weight.scheme.quantizes_activations:
         return
@@ -163,42 +146,13 @@ def gate_amax_reference(y_MN: torch.Tensor, weight: QuantizedWeight, scratch: Sm
 
 @jit_counting("num_rows")
 def small_batch_quantized_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    p_bias,
-    p_y,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_amax,
-    p_new_amax,
-    p_gate_amax,
-    p_partials,
-    p_arrived,
-    num_rows,
-    size_n,
-    size_k,
-    split_k,
-    num_squares,
-    num_amax,
-    eps,
-    EVEN_K: constexpr,
-    NUM_SPLITS: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    NUM_STAGES: constexpr,
-    HAS_BIAS: constexpr,
-    GATED: constexpr,
-    RESIDUAL: constexpr,
-    DEFERRED_NORM: constexpr,
-    QUANTIZES_ROWS: constexpr,
-    BLOCK_J: constexpr,
-    BLOCK_P: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_codes, p_scales, p_bias, p_y, p_norm_weight, p_scaled, p_squares, p_amax, p_new_amax, p_gate_amax,
+    p_partials, p_arrived,
+    num_rows, size_n, size_k, split_k, num_squares, num_amax, eps,
+    EVEN_K: constexpr, NUM_SPLITS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    NUM_STAGES: constexpr, HAS_BIAS: constexpr, GATED: constexpr, RESIDUAL: constexpr, DEFERRED_NORM: constexpr,
+    QUANTIZES_ROWS: constexpr, BLOCK_J: constexpr, BLOCK_P: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_split = tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)

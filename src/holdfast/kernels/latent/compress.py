@@ -30,8 +30,8 @@ from holdfast.kernels.latent.entry_rows import (
 )
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, bits_of_rope
 from holdfast.kernels.latent.write_latent import LatentNorm
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit,
     jit_counting,
@@ -109,24 +109,7 @@ def _finite(m: torch.Tensor) -> torch.Tensor:
     return torch.where(m == -torch.inf, 0.0, m)
 
 
-def compress_rows(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
-    compressor: Compressor,
-    entries_TD: torch.Tensor,
-) -> None:
-    """Add the rows of a step to their sequences' states; a row that ends a window gets its entry in `entries_TD`, other rows nothing.
-
-    `pooled_TX`: float32, X columns of what is pooled, then X of gates; rows may lie apart. `states_T`: the place of a row's
-    sequence in `state_PK3D`, -1 for padding. The rows of a sequence are neighbours, and their positions rise one by one.
-    """
-    compress = compress_rows_triton if can_run(pooled_TX) else compress_rows_reference
-    compress(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
-
-
-def compress_entries(
+def compress_entries_reference(
     pooled_TX: torch.Tensor,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
@@ -140,38 +123,6 @@ def compress_entries(
 
     `rotary` has of each row the position of its window's first token.
     """
-    compress = compress_entries_triton if can_run(pooled_TX) else compress_entries_reference
-    compress(pooled_TX, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, planes)
-
-
-def compress_index(
-    pooled_TX: torch.Tensor,
-    q_TID: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
-    compressor: Compressor,
-    rotary: Rotary,
-    q_rotary: Rotary,
-    planes: IndexPlanes,
-) -> None:
-    """The same of entries of an index; and the last elements of every row's index heads are rotated in place, by `q_rotary`."""
-    compress = compress_index_triton if can_run(pooled_TX) else compress_index_reference
-    compress(pooled_TX, q_TID, positions_T, slots_T, states_T, state_PK3D, compressor, rotary, q_rotary, planes)
-
-
-def compress_entries_reference(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
-    compressor: Compressor,
-    rotary: Rotary,
-    planes: LatentPlanes,
-) -> None:
-    """The same in plain torch."""
     entries_TD = pooled_TX.new_empty((len(pooled_TX), compressor.dim))
     compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
     kept_T = kept_slots(positions_T, slots_T, states_T, compressor.ratio)
@@ -190,7 +141,7 @@ def compress_index_reference(
     q_rotary: Rotary,
     planes: IndexPlanes,
 ) -> None:
-    """The same in plain torch."""
+    """The same of entries of an index; and the last elements of every row's index heads are rotated in place, by `q_rotary`."""
     entries_TD = pooled_TX.new_empty((len(pooled_TX), compressor.dim))
     compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
     kept_T = kept_slots(positions_T, slots_T, states_T, compressor.ratio)
@@ -211,7 +162,11 @@ def compress_rows_reference(
     compressor: Compressor,
     entries_TD: torch.Tensor,
 ) -> None:
-    """The same in plain torch: a sequence at a time, all of its windows at once."""
+    """Add the rows of a step to their sequences' states; a row that ends a window gets its entry in `entries_TD`, other rows nothing.
+
+    `pooled_TX`: float32, X columns of what is pooled, then X of gates; rows may lie apart. `states_T`: the place of a row's
+    sequence in `state_PK3D`, -1 for padding. The rows of a sequence are neighbours, and their positions rise one by one.
+    """
     _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
     places, counts = torch.unique_consecutive(states_T, return_counts=True)
     row = 0
@@ -289,10 +244,13 @@ def compress_rows_triton(
     compressor: Compressor,
     entries_TD: torch.Tensor,
 ) -> None:
-    """The same as a Triton kernel, of `compress_entries` without its last step."""
+    """`compress_rows` as a Triton kernel, of `compress_entries` without its last step."""
     _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
     step = pooled_TX, positions_T, positions_T, states_T, state_PK3D
     _launch(step, compressor, None, "rows", Target(entries_TD), None, None)
+
+
+compress_rows = operation(reference=compress_rows_reference, triton=compress_rows_triton)
 
 
 def compress_entries_triton(
@@ -305,7 +263,7 @@ def compress_entries_triton(
     rotary: Rotary,
     planes: LatentPlanes,
 ) -> None:
-    """The same as one Triton kernel: a program for every row, which has something to do where a window or its sequence's rows end."""
+    """`compress_entries` as one Triton kernel: a program for every row, which has something to do where a window or its sequence's rows end."""
     dim = planes.latent_dim + planes.rope_dim
     assert compressor.dim == dim, f"{compressor.dim=} for planes of {dim} elements"
     assert rotary.dim == planes.rope_dim, f"{rotary.dim=} for {planes.rope_dim=}"
@@ -313,6 +271,9 @@ def compress_entries_triton(
     target = Target(planes.rows_SX, planes.scales_SC, bits_of_rope(planes))
     step = pooled_TX, positions_T, slots_T, states_T, state_PK3D
     _launch(step, compressor, rotary, planes.kind, target, None, None)
+
+
+compress_entries = operation(reference=compress_entries_reference, triton=compress_entries_triton)
 
 
 def compress_index_triton(
@@ -327,13 +288,16 @@ def compress_index_triton(
     q_rotary: Rotary,
     planes: IndexPlanes,
 ) -> None:
-    """The same as one Triton kernel, with other programs for some index heads of a row each."""
+    """`compress_index` as one Triton kernel, with other programs for some index heads of a row each."""
     rows_SD = planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD
     assert compressor.dim == q_TID.shape[2] == rows_SD.shape[1], f"{compressor.dim=}, {q_TID.shape=}, {rows_SD.shape=}"
     assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
     target, kind = Target(rows_SD, planes.scales_S1), "index" if planes.is_quantized else "plain"
     step = pooled_TX, positions_T, slots_T, states_T, state_PK3D
     _launch(step, compressor, rotary, kind, target, q_TID, q_rotary)
+
+
+compress_index = operation(reference=compress_index_reference, triton=compress_index_triton)
 
 
 class Target(NamedTuple):
@@ -370,39 +334,14 @@ def _launch(
     block_d, block_r = next_power_of_two(dim), next_power_of_two(max(rope_dim, 2))
     heads = min(next_power_of_two(max(num_heads, 1)), max(1, ELEMENTS_PER_PROGRAM // block_r))
     _compress_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
-        pooled_TX,
-        positions_T,
-        slots_T,
-        states_T,
-        state_PK3D,
-        compressor.positions_RX,
-        compressor.weight_D,
-        cosine,
-        sine,
-        q_cosine,
-        q_sine,
-        *target,
-        q_TID,
-        compressor.eps,
-        num_rows,
-        pooled_TX.stride(0),
-        rotary_stride,
-        target.rows.stride(0),
-        *((0, 0) if q_TID is None else q_TID.stride()[:2]),
-        KIND=kind,
-        RATIO=compressor.ratio,
-        OVERLAPPED=compressor.is_overlapped,
-        DIM=dim,
-        ROPE_DIM=rope_dim,
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        BLOCK_D=block_d,
-        BLOCK_R=block_r,
-        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)),
-        PDL=pdl,
-        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)),
-        **pdl_launch(pdl),
-    )
+        pooled_TX, positions_T, slots_T, states_T, state_PK3D, compressor.positions_RX, compressor.weight_D, cosine,
+        sine, q_cosine, q_sine, *target, q_TID, compressor.eps, num_rows, pooled_TX.stride(0), rotary_stride,
+        target.rows.stride(0), *((0, 0) if q_TID is None else q_TID.stride()[:2]),
+        KIND=kind, RATIO=compressor.ratio, OVERLAPPED=compressor.is_overlapped, DIM=dim, ROPE_DIM=rope_dim,
+        NUM_HEADS=num_heads, HEADS=heads, BLOCK_D=block_d, BLOCK_R=block_r,
+        BLOCK_T=min(ROWS, next_power_of_two(compressor.ratio)), PDL=pdl,
+        num_warps=min(8, max(1, block_d // ELEMENTS_PER_WARP)), **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def _tables(rotary: Rotary | None, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
@@ -416,40 +355,11 @@ def _tables(rotary: Rotary | None, dim: int) -> tuple[torch.Tensor | None, torch
 
 @jit_counting("num_rows")
 def _compress_kernel(
-    p_pooled,
-    p_positions,
-    p_slots,
-    p_states,
-    p_state,
-    p_bias,
-    p_norm,
-    p_cosine,
-    p_sine,
-    p_q_cosine,
-    p_q_sine,
-    p_rows,
-    p_scales,
-    p_rope,
-    p_q,
-    eps,
-    num_rows,
-    pooled_stride,
-    rotary_stride,
-    row_stride,
-    q_stride,
-    head_stride,
-    KIND: constexpr,
-    RATIO: constexpr,
-    OVERLAPPED: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    NUM_HEADS: constexpr,
-    HEADS: constexpr,
-    BLOCK_D: constexpr,
-    BLOCK_R: constexpr,
-    BLOCK_T: constexpr,
-    PDL: constexpr,
-):
+    p_pooled, p_positions, p_slots, p_states, p_state, p_bias, p_norm, p_cosine, p_sine, p_q_cosine, p_q_sine, p_rows,
+    p_scales, p_rope, p_q, eps, num_rows, pooled_stride, rotary_stride, row_stride, q_stride, head_stride,
+    KIND: constexpr, RATIO: constexpr, OVERLAPPED: constexpr, DIM: constexpr, ROPE_DIM: constexpr, NUM_HEADS: constexpr,
+    HEADS: constexpr, BLOCK_D: constexpr, BLOCK_R: constexpr, BLOCK_T: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = i_program // NUM_BLOCKS
@@ -461,21 +371,9 @@ def _compress_kernel(
         if NUM_HEADS > 0:
             if is_row:
                 turn_heads(
-                    p_q + i_row.to(tl.int64) * q_stride,
-                    head_stride,
-                    (i_block - 1) * HEADS,
-                    p_q_cosine,
-                    p_q_sine,
-                    i_row.to(tl.int64),
-                    rotary_stride,
-                    1,
-                    NUM_HEADS,
-                    HEADS,
-                    DIM,
-                    ROPE_DIM,
-                    BLOCK_R,
-                    PDL,
-                )
+                    p_q + i_row.to(tl.int64) * q_stride, head_stride, (i_block - 1) * HEADS, p_q_cosine, p_q_sine,
+                    i_row.to(tl.int64), rotary_stride, 1, NUM_HEADS, HEADS, DIM, ROPE_DIM, BLOCK_R, PDL,
+                )  # fmt: skip
             else:
                 wait(PDL)
     else:
@@ -492,33 +390,10 @@ def _compress_kernel(
             if is_last:
                 i_first = _first_row(p_states, i_row, i_place)
             _pool(
-                p_pooled,
-                p_slots,
-                p_state + i_place * ((6 if OVERLAPPED else 3) * DIM),
-                p_bias,
-                p_norm,
-                p_cosine,
-                p_sine,
-                p_rows,
-                p_scales,
-                p_rope,
-                eps,
-                pooled_stride,
-                rotary_stride,
-                row_stride,
-                i_row,
-                i_first,
-                i_position,
-                is_last,
-                KIND,
-                RATIO,
-                OVERLAPPED,
-                DIM,
-                ROPE_DIM,
-                BLOCK_D,
-                BLOCK_T,
-                PDL,
-            )
+                p_pooled, p_slots, p_state + i_place * ((6 if OVERLAPPED else 3) * DIM), p_bias, p_norm, p_cosine,
+                p_sine, p_rows, p_scales, p_rope, eps, pooled_stride, rotary_stride, row_stride, i_row, i_first,
+                i_position, is_last, KIND, RATIO, OVERLAPPED, DIM, ROPE_DIM, BLOCK_D, BLOCK_T, PDL,
+            )  # fmt: skip
         else:
             wait(PDL)
 
@@ -542,33 +417,11 @@ def _first_row(p_states, i_row, i_place):
 
 @jit
 def _pool(
-    p_pooled,
-    p_slots,
-    p_state,
-    p_bias,
-    p_norm,
-    p_cosine,
-    p_sine,
-    p_rows,
-    p_scales,
-    p_rope,
-    eps,
-    pooled_stride,
-    rotary_stride,
-    row_stride,
-    i_row,
-    i_first,
-    i_position,
-    is_last,
-    KIND: constexpr,
-    RATIO: constexpr,
-    OVERLAPPED: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    BLOCK_D: constexpr,
-    BLOCK_T: constexpr,
-    PDL: constexpr,
-):
+    p_pooled, p_slots, p_state, p_bias, p_norm, p_cosine, p_sine, p_rows, p_scales, p_rope, eps, pooled_stride,
+    rotary_stride, row_stride, i_row, i_first, i_position, is_last,
+    KIND: constexpr, RATIO: constexpr, OVERLAPPED: constexpr, DIM: constexpr, ROPE_DIM: constexpr, BLOCK_D: constexpr,
+    BLOCK_T: constexpr, PDL: constexpr,
+):  # fmt: skip
     """Some windows of the rows from `i_first` to `i_row` of a sequence: those at both ends that need a state or leave one."""
     # Windows of a sequence: those that a state reaches into; the last; and the one before it, where it has a share in it.
     HEAD: constexpr = 2 if OVERLAPPED else 1

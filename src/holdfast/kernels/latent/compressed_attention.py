@@ -1,28 +1,26 @@
-"""Compressed attention (DeepSeek-V4): a window of tokens and entries in one softmax with a sink, outputs rotated back; rows of pages are gathered in the kernel.
+"""Compressed attention (DeepSeek-V4): window tokens and compressed entries in one softmax with a sink, outputs rotated back.
 
-T rows, N query heads, D head dim, R rotated elements, K entries that a row attends to at the most, C split-KV partials
+T rows, N query heads, D head dim, R rotated elements, K entries of a list, C split-KV partials
 
-A token or an entry is one row of D elements that is key and value of all heads: a tile of them serves both products. A program
+A token or an entry is one row of D elements that is key and value of all heads, so one load serves both products. A program
 has one row, one block of heads and one split of the row's places (compressed_scopes.py). The last R elements of outputs are
-rotated back by the row's own position before anything is written: a merge of partials changes nothing about it.
+rotated back by the row's position before they are written, so a merge need not.
 """
 
 import torch
 
-from holdfast.kernels.attention.split_kv import LOG2_E, add_sinks, finite_max
-from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.attention.split_kv import add_sinks, finite_max
 from holdfast.kernels.fp8 import e4m3_value, e8m0_bits
 from holdfast.kernels.latent.compressed_scopes import (
-    CompressedRows,
+    CompressedCall,
     Scopes,
     choose_splits,
-    list_length,
     merge_scopes,
     row_places,
     split_size,
 )
 from holdfast.kernels.latent.compressed_warpgroups import attend_warpgroups, takes_warpgroups
-from holdfast.kernels.latent.latent_geometry import head_blocks, tile_height
+from holdfast.kernels.latent.latent_geometry import tile_height
 from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, read_latents
 from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.triton_compat import (
@@ -44,42 +42,19 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
-def compressed_attention(
-    q_TND: torch.Tensor,
-    scopes: Scopes,
-    rows: CompressedRows,
-    sinks_N: torch.Tensor,
-    rotary: Rotary,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TND: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """[T, N, D]: softmax over window, entries and the sink of each head, rotated back; zeros in padded rows.
+def compressed_attention(call: CompressedCall) -> torch.Tensor:
+    """Attend each row to its window, its entries and the sink of each head: [T, N, D], rotated back; zeros in padded rows.
 
-    `sinks_N` is float32. Partials: as many rows times heads as `compressed_splits` of the step's rows asks for; outputs in float16,
-    or in float32 where queries are.
+    Partials hold the rows times heads of `compressed_splits`.
     """
-    attend = compressed_attention_triton if can_run(q_TND) or is_interpreted() else compressed_attention_reference
-    return attend(q_TND, scopes, rows, sinks_N, rotary, scale, partial_out_CX, partial_lse_CH, out_TND, num_sms)
+    is_compiled = can_run(call.q_TND) or is_interpreted()
+    return compressed_attention_triton(call) if is_compiled else compressed_attention_reference(call)
 
 
-def compressed_attention_reference(
-    q_TND: torch.Tensor,
-    scopes: Scopes,
-    rows: CompressedRows,
-    sinks_N: torch.Tensor,
-    rotary: Rotary,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TND: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """The same in plain torch, a row at a time, without splits. Places of a list that name no entry of the row weigh nothing."""
-    num_rows, rope_dim = len(q_TND), scopes.window.rope_dim
-    table_rows, positions = rows.table_rows_T[:num_rows].tolist(), rows.positions_T[:num_rows].tolist()
+def compressed_attention_reference(call: CompressedCall) -> torch.Tensor:
+    """Like `compressed_attention` in plain torch, one row at a time, without splits. Places that name no entry are ignored."""
+    q_TND, scopes, out_TND, rope_dim = call.q_TND, call.scopes, call.out_TND, call.scopes.window.rope_dim
+    table_rows, positions = (tensor[: len(q_TND)].tolist() for tensor in call.rows)
     for row, (table_row, position) in enumerate(zip(table_rows, positions, strict=True)):
         if position < 0:
             out_TND[row] = 0
@@ -92,10 +67,10 @@ def compressed_attention_reference(
             entry_S = _seen_entries(scopes, row, (position + 1) // scopes.ratio)
             entries_SD = _read_places(scopes.entries, scopes.entries_table_NP[table_row], entry_S)
             rows_SD = torch.cat((rows_SD, entries_SD))
-        scores_NS = q_TND[row].float() @ rows_SD.T * scale
-        weights_NS = torch.cat((scores_NS, sinks_N.float().unsqueeze(1)), dim=1).softmax(-1)[:, :-1]
+        scores_NS = q_TND[row].float() @ rows_SD.T * call.scale
+        weights_NS = torch.cat((scores_NS, call.sinks_N.float().unsqueeze(1)), dim=1).softmax(-1)[:, :-1]
         out_ND = weights_NS @ rows_SD
-        back = rotary.at(slice(row, row + 1)).back()
+        back = call.rotary.at(slice(row, row + 1)).back()
         out_ND[:, -rope_dim:] = rotate_neighbours(out_ND[None, :, -rope_dim:], back)[0]
         out_TND[row] = out_ND.to(out_TND.dtype)
     return out_TND
@@ -114,111 +89,45 @@ def _read_places(planes: LatentPlanes, pages_P: torch.Tensor, place_S: torch.Ten
     return read_latents(planes, slot_S, torch.float32)
 
 
-def compressed_attention_triton(
-    q_TND: torch.Tensor,
-    scopes: Scopes,
-    rows: CompressedRows,
-    sinks_N: torch.Tensor,
-    rotary: Rotary,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TND: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """The same by kernels."""
-    if len(q_TND) == 0:
-        return out_TND
-    num_splits = choose_splits(q_TND, partial_lse_CH, num_sms)
-    attend = attend_warpgroups if takes_warpgroups(q_TND, scopes) else _attend_plain
-    attend(q_TND, scopes, rows, sinks_N, rotary, scale, num_splits, partial_out_CX, partial_lse_CH, out_TND)
+def compressed_attention_triton(call: CompressedCall) -> torch.Tensor:
+    """Like `compressed_attention` with Triton or Gluon kernels."""
+    if len(call.q_TND) == 0:
+        return call.out_TND
+    num_splits = choose_splits(call)
+    attend = attend_warpgroups if takes_warpgroups(call) else _attend_plain
+    attend(call, num_splits)
     if num_splits > 1:
-        merge_scopes(scopes, rows, num_splits, sinks_N, partial_out_CX, partial_lse_CH, out_TND)
-    return out_TND
+        merge_scopes(call, num_splits)
+    return call.out_TND
 
 
-def _attend_plain(
-    q_TND: torch.Tensor,
-    scopes: Scopes,
-    rows: CompressedRows,
-    sinks_N: torch.Tensor,
-    rotary: Rotary,
-    scale: float,
-    num_splits: int,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TND: torch.Tensor,
-) -> None:
-    """All tiles of a step, without the merge of their partials, in Triton for any GPU and any sizes."""
-    (num_rows, num_heads, head_dim), window = q_TND.shape, scopes.window
-    entries = window if scopes.entries is None else scopes.entries
-    entries_table_NP = scopes.window_table_NP if scopes.entries_table_NP is None else scopes.entries_table_NP
-    selected_TK = rows.table_rows_T if scopes.selected_TK is None else scopes.selected_TK
-    block_d, (num_blocks, group) = max(16, next_power_of_two(head_dim)), head_blocks(num_heads)
-    height, pdl = tile_height(num_heads, large=False), supports_pdl(q_TND)
+def _attend_plain(call: CompressedCall, num_splits: int) -> None:
+    """Launch all tiles of a step without the merge, in Triton for any GPU and any sizes."""
+    q_TND, window, entries, constants = call.q_TND, call.scopes.window, call.entries, call.constants()
+    num_rows, num_heads, head_dim = q_TND.shape
+    block_d, height, pdl = (
+        max(16, next_power_of_two(head_dim)),
+        tile_height(num_heads, large=False),
+        supports_pdl(q_TND),
+    )
     room = shared_bytes(q_TND) - height * block_d * q_TND.element_size()
     block_n = 32 if room >= 3 * 32 * block_d * q_TND.element_size() else 16
-    _attend_kernel[(num_rows * num_blocks, num_splits)](
-        q_TND,
-        window.rows_SX,
-        window.scales_SC,
-        bits_of_rope(window),
-        entries.rows_SX,
-        entries.scales_SC,
-        bits_of_rope(entries),
-        scopes.window_table_NP,
-        entries_table_NP,
-        selected_TK,
-        rows.table_rows_T,
-        rows.positions_T,
-        sinks_N,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        out_TND,
-        partial_out_CX,
-        partial_lse_CH,
-        scopes.window_table_NP.stride(0),
-        entries_table_NP.stride(0),
-        selected_TK.stride(0),
-        rotary.cos_TP.stride(0),
-        list_length(scopes),
-        scale * LOG2_E,
-        WINDOW=scopes.window_size,
-        RATIO=scopes.ratio,
-        LISTED=scopes.selected_TK is not None,
-        KIND=window.kind,
-        NUM_HEADS=num_heads,
-        NUM_BLOCKS=num_blocks,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        ROPE_DIM=window.rope_dim,
-        NUM_SCALES=0 if window.scales_SC is None else window.scales_SC.shape[1],
-        WINDOW_PAGE=window.page_tokens,
-        ENTRIES_PAGE=entries.page_tokens,
-        BLOCK_M=height,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        PDL=pdl,
-        num_warps=8 if height >= 32 else 4,
-        **pdl_launch(pdl),
-    )
+    planes = (window.rows_SX, window.scales_SC, bits_of_rope(window))
+    planes += (entries.rows_SX, entries.scales_SC, bits_of_rope(entries))
+    _attend_kernel[(num_rows * constants["NUM_BLOCKS"], num_splits)](
+        q_TND, *planes, *call.arguments(), **constants, KIND=window.kind, HEAD_DIM=head_dim, ROPE_DIM=window.rope_dim,
+        NUM_SCALES=0 if window.scales_SC is None else window.scales_SC.shape[1], BLOCK_M=height, BLOCK_N=block_n,
+        BLOCK_D=block_d, PDL=pdl, num_warps=8 if height >= 32 else 4, **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 @jit
 def _load_tile(
-    p_rows,
-    p_scales,
-    p_turned,
-    o_slot,
-    m_n,
-    KIND: constexpr,
-    HEAD_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    NUM_SCALES: constexpr,
-    BLOCK_D: constexpr,
+    p_rows, p_scales, p_turned, o_slot, m_n,
+    KIND: constexpr, HEAD_DIM: constexpr, ROPE_DIM: constexpr, NUM_SCALES: constexpr, BLOCK_D: constexpr,
     DTYPE: constexpr,
-):
-    """[N, D]: rows of pages that are of one scope, as operands; zeros where there is no place."""
+):  # fmt: skip
+    """[N, D]: load rows of one scope as operands; zeros without a place."""
     NOPE_DIM: constexpr = HEAD_DIM - ROPE_DIM
     o_d = tl.arange(0, BLOCK_D)
     if KIND == "turboquant":
@@ -245,7 +154,7 @@ def _load_tile(
         p_n = p_rows + (o_slot * ROW_BYTES)[:, None]
         b_code = tl.load(p_n + o_d[None, :], mask=m_nope, other=0).to(tl.int32)
         b_scale = tl.load(p_scales + (o_slot * NUM_SCALES)[:, None] + o_d[None, :] // 64, mask=m_nope, other=0)
-        # By halves: a byte pointer is no pointer to bfloat16 in the interpreter.
+        # Byte by byte: the interpreter cannot cast a byte pointer to bfloat16.
         p_rope = p_n + (2 * o_d - NOPE_DIM)[None, :]
         b_rope = tl.load(p_rope, mask=m_rope, other=0).to(tl.int32)
         b_rope = b_rope | tl.load(p_rope + 1, mask=m_rope, other=0).to(tl.int32) << 8
@@ -262,7 +171,7 @@ def _load_tile(
 
 @jit
 def _rotate_back(b_x, p_cos, p_sin, ROPE_DIM: constexpr, NOPE_DIM: constexpr):
-    """The last elements of heads turned back, neighbours together: by cos and -sin of one row."""
+    """Rotate the last elements of heads back, by pairs of neighbours: cos and -sin of one row."""
     BLOCK_M: constexpr = b_x.shape[0]
     BLOCK_D: constexpr = b_x.shape[1]
     o_pair = tl.arange(0, BLOCK_D // 2) - NOPE_DIM // 2
@@ -276,49 +185,16 @@ def _rotate_back(b_x, p_cos, p_sin, ROPE_DIM: constexpr, NOPE_DIM: constexpr):
 
 @jit_counting("num_listed")
 def _attend_kernel(
-    p_q,
-    p_window,
-    p_window_scales,
-    p_window_rope,
-    p_entries,
-    p_entries_scales,
-    p_entries_rope,
-    p_window_pages,
-    p_entries_pages,
-    p_selected,
-    p_table_rows,
-    p_positions,
-    p_sinks,
-    p_cos,
-    p_sin,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    window_stride,
-    entries_stride,
-    selected_stride,
-    rotary_stride,
-    num_listed,
-    scale_log2,
-    WINDOW: constexpr,
-    RATIO: constexpr,
-    LISTED: constexpr,
-    KIND: constexpr,
-    NUM_HEADS: constexpr,
-    NUM_BLOCKS: constexpr,
-    GROUP: constexpr,
-    HEAD_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    NUM_SCALES: constexpr,
-    WINDOW_PAGE: constexpr,
-    ENTRIES_PAGE: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_D: constexpr,
+    p_q, p_window, p_window_scales, p_window_rope, p_entries, p_entries_scales, p_entries_rope, p_window_pages,
+    p_entries_pages, p_selected, p_table_rows, p_positions, p_sinks, p_cos, p_sin, p_out, p_partial_out, p_partial_lse,
+    window_stride, entries_stride, selected_stride, rotary_stride, num_listed, scale_log2,
+    WINDOW: constexpr, RATIO: constexpr, LISTED: constexpr, KIND: constexpr, NUM_HEADS: constexpr,
+    NUM_BLOCKS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, ROPE_DIM: constexpr, NUM_SCALES: constexpr,
+    WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     DTYPE: constexpr = p_q.dtype.element_ty
-    # Blocks of heads of a row come one after the other, so that all but the first find its rows in the cache.
+    # Blocks of heads of a row run one after the other, so all but the first find its rows in the cache.
     i_row = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
     i_split = tl.program_id(1)
     num_splits = tl.num_programs(1)
@@ -330,14 +206,14 @@ def _attend_kernel(
     m_out = m_m[:, None] & (o_d < HEAD_DIM)[None, :]
     o_q = ((i_row * NUM_HEADS + o_head) * HEAD_DIM)[:, None] + o_d[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()  # lists, queries and rows of pages come from kernels before
+        tl.extra.cuda.gdc_wait()  # earlier kernels write lists, queries and rows of pages
     position = tl.load(p_positions + i_row)
     num_window, num_entries, num_places = row_places(position, num_listed, WINDOW, RATIO, LISTED)
     size = split_size(num_places, num_splits)
     low = i_split * size
     high = tl.minimum(low + size, num_places)
     if low >= high:
-        # Padding, or more splits than places: whoever is merged knows how many there are.
+        # Padding, or more splits than places: the merge computes how many there are.
         if (num_splits == 1) & (position < 0):
             tl.store(p_out + o_q, tl.zeros((BLOCK_M, BLOCK_D), tl.float32).to(p_out.dtype.element_ty), mask=m_out)
         return
@@ -360,18 +236,9 @@ def _attend_kernel(
         b_page = tl.load(p_window_row + b_token // WINDOW_PAGE, mask=m_window, other=0).to(tl.int64)
         o_slot = tl.maximum(b_page, 0) * WINDOW_PAGE + b_token % WINDOW_PAGE
         b_k = _load_tile(
-            p_window,
-            p_window_scales,
-            p_window_rope,
-            o_slot,
-            m_window,
-            KIND,
-            HEAD_DIM,
-            ROPE_DIM,
-            NUM_SCALES,
-            BLOCK_D,
+            p_window, p_window_scales, p_window_rope, o_slot, m_window, KIND, HEAD_DIM, ROPE_DIM, NUM_SCALES, BLOCK_D,
             DTYPE,
-        )
+        )  # fmt: skip
         m_seen = m_window
         if RATIO > 0:
             m_entry = m_n & (o_place < num_taken)
@@ -383,18 +250,9 @@ def _attend_kernel(
             b_page = tl.load(p_entries_row + b_entry // ENTRIES_PAGE, mask=m_entry, other=0).to(tl.int64)
             o_slot = tl.maximum(b_page, 0) * ENTRIES_PAGE + b_entry % ENTRIES_PAGE
             b_e = _load_tile(
-                p_entries,
-                p_entries_scales,
-                p_entries_rope,
-                o_slot,
-                m_entry,
-                KIND,
-                HEAD_DIM,
-                ROPE_DIM,
-                NUM_SCALES,
-                BLOCK_D,
-                DTYPE,
-            )
+                p_entries, p_entries_scales, p_entries_rope, o_slot, m_entry, KIND, HEAD_DIM, ROPE_DIM, NUM_SCALES,
+                BLOCK_D, DTYPE,
+            )  # fmt: skip
             b_k = tl.where(m_window[:, None], b_k, b_e)
             m_seen = m_window | m_entry
         b_score = tl.dot(b_q, tl.trans(b_k)) * scale_log2
@@ -417,11 +275,10 @@ def _attend_kernel(
         tl.store(p_out + o_q, b_out.to(p_out.dtype.element_ty), mask=m_out)
     else:
         o_partial = (i_row * num_splits + i_split) * NUM_HEADS + o_head
-        b_out = (
-            b_out if p_partial_out.dtype.element_ty == tl.float32 else tl.minimum(tl.maximum(b_out, -65504.0), 65504.0)
-        )
+        if p_partial_out.dtype.element_ty != tl.float32:
+            b_out = tl.minimum(tl.maximum(b_out, -65504.0), 65504.0)
         p_partial = p_partial_out + (o_partial * HEAD_DIM)[:, None] + o_d[None, :]
         tl.store(p_partial, b_out.to(p_partial_out.dtype.element_ty), mask=m_out)
         tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would take places beside these
+        tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would run beside these

@@ -71,15 +71,9 @@ def load_pages(p_window_row, p_entries_row, b_name, RATIO: constexpr, WINDOW_PAG
 
 @gluon_jit
 def find_rows(
-    p_window,
-    p_entries,
-    b_page,
-    b_name,
-    width,
-    RATIO: constexpr,
-    WINDOW_PAGE: constexpr,
-    ENTRIES_PAGE: constexpr,
-):
+    p_window, p_entries, b_page, b_name, width,
+    RATIO: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr,
+):  # fmt: skip
     """Pointers to rows that are `width` wide; to the first where there is nothing."""
     b_index = _index_of(b_name)
     o_page = gl.maximum(b_page, 0).to(gl.int64)
@@ -100,27 +94,10 @@ def _behind_first(b_values):
 
 @gluon_jit
 def gather_plain(
-    p_window,
-    p_entries,
-    p_window_row,
-    p_entries_row,
-    p_listed,
-    low,
-    high,
-    num_taken,
-    first,
-    num_entries,
-    num_listed,
-    is_listed,
-    s_rows,
-    s_seen,
-    filled,
-    freed,
-    RATIO: constexpr,
-    LISTED: constexpr,
-    WINDOW_PAGE: constexpr,
-    ENTRIES_PAGE: constexpr,
-):
+    p_window, p_entries, p_window_row, p_entries_row, p_listed, low, high, num_taken, first, num_entries, num_listed,
+    is_listed, s_rows, s_seen, filled, freed,
+    RATIO: constexpr, LISTED: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr,
+):  # fmt: skip
     """Blocks of plain rows of places `low` to `high`."""
     RING: constexpr = s_rows.shape[0]
     TOKENS: constexpr = s_rows.shape[1]
@@ -185,29 +162,10 @@ def _scaled_codes(b_words, b_scale):
 
 @gluon_jit
 def gather_codes(
-    p_window,
-    p_window_scales,
-    p_entries,
-    p_entries_scales,
-    p_window_row,
-    p_entries_row,
-    p_listed,
-    low,
-    high,
-    num_taken,
-    first,
-    num_entries,
-    num_listed,
-    is_listed,
-    s_rows,
-    s_seen,
-    filled,
-    freed,
-    RATIO: constexpr,
-    LISTED: constexpr,
-    WINDOW_PAGE: constexpr,
-    ENTRIES_PAGE: constexpr,
-):
+    p_window, p_window_scales, p_entries, p_entries_scales, p_window_row, p_entries_row, p_listed, low, high, num_taken,
+    first, num_entries, num_listed, is_listed, s_rows, s_seen, filled, freed,
+    RATIO: constexpr, LISTED: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr,
+):  # fmt: skip
     """The same of rows of fp8_ds_v4, all of them words of 4 bytes: narrower numbers would be carried in a register each.
 
     A panel of the next step is asked for where this step's has been taken apart: in its registers.

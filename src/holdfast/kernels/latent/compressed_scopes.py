@@ -1,20 +1,21 @@
-"""What kernels of compressed attention (DeepSeek-V4) share: the two scopes of a row, their splits, the merge of partials with sinks.
+"""Scopes of compressed attention (DeepSeek-V4): what a row sees, its splits, the call value, the merge of partials with sinks.
 
-T rows, N query heads, D head dim, R rotated elements, K entries that a row attends to at the most, C split-KV partials
+T rows, N query heads, D head dim, R rotated elements, K entries of a list, C split-KV partials
 
-A row at position p sees the newest tokens of a window, its own included, and the entries that end at its own token or before it:
-all (p + 1) // ratio of them, or those that a list names where there are more than K. Both scopes are one row of places,
-entries first, and a split has some neighbours of them. All of it follows from a position: nothing is planned by the host, and the number of
-splits follows from the number of rows, so that a graph serves rows of any length.
+A row at position p sees the newest tokens of a window, its own included, and the compressed entries that end at or before its
+token. These are all (p + 1) // ratio of them, or those of a list if there are more than K. Both scopes form one row of places,
+entries first, and a split is a range of places. All of it follows from the position, so the host plans nothing. The number of
+splits depends on the number of rows, so one graph serves rows of any length.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from holdfast.kernels.attention.split_kv import add_sinks, finite_max, merge_head
+from holdfast.kernels.attention.split_kv import LOG2_E, add_sinks, finite_max, merge_head
+from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.geometry import BLOCK_TOKENS
-from holdfast.kernels.latent.latent_geometry import compressed_splits
+from holdfast.kernels.latent.latent_geometry import compressed_splits, head_blocks
 from holdfast.kernels.latent.latent_planes import LatentPlanes
 from holdfast.kernels.latent.latent_tiles import MERGED_COLUMNS, row_form
 from holdfast.kernels.triton_compat import (
@@ -33,16 +34,16 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
 
 SPREAD_SPLITS, MERGED_SPLITS, MERGED_HEADS = 32, 4, 4
-"""That a program of a merge takes side by side: splits of one head of few rows, splits and heads of many."""
+"""What a program of a merge loads at once: splits of one head for few rows, splits and heads for many."""
 SPLIT_UNIT = kernel_constant(BLOCK_TOKENS)
-"""Places that splits are multiples of: a block of the kernels that are made for it."""
+"""Splits are multiples of so many places: one block of the Hopper kernel."""
 
 
 class CompressedRows(NamedTuple):
-    """The rows of a step on the device, in memory that stays where it is."""
+    """The rows of a step on the device, at fixed addresses."""
 
     table_rows_T: torch.Tensor
-    """int32: the row of the page tables of each row's sequence."""
+    """int32: the page table row of each row's sequence."""
     positions_T: torch.Tensor
     """int32: the row's own; -1: padding, whose output is zeros."""
 
@@ -58,64 +59,85 @@ class Scopes(NamedTuple):
     entries: LatentPlanes | None = None
     entries_table_NP: torch.Tensor | None = None
     selected_TK: torch.Tensor | None = None
-    """int32: entries of every row that sees more than K of them, -1 for none; None: all are attended to."""
+    """int32: entries of every row that sees more than K of them, -1 for none; None: rows attend to all."""
+
+    @property
+    def list_length(self) -> int:
+        """K; 0 if rows attend to all entries."""
+        return 0 if self.selected_TK is None else self.selected_TK.shape[1]
 
 
-def choose_splits(q_TND: torch.Tensor, partial_lse_CH: torch.Tensor, num_sms: int) -> int:
-    """`compressed_splits` of these queries, for which there must be room."""
-    num_rows, num_heads, _ = q_TND.shape
-    num_splits = compressed_splits(num_rows, num_heads, num_sms)
-    needed, there = num_rows * num_heads * num_splits, partial_lse_CH.numel()
-    assert num_splits == 1 or needed <= there, f"{needed} partials of rows and heads, and room for {there}"
+class CompressedCall(NamedTuple):
+    """What one launch of compressed attention reads and writes."""
+
+    q_TND: torch.Tensor
+    scopes: Scopes
+    rows: CompressedRows
+    sinks_N: torch.Tensor
+    """float32."""
+    rotary: Rotary
+    scale: float
+    partial_out_CX: torch.Tensor
+    """float16, or float32 if queries are."""
+    partial_lse_CH: torch.Tensor
+    out_TND: torch.Tensor
+    num_sms: int
+
+    @property
+    def entries(self) -> LatentPlanes:
+        """The planes of entries, or of the window if the layer has none."""
+        return self.scopes.window if self.scopes.entries is None else self.scopes.entries
+
+    def arguments(self) -> tuple[torch.Tensor | float, ...]:
+        """Return the arguments that follow the planes in every kernel; unused tensors are replaced by others."""
+        scopes, rotary = self.scopes, self.rotary
+        table_NP = scopes.window_table_NP
+        entries_NP = table_NP if scopes.entries_table_NP is None else scopes.entries_table_NP
+        selected_TK = entries_NP if scopes.selected_TK is None else scopes.selected_TK
+        tensors = (table_NP, entries_NP, selected_TK, *self.rows, self.sinks_N, rotary.cos_TP, rotary.sin_TP)
+        strides = (table_NP.stride(0), entries_NP.stride(0), selected_TK.stride(0), rotary.cos_TP.stride(0))
+        results = (self.out_TND, self.partial_out_CX, self.partial_lse_CH)
+        return *tensors, *results, *strides, scopes.list_length, self.scale * LOG2_E
+
+    def constants(self) -> dict[str, int]:
+        """Return the constants that all kernels share."""
+        scopes, num_heads = self.scopes, self.q_TND.shape[1]
+        num_blocks, group = head_blocks(num_heads)
+        return {
+            "WINDOW": scopes.window_size, "RATIO": scopes.ratio, "LISTED": scopes.selected_TK is not None,
+            "NUM_HEADS": num_heads, "NUM_BLOCKS": num_blocks, "GROUP": group, "WINDOW_PAGE": scopes.window.page_tokens,
+            "ENTRIES_PAGE": self.entries.page_tokens,
+        }  # fmt: skip
+
+
+def choose_splits(call: CompressedCall) -> int:
+    """Return `compressed_splits` of these queries; the partials must hold them."""
+    num_rows, num_heads, _ = call.q_TND.shape
+    num_splits = compressed_splits(num_rows, num_heads, call.num_sms)
+    needed, held = num_rows * num_heads * num_splits, call.partial_lse_CH.numel()
+    assert num_splits == 1 or needed <= held, f"{needed} partials of rows and heads, room for {held}"
     return num_splits
 
 
-def merge_scopes(
-    scopes: Scopes,
-    rows: CompressedRows,
-    num_splits: int,
-    sinks_N: torch.Tensor,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TND: torch.Tensor,
-) -> None:
-    """Every row from the partials of its splits and the sinks; zeros in padded rows."""
-    num_rows, num_heads, head_dim = out_TND.shape
-    pdl, is_spread = supports_pdl(out_TND), row_form(num_rows).merges_side_by_side
-    # Few rows have many splits: a program takes some columns of one head. Else several heads, with a few splits side by side.
+def merge_scopes(call: CompressedCall, num_splits: int) -> None:
+    """Merge every row from the partials of its splits and the sinks; zeros in padded rows."""
+    (num_rows, num_heads, head_dim), scopes = call.out_TND.shape, call.scopes
+    pdl, is_spread = supports_pdl(call.out_TND), row_form(num_rows).merges_side_by_side
+    # Few rows have many splits: a program takes some columns of one head. Else several heads, a few splits at once.
     heads = 1 if is_spread else min(MERGED_HEADS, next_power_of_two(num_heads))
     columns = min(head_dim & -head_dim, MERGED_COLUMNS) if is_spread else head_dim
     _merge_kernel[(num_rows, -(-num_heads // heads), head_dim // columns)](
-        out_TND,
-        partial_out_CX,
-        partial_lse_CH,
-        sinks_N,
-        rows.positions_T,
-        list_length(scopes),
-        num_splits,
-        WINDOW=scopes.window_size,
-        RATIO=scopes.ratio,
-        LISTED=scopes.selected_TK is not None,
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        SPREAD=is_spread,
-        BLOCK_S=SPREAD_SPLITS if is_spread else MERGED_SPLITS,
-        BLOCK_D=next_power_of_two(columns),
-        PDL=pdl,
-        num_warps=4,
+        call.out_TND, call.partial_out_CX, call.partial_lse_CH, call.sinks_N, call.rows.positions_T, scopes.list_length,
+        num_splits, WINDOW=scopes.window_size, RATIO=scopes.ratio, LISTED=scopes.selected_TK is not None,
+        NUM_HEADS=num_heads, HEADS=heads, HEAD_DIM=head_dim, SPREAD=is_spread,
+        BLOCK_S=SPREAD_SPLITS if is_spread else MERGED_SPLITS, BLOCK_D=next_power_of_two(columns), PDL=pdl, num_warps=4,
         **pdl_launch(pdl),
-    )
-
-
-def list_length(scopes: Scopes) -> int:
-    """K, or 0 where rows attend to all entries."""
-    return 0 if scopes.selected_TK is None else scopes.selected_TK.shape[1]
+    )  # fmt: skip
 
 
 @jit
 def row_places(position, num_listed, WINDOW: constexpr, RATIO: constexpr, LISTED: constexpr):
-    """Tokens of the window, entries that a row sees, and places of both scopes; none of a padded row."""
+    """Numbers of window tokens, of entries that a row sees, and of places; zeros for a padded row."""
     num_window = tl.maximum(tl.minimum(position + 1, WINDOW), 0)
     num_entries = num_window * 0
     num_places = num_window
@@ -130,30 +152,16 @@ def row_places(position, num_listed, WINDOW: constexpr, RATIO: constexpr, LISTED
 
 @jit
 def split_size(num_places, num_splits):
-    """Places of every split of a row but the last one that has any."""
+    """Places of each split but the last that has any."""
     return ((num_places + num_splits - 1) // num_splits + SPLIT_UNIT - 1) // SPLIT_UNIT * SPLIT_UNIT
 
 
 @jit_counting("num_splits", "num_listed")
 def _merge_kernel(
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_sinks,
-    p_positions,
-    num_listed,
-    num_splits,
-    WINDOW: constexpr,
-    RATIO: constexpr,
-    LISTED: constexpr,
-    NUM_HEADS: constexpr,
-    HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    SPREAD: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_D: constexpr,
-    PDL: constexpr,
-):
+    p_out, p_partial_out, p_partial_lse, p_sinks, p_positions, num_listed, num_splits,
+    WINDOW: constexpr, RATIO: constexpr, LISTED: constexpr, NUM_HEADS: constexpr, HEADS: constexpr, HEAD_DIM: constexpr,
+    SPREAD: constexpr, BLOCK_S: constexpr, BLOCK_D: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     first_column = tl.program_id(2) * BLOCK_D
@@ -163,55 +171,29 @@ def _merge_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     _, _, num_places = row_places(tl.load(p_positions + i_row), num_listed, WINDOW, RATIO, LISTED)
     size = tl.maximum(split_size(num_places, num_splits), 1)
-    num_used = (num_places + size - 1) // size  # splits behind the last place have written nothing
+    num_used = (num_places + size - 1) // size  # later splits have written nothing
     if PDL:
         tl.extra.cuda.gdc_wait()
     if SPREAD:
         b_out = merge_head(
-            p_partial_out + first_column,
-            p_partial_lse,
-            p_sinks,
-            i_row * num_splits,
-            num_used,
-            tl.program_id(1),
-            NUM_HEADS,
-            HEAD_DIM,
-            BLOCK_S,
-            BLOCK_D,
-        )[None, :]
+            p_partial_out + first_column, p_partial_lse, p_sinks, i_row * num_splits, num_used, tl.program_id(1),
+            NUM_HEADS, HEAD_DIM, BLOCK_S, BLOCK_D,
+        )[None, :]  # fmt: skip
     else:
         b_out = _merge_some(
-            p_partial_out,
-            p_partial_lse,
-            p_sinks,
-            i_row * num_splits,
-            num_used,
-            o_head,
-            m_out,
-            NUM_HEADS,
-            HEAD_DIM,
-            BLOCK_S,
-            o_d,
-        )
+            p_partial_out, p_partial_lse, p_sinks, i_row * num_splits, num_used, o_head, m_out, NUM_HEADS, HEAD_DIM,
+            BLOCK_S, o_d,
+        )  # fmt: skip
     p_y = p_out + ((i_row * NUM_HEADS + o_head) * HEAD_DIM)[:, None] + o_d[None, :]
     tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
 @jit
 def _merge_some(
-    p_partial_out,
-    p_partial_lse,
-    p_sinks,
-    first_partial,
-    num_splits,
-    o_head,
-    m_out,
-    NUM_HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    BLOCK_S: constexpr,
-    o_d,
-):
-    """[heads, D]: `merge_heads` with a few splits on their way at once."""
+    p_partial_out, p_partial_lse, p_sinks, first_partial, num_splits, o_head, m_out, NUM_HEADS: constexpr,
+    HEAD_DIM: constexpr, BLOCK_S: constexpr, o_d,
+):  # fmt: skip
+    """[heads, D]: like `merge_heads`, with a few splits in flight at once."""
     m_head = o_head < NUM_HEADS
     b_acc = tl.zeros(m_out.shape, dtype=tl.float32)
     b_m = tl.full(o_head.shape, -float("inf"), dtype=tl.float32)
@@ -221,11 +203,11 @@ def _merge_some(
         b_part = ()
         b_m_new = b_m
         for i in tl.static_range(BLOCK_S):
-            is_there = first + i < num_splits
+            is_used = first + i < num_splits
             o_partial = (first_partial + first + i) * NUM_HEADS + o_head
-            b_one = tl.load(p_partial_lse + o_partial, mask=m_head & is_there, other=-float("inf"))
+            b_one = tl.load(p_partial_lse + o_partial, mask=m_head & is_used, other=-float("inf"))
             p_part = p_partial_out + (o_partial * HEAD_DIM)[:, None] + o_d[None, :]
-            b_part = b_part + (tl.load(p_part, mask=m_out & is_there, other=0.0).to(tl.float32),)
+            b_part = b_part + (tl.load(p_part, mask=m_out & is_used, other=0.0).to(tl.float32),)
             b_lse = b_lse + (b_one,)
             b_m_new = tl.maximum(b_m_new, b_one)
         b_m_safe = finite_max(b_m_new)

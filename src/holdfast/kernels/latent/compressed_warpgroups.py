@@ -1,23 +1,21 @@
-"""Compressed attention (DeepSeek-V4) for tiles of up to 64 heads on a Hopper: warps gather, warpgroups multiply, in Gluon.
+"""Compressed attention (DeepSeek-V4) on Hopper for tiles of up to 64 heads: warps gather, two warpgroups multiply (wgmma), in Gluon.
 
 T rows, N query heads, D head dim, C split-KV partials; M heads of a tile, N tokens of a block
 
-A program has one row, one block of heads and one split of the row's places. Four of its warps gather rows and take codes apart
-(compressed_gather.py), two blocks of 64 tokens ahead at the most; two warpgroups multiply, as those of gathered_tiles.py do: each
-has half of the tokens of a block for scores, and half of the columns for outputs. A block is key and value in one.
+A program has one row, one block of heads and one split of the row's places. Four of its warps gather rows and decode codes
+(compressed_gather.py), at most two blocks of 64 tokens ahead. Two warpgroups multiply as in gathered_attention.py: each has
+half of the tokens of a block for scores, and half of the columns for outputs. A block is key and value in one.
 """
 
 import torch
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM
-from holdfast.kernels.attention.split_kv import LOG2_E, PER_NAT
-from holdfast.kernels.attention.write_kv import Rotary
+from holdfast.kernels.attention.split_kv import PER_NAT
 from holdfast.kernels.latent.compressed_gather import gather_codes, gather_plain
-from holdfast.kernels.latent.compressed_scopes import CompressedRows, Scopes, list_length
-from holdfast.kernels.latent.gathered_tiles import GATHER_WARPS, RING
-from holdfast.kernels.latent.latent_geometry import head_blocks
+from holdfast.kernels.latent.compressed_scopes import CompressedCall
+from holdfast.kernels.latent.gathered_attention import GATHER_WARPS, RING, token_sums
 from holdfast.kernels.latent.latent_planes import LatentPlanes
-from holdfast.kernels.latent.latent_warpgroups import HEIGHT, LAUNCH_DEPENDENTS, TOKENS, WAIT
+from holdfast.kernels.latent.latent_warpgroups import HEIGHT, TOKENS, launch_dependents, wait_for_kernels_before
 from holdfast.kernels.triton_compat import (
     constexpr,
     gl,
@@ -33,89 +31,42 @@ from holdfast.kernels.triton_compat import (
 
 NOPE_DIM, ROPE_DIM = 448, 64
 GATHER_REGISTERS = kernel_constant(104)
-"""Leave 200 to a thread of the warpgroups."""
+"""They leave 200 to a thread of the warpgroups."""
 HEAD_DIM, NOPE, ROPE = kernel_constant(NOPE_DIM + ROPE_DIM), kernel_constant(NOPE_DIM), kernel_constant(ROPE_DIM)
 
 
-def takes_warpgroups(q_TND: torch.Tensor, scopes: Scopes) -> bool:
-    """Whether these queries are taken here: a Hopper, half precision, the sizes that released models have."""
-    planes = (scopes.window,) if scopes.entries is None else (scopes.window, scopes.entries)
+def takes_warpgroups(call: CompressedCall) -> bool:
+    """True if this kernel takes these queries: Hopper, half precision, the sizes of released models."""
+    q_TND, window = call.q_TND, call.scopes.window
     return (
         gl is not None
         and q_TND.dtype in (torch.bfloat16, torch.float16)
         and q_TND.is_cuda
         and torch.cuda.get_device_capability(q_TND.device)[0] == 9
-        and all(_takes_planes(one, scopes.window, q_TND.dtype) for one in planes)
+        and all(_takes_planes(planes, window.kind, q_TND.dtype) for planes in (window, call.entries))
     )
 
 
-def _takes_planes(planes: LatentPlanes, window: LatentPlanes, dtype: torch.dtype) -> bool:
+def _takes_planes(planes: LatentPlanes, kind: str, dtype: torch.dtype) -> bool:
     return (
-        planes.kind == window.kind != "turboquant"
+        planes.kind == kind != "turboquant"
         and (planes.latent_dim, planes.rope_dim) == (NOPE_DIM, ROPE_DIM)
         and (planes.kind != "plain" or planes.rows_SX.dtype == dtype)
     )
 
 
-def attend_warpgroups(
-    q_TND: torch.Tensor,
-    scopes: Scopes,
-    rows: CompressedRows,
-    sinks_N: torch.Tensor,
-    rotary: Rotary,
-    scale: float,
-    num_splits: int,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TND: torch.Tensor,
-) -> None:
-    """All tiles of a step, without the merge of their partials, which are in half precision: lines of 32 bit would take a third of the time."""
-    assert partial_out_CX.dtype == torch.float16, f"partials are float16, not {partial_out_CX.dtype}"
-    num_rows, num_heads, _ = q_TND.shape
-    num_blocks, group = head_blocks(num_heads)
-    window = scopes.window
-    entries = window if scopes.entries is None else scopes.entries
-    entries_table_NP = scopes.window_table_NP if scopes.entries_table_NP is None else scopes.entries_table_NP
-    selected_TK = entries_table_NP if scopes.selected_TK is None else scopes.selected_TK
-    pdl = supports_pdl(q_TND)
-    _attend_kernel[(num_rows * num_blocks, num_splits)](
-        q_TND,
-        *_words_of(window),
-        *_words_of(entries),
-        scopes.window_table_NP,
-        entries_table_NP,
-        selected_TK,
-        rows.table_rows_T,
-        rows.positions_T,
-        sinks_N,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        out_TND,
-        partial_out_CX,
-        partial_lse_CH,
-        scopes.window_table_NP.stride(0),
-        entries_table_NP.stride(0),
-        selected_TK.stride(0),
-        rotary.cos_TP.stride(0),
-        list_length(scopes),
-        scale * LOG2_E,
-        PLAIN_ROWS=window.kind == "plain",
-        WINDOW=scopes.window_size,
-        RATIO=scopes.ratio,
-        LISTED=scopes.selected_TK is not None,
-        NUM_HEADS=num_heads,
-        NUM_BLOCKS=num_blocks,
-        GROUP=group,
-        WINDOW_PAGE=window.page_tokens,
-        ENTRIES_PAGE=entries.page_tokens,
-        PDL=pdl,
-        num_warps=8,
-        **pdl_launch(pdl),
-    )
+def attend_warpgroups(call: CompressedCall, num_splits: int) -> None:
+    """Launch all tiles of a step without the merge. Partials are float16: float32 would take a third of the time."""
+    assert call.partial_out_CX.dtype == torch.float16, f"partials are float16, not {call.partial_out_CX.dtype}"
+    constants, pdl = call.constants(), supports_pdl(call.q_TND)
+    _attend_kernel[(len(call.q_TND) * constants["NUM_BLOCKS"], num_splits)](
+        call.q_TND, *_words_of(call.scopes.window), *_words_of(call.entries), *call.arguments(), **constants,
+        PLAIN_ROWS=call.scopes.window.kind == "plain", PDL=pdl, num_warps=8, **pdl_launch(pdl),
+    )  # fmt: skip
 
 
 def _words_of(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and scales, as words where they are codes."""
+    """Return rows and scales, as 32-bit words if they are codes."""
     if planes.kind == "plain":
         return planes.rows_SX, planes.rows_SX
     assert planes.scales_SC is not None, "fp8_ds_v4 has a plane of exponents"
@@ -124,7 +75,7 @@ def _words_of(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor]:
 
 @gluon_jit
 def _row_of(position, num_listed, WINDOW: constexpr, RATIO: constexpr, LISTED: constexpr):
-    """Tokens of the window, entries that a row sees, places of entries, and those of this split; as compressed_scopes.py has them."""
+    """`row_places` of compressed_scopes.py, with the places of entries and those of this split."""
     num_window = gl.maximum(gl.minimum(position + 1, WINDOW), 0)
     num_entries = num_window * 0
     num_taken = num_entries
@@ -142,101 +93,37 @@ def _row_of(position, num_listed, WINDOW: constexpr, RATIO: constexpr, LISTED: c
 
 @gluon_jit
 def _gather(
-    p_window,
-    p_window_scales,
-    p_entries,
-    p_entries_scales,
-    p_window_row,
-    p_entries_row,
-    p_listed,
-    low,
-    high,
-    num_taken,
-    first,
-    num_entries,
-    num_listed,
-    s_rows,
-    s_seen,
-    filled,
-    freed,
-    PLAIN_ROWS: constexpr,
-    RATIO: constexpr,
-    LISTED: constexpr,
-    WINDOW_PAGE: constexpr,
-    ENTRIES_PAGE: constexpr,
-):
+    p_window, p_window_scales, p_entries, p_entries_scales, p_window_row, p_entries_row, p_listed, low, high, num_taken,
+    first, num_entries, num_listed, s_rows, s_seen, filled, freed,
+    PLAIN_ROWS: constexpr, RATIO: constexpr, LISTED: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr,
+):  # fmt: skip
     is_listed = num_entries > num_listed
     if PLAIN_ROWS:
         gather_plain(
-            p_window,
-            p_entries,
-            p_window_row,
-            p_entries_row,
-            p_listed,
-            low,
-            high,
-            num_taken,
-            first,
-            num_entries,
-            num_listed,
-            is_listed,
-            s_rows,
-            s_seen,
-            filled,
-            freed,
-            RATIO,
-            LISTED,
-            WINDOW_PAGE,
-            ENTRIES_PAGE,
-        )
+            p_window, p_entries, p_window_row, p_entries_row, p_listed, low, high, num_taken, first, num_entries,
+            num_listed, is_listed, s_rows, s_seen, filled, freed, RATIO, LISTED, WINDOW_PAGE, ENTRIES_PAGE,
+        )  # fmt: skip
     else:
         gather_codes(
-            p_window,
-            p_window_scales,
-            p_entries,
-            p_entries_scales,
-            p_window_row,
-            p_entries_row,
-            p_listed,
-            low,
-            high,
-            num_taken,
-            first,
-            num_entries,
-            num_listed,
-            is_listed,
-            s_rows,
-            s_seen,
-            filled,
-            freed,
-            RATIO,
-            LISTED,
-            WINDOW_PAGE,
-            ENTRIES_PAGE,
-        )
+            p_window, p_window_scales, p_entries, p_entries_scales, p_window_row, p_entries_row, p_listed, low, high,
+            num_taken, first, num_entries, num_listed, is_listed, s_rows, s_seen, filled, freed, RATIO, LISTED,
+            WINDOW_PAGE, ENTRIES_PAGE,
+        )  # fmt: skip
 
 
 @gluon_jit
-def _token_sums(b_p):
-    """Sums of those of a thread's numbers that are about one row: no thread waits for another's."""
-    # Tokens of a score: those of a warpgroup, of an instruction's tiles, of four threads, of a pair.
-    b_p = b_p.reshape([HEIGHT, 2, TOKENS // 16, 4, 2])
-    return gl.sum(gl.sum(b_p, axis=4), axis=2)
-
-
-@gluon_jit
-def _load_turns(p_cos, p_sin, s_turns, is_there):
-    """cos and sin of a row for every pair of a head into shared memory; those that are not rotated have 1 and 0."""
+def _load_turns(p_cos, p_sin, s_turns, is_used):
+    """Store cos and sin of a row for every pair of a head in shared memory; 1 and 0 for pairs without rotation."""
     layout: constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_pair = gl.arange(0, HEAD_DIM // 2, layout) - NOPE // 2
-    m_pair = (o_pair >= 0) & is_there
+    m_pair = (o_pair >= 0) & is_used
     s_turns.index(0).store(gl.load(p_cos + o_pair, mask=m_pair, other=1.0).to(gl.float32))
     s_turns.index(1).store(gl.load(p_sin + o_pair, mask=m_pair, other=0.0).to(gl.float32))
 
 
 @gluon_jit
 def _rotate_back(b_x, s_turns):
-    """The last elements of heads turned back, neighbours together; a thread has both of a pair."""
+    """Rotate the last elements of heads back, by pairs of neighbours; a thread has both of a pair."""
     b_even, b_odd = gl.split(b_x.reshape([HEIGHT, HEAD_DIM // 2, 2]))
     layout: constexpr = gl.SliceLayout(0, b_even.type.layout)
     b_cos = s_turns.index(0).load(layout)[None, :]
@@ -247,7 +134,7 @@ def _rotate_back(b_x, s_turns):
 
 @gluon_jit
 def _store_rows(b_rows, s_q, p_rows, num_rows):
-    """Rows that lie one behind the other, by way of the place of the queries, so that threads write whole lines."""
+    """Store contiguous rows through the buffer of the queries, so threads write whole lines."""
     layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     s_rows = s_q._reinterpret(b_rows.dtype, [HEIGHT, HEAD_DIM], gl.NVMMASharedLayout(128, 16, rank=2))
     s_rows.store(b_rows)
@@ -259,49 +146,31 @@ def _store_rows(b_rows, s_q, p_rows, num_rows):
 
 @gluon_jit
 def _attend(
-    p_q,
-    p_sinks,
-    p_cos,
-    p_sin,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    i_row,
-    low,
-    high,
-    scale_log2,
-    s_q,
-    s_rows,
-    s_seen,
-    s_p,
-    s_turns,
-    filled,
-    freed,
-    NUM_HEADS: constexpr,
-    NUM_BLOCKS: constexpr,
-    GROUP: constexpr,
-):
-    # Both: four warps to 64 rows; a warpgroup has half of the tokens of scores, and half of the columns of outputs.
+    p_q, p_sinks, p_cos, p_sin, p_out, p_partial_out, p_partial_lse, i_row, low, high, scale_log2, s_q, s_rows, s_seen,
+    s_p, s_turns, filled, freed,
+    NUM_HEADS: constexpr, NUM_BLOCKS: constexpr, GROUP: constexpr,
+):  # fmt: skip
+    # Four warps per 64 rows: a warpgroup has half of the tokens of scores, and half of the columns of outputs.
     score_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TOKENS // 2, 16])
     out_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, HEAD_DIM // 2, 16])
     wide_layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
     row_layout: constexpr = gl.SliceLayout(1, score_layout)
     num_splits = gl.num_programs(1)
-    is_there = low < high
+    is_used = low < high
     first_head = gl.program_id(0) % NUM_BLOCKS * GROUP
     o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, wide_layout))
     o_d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide_layout))
-    m_m = (o_m < GROUP) & (first_head + o_m < NUM_HEADS) & is_there
+    m_m = (o_m < GROUP) & (first_head + o_m < NUM_HEADS) & is_used
     o_q = (i_row * NUM_HEADS + first_head + o_m) * HEAD_DIM
     b_q = gl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_m[:, None], other=0.0)
     if s_q.dtype != b_q.dtype:
         b_q = gl.minimum(gl.maximum(b_q.to(gl.float32), -65504.0), 65504.0).to(s_q.dtype)
     s_q.store(b_q)
-    _load_turns(p_cos, p_sin, s_turns, is_there)
+    _load_turns(p_cos, p_sin, s_turns, is_used)
     hopper.fence_async_shared()
     b_acc = gl.zeros([HEIGHT, HEAD_DIM], gl.float32, out_layout)
     b_m = gl.full([HEIGHT], -float("inf"), gl.float32, row_layout)
-    b_l = _token_sums(gl.zeros([HEIGHT, TOKENS], gl.float32, score_layout))
+    b_l = token_sums(gl.zeros([HEIGHT, TOKENS], gl.float32, score_layout))
     sum_layout: constexpr = gl.SliceLayout(1, gl.SliceLayout(2, b_l.type.layout))
     for i_loop in range((high - low + TOKENS - 1) // TOKENS):
         i_ring = i_loop % RING
@@ -319,10 +188,9 @@ def _attend(
         b_m = b_m_new
         s_p.store(b_p.to(s_p.dtype))
         hopper.fence_async_shared()
-        b_l = b_l * gl.convert_layout(b_alpha, sum_layout)[:, None, None] + _token_sums(b_p)
+        b_l = b_l * gl.convert_layout(b_alpha, sum_layout)[:, None, None] + token_sums(b_p)
         b_acc = b_acc * gl.convert_layout(b_alpha, gl.SliceLayout(1, out_layout))[:, None]
-        # Waited for at once: the assembler makes all products wait for each other where one is still under way at the
-        # end of a loop.
+        # Wait at once: ptxas serializes all wgmma if one is still in flight at the end of a loop.
         acc = hopper.warpgroup_mma(s_p, s_k, b_acc, is_async=True)
         b_acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         hopper.mbarrier.arrive(freed.index(i_ring), count=1)
@@ -334,7 +202,7 @@ def _attend(
     if num_splits == 1:
         b_sink = gl.load(p_sinks + o_head, mask=m_head, other=-float("inf")) * PER_NAT
         b_whole = b_sum + gl.exp2(b_sink - gl.where(b_m == -float("inf"), 0.0, b_m))
-    # Padding, and a split of places that name nothing: zeros, with -inf as lse.
+    # Padding, or a split whose places name nothing: zeros, with -inf as lse.
     b_share = gl.where(b_sum > 0, 1.0 / b_whole, 0.0)
     b_out = b_acc * gl.convert_layout(b_share, gl.SliceLayout(1, out_layout))[:, None]
     b_out = _rotate_back(b_out, s_turns)
@@ -343,48 +211,21 @@ def _attend(
         p_rows = p_out + (i_row * NUM_HEADS + first_head) * HEAD_DIM
         _store_rows(b_out.to(p_out.dtype.element_ty), s_q, p_rows, num_heads)
     else:
-        # Of splits behind the last place nothing is written: the merge knows how many there are.
+        # Splits after the last place write nothing: the merge computes how many there are.
         o_partial = (i_row * num_splits + gl.program_id(1)) * NUM_HEADS + first_head
         b_half = gl.minimum(gl.maximum(b_out, -65504.0), 65504.0).to(p_partial_out.dtype.element_ty)
-        _store_rows(b_half, s_q, p_partial_out + o_partial * HEAD_DIM, gl.where(is_there, num_heads, 0))
-        gl.store(p_partial_lse + o_partial + o_m_row, b_m + gl.log2(b_sum), mask=m_head & is_there)
+        _store_rows(b_half, s_q, p_partial_out + o_partial * HEAD_DIM, gl.where(is_used, num_heads, 0))
+        gl.store(p_partial_lse + o_partial + o_m_row, b_m + gl.log2(b_sum), mask=m_head & is_used)
 
 
 @gluon_jit_counting("num_listed")
 def _attend_kernel(
-    p_q,
-    p_window,
-    p_window_scales,
-    p_entries,
-    p_entries_scales,
-    p_window_pages,
-    p_entries_pages,
-    p_selected,
-    p_table_rows,
-    p_positions,
-    p_sinks,
-    p_cos,
-    p_sin,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    window_stride,
-    entries_stride,
-    selected_stride,
-    rotary_stride,
-    num_listed,
-    scale_log2,
-    PLAIN_ROWS: constexpr,
-    WINDOW: constexpr,
-    RATIO: constexpr,
-    LISTED: constexpr,
-    NUM_HEADS: constexpr,
-    NUM_BLOCKS: constexpr,
-    GROUP: constexpr,
-    WINDOW_PAGE: constexpr,
-    ENTRIES_PAGE: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_window, p_window_scales, p_entries, p_entries_scales, p_window_pages, p_entries_pages, p_selected,
+    p_table_rows, p_positions, p_sinks, p_cos, p_sin, p_out, p_partial_out, p_partial_lse, window_stride,
+    entries_stride, selected_stride, rotary_stride, num_listed, scale_log2,
+    PLAIN_ROWS: constexpr, WINDOW: constexpr, RATIO: constexpr, LISTED: constexpr, NUM_HEADS: constexpr,
+    NUM_BLOCKS: constexpr, GROUP: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr, PDL: constexpr,
+):  # fmt: skip
     dtype: constexpr = p_q.dtype.element_ty if PLAIN_ROWS else gl.float16
     shared: constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     flat: constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -398,78 +239,28 @@ def _attend_kernel(
     for i in gl.static_range(RING):
         hopper.mbarrier.init(filled.index(i), count=1)
         hopper.mbarrier.init(freed.index(i), count=1)
-    # What the host has said of rows was there before.
+    # The host wrote rows and positions before the step.
     i_row = (gl.program_id(0) // NUM_BLOCKS).to(gl.int64)
     position = gl.load(p_positions + i_row)
     table_row = gl.load(p_table_rows + i_row).to(gl.int64)
     num_window, num_entries, num_taken, low, high = _row_of(position, num_listed, WINDOW, RATIO, LISTED)
     o_rotary = i_row * rotary_stride
     if PDL:
-        # Lists, queries and rows come from kernels before.
-        gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
-    # Blocks of heads of a row come one after the other, so that all but the first find its rows in the cache.
-    gl.warp_specialize(
-        [
-            (
-                _attend,
-                (
-                    p_q,
-                    p_sinks,
-                    p_cos + o_rotary,
-                    p_sin + o_rotary,
-                    p_out,
-                    p_partial_out,
-                    p_partial_lse,
-                    i_row,
-                    low,
-                    high,
-                    scale_log2,
-                    s_q,
-                    s_rows,
-                    s_seen,
-                    s_p,
-                    s_turns,
-                    filled,
-                    freed,
-                    NUM_HEADS,
-                    NUM_BLOCKS,
-                    GROUP,
-                ),
-            ),
-            (
-                _gather,
-                (
-                    p_window,
-                    p_window_scales,
-                    p_entries,
-                    p_entries_scales,
-                    p_window_pages + table_row * window_stride,
-                    p_entries_pages + table_row * entries_stride,
-                    p_selected + i_row * selected_stride,
-                    low,
-                    high,
-                    num_taken,
-                    position + 1 - num_window,
-                    num_entries,
-                    num_listed,
-                    s_rows,
-                    s_seen,
-                    filled,
-                    freed,
-                    PLAIN_ROWS,
-                    RATIO,
-                    LISTED,
-                    WINDOW_PAGE,
-                    ENTRIES_PAGE,
-                ),
-            ),
-        ],
-        [GATHER_WARPS],
-        [GATHER_REGISTERS],
-    )
+        wait_for_kernels_before()  # earlier kernels write lists, queries and rows
+    # Blocks of heads of a row run one after the other, so all but the first find its rows in the cache.
+    attend = (
+        p_q, p_sinks, p_cos + o_rotary, p_sin + o_rotary, p_out, p_partial_out, p_partial_lse, i_row, low, high, scale_log2,
+        s_q, s_rows, s_seen, s_p, s_turns, filled, freed, NUM_HEADS, NUM_BLOCKS, GROUP,
+    )  # fmt: skip
+    gather = (
+        p_window, p_window_scales, p_entries, p_entries_scales, p_window_pages + table_row * window_stride,
+        p_entries_pages + table_row * entries_stride, p_selected + i_row * selected_stride, low, high, num_taken,
+        position + 1 - num_window, num_entries, num_listed, s_rows, s_seen, filled, freed,
+        PLAIN_ROWS, RATIO, LISTED, WINDOW_PAGE, ENTRIES_PAGE,
+    )  # fmt: skip
+    gl.warp_specialize([(_attend, attend), (_gather, gather)], [GATHER_WARPS], [GATHER_REGISTERS])
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
     if PDL:
-        # Not sooner: programs of the next kernel would crowd on the multiprocessors that have none of these.
-        gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
+        launch_dependents()  # not sooner: programs of the next kernel would share the multiprocessors unevenly

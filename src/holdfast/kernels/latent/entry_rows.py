@@ -176,21 +176,10 @@ def store_vector(
 
 @jit
 def turn_heads(
-    p_heads,
-    head_stride,
-    i_first,
-    p_cosine,
-    p_sine,
-    i_row,
-    rotary_stride,
-    DIRECTION: constexpr,
-    NUM_HEADS: constexpr,
-    HEADS: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    BLOCK_R: constexpr,
-    PDL: constexpr,
-):
+    p_heads, head_stride, i_first, p_cosine, p_sine, i_row, rotary_stride,
+    DIRECTION: constexpr, NUM_HEADS: constexpr, HEADS: constexpr, DIM: constexpr, ROPE_DIM: constexpr,
+    BLOCK_R: constexpr, PDL: constexpr,
+):  # fmt: skip
     """The last elements of some heads of a row, from `i_first` on, turned in place, or back (DIRECTION -1)."""
     o_f = tl.arange(0, BLOCK_R // 2)[None, :]
     o_table = i_row * rotary_stride + o_f

@@ -11,8 +11,8 @@ import torch
 
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
 from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     is_interpreted,
     jit,
@@ -90,7 +90,7 @@ def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
     return "half" if is_half and q_TID.dtype == dtype else "float32"
 
 
-def index_scores(
+def index_scores_reference(
     q_TID: torch.Tensor,
     weights_TI: torch.Tensor,
     planes: IndexPlanes,
@@ -103,19 +103,6 @@ def index_scores(
     `weights_TI`: float32, with all factors in them (head_dim ** -0.5 * heads ** -0.5, and the queries' scale where they are codes).
     The launch does not depend on lengths: programs read them on the device, so that a graph serves any step.
     """
-    scores = index_scores_triton if can_run(q_TID) else index_scores_reference
-    return scores(q_TID, weights_TI, planes, page_table_NP, rows, out_TC)
-
-
-def index_scores_reference(
-    q_TID: torch.Tensor,
-    weights_TI: torch.Tensor,
-    planes: IndexPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    out_TC: torch.Tensor,
-) -> torch.Tensor:
-    """The same in plain torch: a block of tokens is gathered once for neighbouring rows of a sequence, and each row computed alone."""
     num_rows = len(q_TID)
     table_rows, num_tokens = (tensor[:num_rows].tolist() for tensor in rows)
     first = 0
@@ -153,7 +140,7 @@ def index_scores_triton(
     rows: SparseRows,
     out_TC: torch.Tensor,
 ) -> torch.Tensor:
-    """The same as one Triton kernel: tokens are rows of a product and heads its columns, so that a sum over heads stays in a thread.
+    """`index_scores` as one Triton kernel: tokens are rows of a product and heads its columns, so that a sum over heads stays in a thread.
 
     A program takes every so manieth block of a row's tokens, and with it those of the next row where that is of the same sequence.
     """
@@ -165,35 +152,19 @@ def index_scores_triton(
     block_d, num_columns = max(16, next_power_of_two(dim)), out_TC.shape[1]
     blocks, num_sms = index_blocks(operands, block_d), _num_sms(q_TID)
     _score_kernel[(num_rows, num_splits(num_rows, num_columns, blocks, num_sms))](
-        q_TID if operands in ("e4m3", "half") else as_kernels_read(q_TID),
-        weights_TI,
-        planes.rows_SD if operands in ("e4m3", "half") else as_kernels_read(planes.rows_SD),
-        planes.scales_S1,
-        page_table_NP,
-        rows.table_rows_T,
-        rows.num_tokens_T,
-        out_TC,
-        q_TID.stride(0),
-        q_TID.stride(1),
-        weights_TI.stride(0),
-        page_table_NP.stride(0),
-        out_TC.stride(0),
-        num_rows,
-        OPERANDS=operands,
-        PAIRS=blocks.has_pairs,
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        PAGE_TOKENS=planes.page_tokens,
-        PAGES=pages_of_block(planes.page_tokens, blocks.tokens),
-        BLOCK_N=blocks.tokens,
-        BLOCK_I=max(16, next_power_of_two(num_heads)),
-        BLOCK_D=block_d,
-        NUM_STAGES=blocks.num_stages,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        q_TID if operands in ("e4m3", "half") else as_kernels_read(q_TID), weights_TI,
+        planes.rows_SD if operands in ("e4m3", "half") else as_kernels_read(planes.rows_SD), planes.scales_S1,
+        page_table_NP, rows.table_rows_T, rows.num_tokens_T, out_TC, q_TID.stride(0), q_TID.stride(1),
+        weights_TI.stride(0), page_table_NP.stride(0), out_TC.stride(0), num_rows,
+        OPERANDS=operands, PAIRS=blocks.has_pairs, NUM_HEADS=num_heads, DIM=dim, PAGE_TOKENS=planes.page_tokens,
+        PAGES=pages_of_block(planes.page_tokens, blocks.tokens), BLOCK_N=blocks.tokens,
+        BLOCK_I=max(16, next_power_of_two(num_heads)), BLOCK_D=block_d, NUM_STAGES=blocks.num_stages, PDL=pdl,
+        num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TC
+
+
+index_scores = operation(reference=index_scores_reference, triton=index_scores_triton)
 
 
 def _num_sms(tensor: torch.Tensor) -> int:
@@ -221,32 +192,11 @@ def _check_layout(
 
 @jit_counting("out_stride", "num_rows")
 def _score_kernel(
-    p_q,
-    p_weights,
-    p_keys,
-    p_scales,
-    p_pages,
-    p_table_rows,
-    p_num_tokens,
-    p_out,
-    q_stride,
-    head_stride,
-    weights_stride,
-    table_stride,
-    out_stride,
-    num_rows,
-    OPERANDS: constexpr,
-    PAIRS: constexpr,
-    NUM_HEADS: constexpr,
-    DIM: constexpr,
-    PAGE_TOKENS: constexpr,
-    PAGES: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_I: constexpr,
-    BLOCK_D: constexpr,
-    NUM_STAGES: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_weights, p_keys, p_scales, p_pages, p_table_rows, p_num_tokens, p_out, q_stride, head_stride, weights_stride,
+    table_stride, out_stride, num_rows,
+    OPERANDS: constexpr, PAIRS: constexpr, NUM_HEADS: constexpr, DIM: constexpr, PAGE_TOKENS: constexpr,
+    PAGES: constexpr, BLOCK_N: constexpr, BLOCK_I: constexpr, BLOCK_D: constexpr, NUM_STAGES: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0)
     table_row = tl.load(p_table_rows + i_row)
     num_tokens = tl.load(p_num_tokens + i_row)
@@ -266,83 +216,27 @@ def _score_kernel(
         is_pair = (other_table_row == table_row) & (num_tokens > 0) & (other_tokens > 0)
         if is_pair & (i_row % 2 == 0):
             _score_tokens(
-                p_row_q,
-                p_row_weights,
-                p_keys,
-                p_scales,
-                p_row_pages,
-                p_row_out,
-                num_tokens,
-                other_tokens,
-                q_stride,
-                head_stride,
-                weights_stride,
-                out_stride,
-                2,
-                OPERANDS,
-                NUM_HEADS,
-                DIM,
-                PAGE_TOKENS,
-                PAGES,
-                BLOCK_N,
-                BLOCK_I,
-                BLOCK_D,
-                NUM_STAGES,
-            )
+                p_row_q, p_row_weights, p_keys, p_scales, p_row_pages, p_row_out, num_tokens, other_tokens, q_stride,
+                head_stride, weights_stride, out_stride, 2, OPERANDS, NUM_HEADS, DIM, PAGE_TOKENS, PAGES, BLOCK_N,
+                BLOCK_I, BLOCK_D, NUM_STAGES,
+            )  # fmt: skip
     if not is_pair:
         _score_tokens(
-            p_row_q,
-            p_row_weights,
-            p_keys,
-            p_scales,
-            p_row_pages,
-            p_row_out,
-            num_tokens,
-            num_tokens,
-            q_stride,
-            head_stride,
-            weights_stride,
-            out_stride,
-            1,
-            OPERANDS,
-            NUM_HEADS,
-            DIM,
-            PAGE_TOKENS,
-            PAGES,
-            BLOCK_N,
-            BLOCK_I,
-            BLOCK_D,
-            NUM_STAGES,
-        )
+            p_row_q, p_row_weights, p_keys, p_scales, p_row_pages, p_row_out, num_tokens, num_tokens, q_stride,
+            head_stride, weights_stride, out_stride, 1, OPERANDS, NUM_HEADS, DIM, PAGE_TOKENS, PAGES, BLOCK_N, BLOCK_I,
+            BLOCK_D, NUM_STAGES,
+        )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit
 def _score_tokens(
-    p_q,
-    p_weights,
-    p_keys,
-    p_scales,
-    p_pages,
-    p_out,
-    num_tokens,
-    other_tokens,
-    q_stride,
-    head_stride,
-    weights_stride,
+    p_q, p_weights, p_keys, p_scales, p_pages, p_out, num_tokens, other_tokens, q_stride, head_stride, weights_stride,
     out_stride,
-    ROWS: constexpr,
-    OPERANDS: constexpr,
-    NUM_HEADS: constexpr,
-    DIM: constexpr,
-    PAGE_TOKENS: constexpr,
-    PAGES: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_I: constexpr,
-    BLOCK_D: constexpr,
-    NUM_STAGES: constexpr,
-):
+    ROWS: constexpr, OPERANDS: constexpr, NUM_HEADS: constexpr, DIM: constexpr, PAGE_TOKENS: constexpr,
+    PAGES: constexpr, BLOCK_N: constexpr, BLOCK_I: constexpr, BLOCK_D: constexpr, NUM_STAGES: constexpr,
+):  # fmt: skip
     """A program's blocks of tokens for one row or two. The products of a row are of one shape either way, and so are its bits."""
     o_n, o_d, o_head = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_I)
     first, step = tl.program_id(1) * BLOCK_N, tl.num_programs(1) * BLOCK_N

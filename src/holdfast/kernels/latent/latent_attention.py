@@ -1,11 +1,15 @@
-"""Absorbed latent attention (MLA) over paged latents, tile by tile, with long contexts split and merged; plain pages.
+"""Absorbed latent attention (MLA) over paged latents: ranges of tokens cut into tiles, or lists of selected tokens (DSA).
 
-T rows, N query heads, L latent, R rotated elements, S slots, C split-KV partials
+T rows, N query heads, L latent, R rotated elements, S slots, K tokens of a list, C split-KV partials, M rows of a tile times heads
 
-Multi-query attention whose one key is [L | R] wide and whose value is the first L elements of the same row, read once. Tiles,
-partials and their letters are those of tiled_attention.py: the heads of a block stand side by side with the rows, and where
-there are several blocks of heads each is an item of its own, as key heads are there. Ranges of tokens begin at multiples of
-BLOCK_TOKENS, so that no block of tokens lies in two pages unless pages are smaller than it.
+This is multi-query attention. The one key is [L | R] wide and the value is the first L elements of the same row, read once.
+The heads of a block are rows of the same product, as in tiled_attention.py. Ranges of tokens begin at multiples of
+BLOCK_TOKENS, so a block of tokens lies in one page unless pages are smaller than it.
+
+Each row over a list has its own tokens, so its tile is one row and a block of heads. The number of splits of a list depends
+on the number of rows alone, so one graph serves any step.
+
+This file selects the kernel of a step and has the Triton kernels over plain pages.
 """
 
 from collections.abc import Mapping
@@ -14,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
-from holdfast.kernels.attention.tiled_attention import TileWork
+from holdfast.kernels.attention.tiled_attention import TileWork, add_partial
+from holdfast.kernels.latent.gathered_attention import attend_gathered_lists, attend_gathered_tiles, takes_gathering
 from holdfast.kernels.latent.latent_geometry import (
     LARGE_HEIGHT,
     PLAIN_PROGRAMS_PER_SM,
@@ -22,17 +27,38 @@ from holdfast.kernels.latent.latent_geometry import (
     head_blocks,
     tile_height,
 )
-from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
-from holdfast.kernels.latent.latent_quantized_attention import latent_quantized_attention
-from holdfast.kernels.latent.latent_tiles import merge_latents
+from holdfast.kernels.latent.latent_low_tiles import takes_low
+from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows, read_latents
+from holdfast.kernels.latent.latent_quantized_attention import attend_coded_lists, attend_coded_tiles
+from holdfast.kernels.latent.latent_tiles import (
+    ListSplits,
+    find_slots,
+    load_pages,
+    load_places,
+    merge_latents,
+    merge_lists,
+    seen_tokens,
+)
 from holdfast.kernels.latent.latent_warpgroups import attend_warpgroups, takes_warpgroups
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, shared_bytes, supports_pdl, tl
+from holdfast.kernels.latent.sparse_low_attention import attend_low_lists
+from holdfast.kernels.triton_compat import (
+    constexpr,
+    jit,
+    jit_counting,
+    next_power_of_two,
+    pdl_launch,
+    shared_bytes,
+    supports_pdl,
+    tl,
+)
 
+# Constants of a kernel bind a name and read it under the same condition.
+# pyright: reportPossiblyUnboundVariable=false
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 class LatentBlocks(NamedTuple):
-    """How a program takes the tokens of a tile."""
+    """How a program loads the tokens of a tile."""
 
     tokens: int
     num_stages: int
@@ -44,120 +70,78 @@ BLOCKS = {
     32: (LatentBlocks(64, 3, 8), LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
     64: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
 }
-"""By the height of tiles, the fastest on an H200 first; those of 64 are latent_warpgroups.py's where it takes them."""
+"""Over ranges, by the height of tiles, the fastest on an H200 first."""
+LIST_BLOCKS = {
+    16: (LatentBlocks(32, 3, 4), LatentBlocks(32, 2, 4), LatentBlocks(16, 2, 4)),
+    32: (LatentBlocks(64, 3, 8), LatentBlocks(32, 3, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
+    64: (LatentBlocks(64, 2, 8), LatentBlocks(32, 2, 8), LatentBlocks(16, 2, 8)),
+}
+"""Over lists. Addresses of scattered latents take registers, so low tiles load fewer at once. To be measured."""
 
 
 def latent_blocks(
     height: int, row_bytes: int, shared_bytes: int, choices: Mapping[int, tuple[LatentBlocks, ...]] = BLOCKS
 ) -> LatentBlocks:
-    """The fastest whose latents and queries a program's shared memory has room for."""
+    """Return the fastest choice whose latents and queries fit into the shared memory of a program."""
     for blocks in choices[height]:
-        # Products of less than 64 rows read their operands into registers, and one place less is under way.
+        # Products of fewer than 64 rows read their operands into registers, so one stage less is held.
         places = blocks.num_stages - (height < LARGE_HEIGHT)
         if (blocks.tokens * places + height) * row_bytes < shared_bytes:
             return blocks
     return choices[height][-1]
 
 
-def latent_attention(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    work: TileWork,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """Each row sees its sequence's tokens up to its own position: [T, N, L]; padded rows become zeros."""
-    if planes.kind != "plain":
-        return latent_quantized_attention(
-            q_TNX, planes, page_table_NP, work, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
-        )
+def latent_attention(call: LatentCall, work: TileWork) -> torch.Tensor:
+    """Attend each row to the tokens of its sequence up to its own position: [T, N, L]; zeros in padded rows.
+
+    Outputs over TurboQuant pages are in the rotated space.
+    """
     for large in (False, True):
         if not (work.has_large if large else work.has_small):
             continue
-        attend = (
-            attend_warpgroups
-            if tile_height(q_TNX.shape[1], large) > SMALL_HEIGHT and takes_warpgroups(planes)
-            else _attend_plain
-        )
-        attend(q_TNX, planes, page_table_NP, work, large, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms)
+        height = tile_height(call.q_TNX.shape[1], large)
+        if call.planes.kind == "plain":
+            attend = attend_warpgroups if height > SMALL_HEIGHT and takes_warpgroups(call.planes) else _attend_tiles
+        else:
+            is_gathered = height == LARGE_HEIGHT and takes_gathering(call)
+            attend = attend_gathered_tiles if is_gathered else attend_coded_tiles
+        attend(call, work, large)
     if work.has_merge:
-        merge_latents(work, len(q_TNX), partial_out_CX, partial_lse_CH, out_TNL)
-    return out_TNL
+        merge_latents(work, call)
+    return call.out_TNL
 
 
-def _attend_plain(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    work: TileWork,
-    large: bool,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> None:
-    """All small or all large tiles of a step, without the merge of their partials."""
-    num_heads = q_TNX.shape[1]
-    block_l, block_r = (max(16, next_power_of_two(size)) for size in (planes.latent_dim, planes.rope_dim))
-    pdl, row_bytes = supports_pdl(q_TNX), (block_l + block_r) * planes.rows_SX.element_size()
-    height = tile_height(num_heads, large)
-    num_blocks, group = head_blocks(num_heads, large)
-    blocks = latent_blocks(height, row_bytes, shared_bytes(q_TNX))
-    _attend_kernel[(num_sms * PLAIN_PROGRAMS_PER_SM,)](
-        q_TNX,
-        planes.rows_SX,
-        out_TNL,
-        partial_out_CX,
-        partial_lse_CH,
-        page_table_NP,
-        work.tiles_X8,
-        page_table_NP.stride(0),
-        scale * LOG2_E,
-        LARGE=large,
-        NUM_HEADS=num_heads,
-        NUM_BLOCKS=num_blocks,
-        GROUP=group,
-        LATENT_DIM=planes.latent_dim,
-        ROPE_DIM=planes.rope_dim,
-        PAGE_TOKENS=planes.page_tokens,
-        BLOCK_M=height,
-        BLOCK_N=blocks.tokens,
-        BLOCK_L=block_l,
-        BLOCK_R=block_r,
-        NUM_STAGES=blocks.num_stages,
-        PDL=pdl,
-        num_warps=blocks.num_warps,
-        **pdl_launch(pdl),
-    )
+def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> torch.Tensor:
+    """Attend the rows that select tokens to their lists: [T, N, L]; other rows stay as they are.
+
+    `tokens_TK`: int32 positions, -1 for none. Partials hold the rows times heads of `sparse_splits`. Outputs over TurboQuant
+    pages are in the rotated space.
+    """
+    is_high = tile_height(call.q_TNX.shape[1], large=False) == LARGE_HEIGHT
+    if takes_low(call):
+        num_splits = attend_low_lists(call, rows, tokens_TK)
+    elif is_high and takes_gathering(call):
+        num_splits = attend_gathered_lists(call, rows, tokens_TK)
+    elif call.planes.kind != "plain":
+        num_splits = attend_coded_lists(call, rows, tokens_TK)
+    else:
+        num_splits = _attend_lists(call, rows, tokens_TK)
+    if num_splits > 1:
+        merge_lists(call, rows, num_splits)
+    return call.out_TNL
 
 
-def latent_attention_reference(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    work: TileWork,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """The same in plain torch, a tile at a time, with the whole score matrix of the tile; partials are merged as they come."""
-    page_tokens, num_rows = planes.page_tokens, len(q_TNX)
+def latent_attention_reference(call: LatentCall, work: TileWork) -> torch.Tensor:
+    """Like `latent_attention` in plain torch, one tile at a time with its whole score matrix; merges partials as they come."""
+    q_TNX, planes, out_TNL = call.q_TNX, call.planes, call.out_TNL
     merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
     for table_row, row, count, position, low, high, first_partial, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
         token_S = torch.arange(low, high, device=q_TNX.device)
-        slot_S = page_table_NP[table_row, token_S // page_tokens].long() * page_tokens + token_S % page_tokens
-        rows_SX = read_latents(planes, slot_S, torch.float32)
+        rows_SX = _read_tokens(call, table_row, token_S)
         seen_nS = torch.arange(position, position + count, device=q_TNX.device).unsqueeze(1) >= token_S
-        scores_nNS = q_TNX[row : row + count].float() @ rows_SX.T * scale
+        scores_nNS = q_TNX[row : row + count].float() @ rows_SX.T * call.scale
         scores_nNS = scores_nNS.masked_fill(~seen_nS.unsqueeze(1), float("-inf"))
         lse_nN = scores_nNS.logsumexp(-1)
         weights_nNS = torch.nan_to_num((scores_nNS - lse_nN.unsqueeze(-1)).exp(), nan=0.0)
@@ -165,123 +149,204 @@ def latent_attention_reference(
         for i in range(count):
             if first_partial < 0:
                 out_TNL[row + i] = out_nNL[i].to(out_TNL.dtype)
-                continue
-            nothing = torch.zeros_like(out_nNL[i]), torch.full_like(lse_nN[i], -torch.inf)
-            old_NL, old_lse_N = merged.get(row + i, nothing)
-            lse_N = torch.logaddexp(old_lse_N, lse_nN[i])
-            parts = ((old_NL, old_lse_N), (out_nNL[i], lse_nN[i]))
-            new_NL = sum(x * torch.nan_to_num((lse - lse_N).exp(), nan=0.0).unsqueeze(-1) for x, lse in parts)
-            merged[row + i] = (torch.as_tensor(new_NL), lse_N)
+            else:
+                merged[row + i] = add_partial(merged.get(row + i), out_nNL[i], lse_nN[i])
     for row, (whole_NL, _) in merged.items():
         out_TNL[row] = whole_NL.to(out_TNL.dtype)
     if work.has_merge:
-        out_TNL[work.rows_T2[:num_rows, 1] == 0] = 0
+        out_TNL[work.rows_T2[: len(q_TNX), 1] == 0] = 0
     return out_TNL
 
 
+def unsplit_attention_reference(call: LatentCall, work: TileWork) -> torch.Tensor:
+    """Like `latent_attention` in plain torch, one row at a time over all its tokens, without splits."""
+    num_small, num_large = work.tiles_X8[0, :2].tolist()
+    num_tiles = num_small * work.has_small + num_large * work.has_large
+    rows: dict[int, tuple[int, int]] = {}
+    for table_row, row, count, position, *_ in work.tiles_X8[1 : 1 + num_tiles].tolist():
+        rows |= {row + i: (table_row, position + i) for i in range(count)}
+    for row, (table_row, position) in rows.items():
+        _attend_row(call, row, table_row, torch.arange(position + 1, device=call.q_TNX.device))
+    if work.has_merge:
+        call.out_TNL[work.rows_T2[: len(call.q_TNX), 1] == 0] = 0
+    return call.out_TNL
+
+
+def sparse_attention_reference(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> torch.Tensor:
+    """Like `sparse_attention` in plain torch, one row at a time, without splits. Places that name no token are ignored."""
+    table_rows, counts = (tensor[: len(call.q_TNX)].tolist() for tensor in rows)
+    for row, (table_row, num_tokens) in enumerate(zip(table_rows, counts, strict=True)):
+        if num_tokens > 0:
+            listed_S = tokens_TK[row, :num_tokens].long()
+            _attend_row(call, row, table_row, listed_S[(listed_S >= 0) & (listed_S < num_tokens)])
+    return call.out_TNL
+
+
+def _read_tokens(call: LatentCall, table_row: int, token_S: torch.Tensor) -> torch.Tensor:
+    page_tokens = call.planes.page_tokens
+    slot_S = call.page_table_NP[table_row, token_S // page_tokens].long() * page_tokens + token_S % page_tokens
+    return read_latents(call.planes, slot_S, torch.float32)
+
+
+def _attend_row(call: LatentCall, row: int, table_row: int, token_S: torch.Tensor) -> None:
+    latents_SX = _read_tokens(call, table_row, token_S)
+    weights_NS = (call.q_TNX[row].float() @ latents_SX.T * call.scale).softmax(-1)
+    call.out_TNL[row] = (weights_NS @ latents_SX[:, : call.planes.latent_dim]).to(call.out_TNL.dtype)
+
+
+def _constants(call: LatentCall, large: bool, choices: Mapping[int, tuple[LatentBlocks, ...]]) -> dict[str, int]:
+    """Return the constants and options of a launch over plain pages."""
+    planes, num_heads, pdl = call.planes, call.q_TNX.shape[1], supports_pdl(call.q_TNX)
+    block_l, block_r = (max(16, next_power_of_two(size)) for size in (planes.latent_dim, planes.rope_dim))
+    height, (num_blocks, group) = tile_height(num_heads, large), head_blocks(num_heads, large)
+    row_bytes = (block_l + block_r) * planes.rows_SX.element_size()
+    blocks = latent_blocks(height, row_bytes, shared_bytes(call.q_TNX), choices)
+    return {
+        "NUM_HEADS": num_heads, "NUM_BLOCKS": num_blocks, "GROUP": group, "LATENT_DIM": planes.latent_dim,
+        "ROPE_DIM": planes.rope_dim, "PAGE_TOKENS": planes.page_tokens, "BLOCK_M": height, "BLOCK_N": blocks.tokens,
+        "BLOCK_L": block_l, "BLOCK_R": block_r, "NUM_STAGES": blocks.num_stages, "PDL": pdl,
+        "num_warps": blocks.num_warps, **pdl_launch(pdl),
+    }  # fmt: skip
+
+
+def _attend_tiles(call: LatentCall, work: TileWork, large: bool) -> None:
+    """Launch all small or all large tiles of a step over plain pages, without the merge."""
+    _tiles_kernel[(call.num_sms * PLAIN_PROGRAMS_PER_SM,)](
+        call.q_TNX, call.planes.rows_SX, call.out_TNL, *call.partials, call.page_table_NP, work.tiles_X8,
+        call.page_table_NP.stride(0), call.scale * LOG2_E, LARGE=large, **_constants(call, large, BLOCKS),
+    )  # fmt: skip
+
+
+def _attend_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+    """Launch all lists of a step over plain pages, without the merge; return the number of splits."""
+    constants = _constants(call, False, LIST_BLOCKS)
+    splits = ListSplits.of(call, tokens_TK.shape[1], constants["BLOCK_N"])
+    _lists_kernel[(len(call.q_TNX) * constants["NUM_BLOCKS"], splits.num_splits)](
+        call.q_TNX, call.planes.rows_SX, call.out_TNL, *call.partials, call.page_table_NP, *rows, tokens_TK,
+        call.page_table_NP.stride(0), tokens_TK.stride(0), tokens_TK.shape[1], call.scale * LOG2_E, splits.places,
+        **constants,
+    )  # fmt: skip
+    return splits.num_splits
+
+
 @jit
-def _attend_kernel(
-    p_q,
-    p_latents,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_tiles,
-    table_stride,
+def _attend_tile(
+    p_q_m, m_m, p_latents, p_row_pages, p_row_tokens, b_page, b_token, b_ahead, o_row, position, low, high, num_tokens,
     scale_log2,
-    LARGE: constexpr,
-    NUM_HEADS: constexpr,
-    NUM_BLOCKS: constexpr,
-    GROUP: constexpr,
-    LATENT_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    PAGE_TOKENS: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_L: constexpr,
-    BLOCK_R: constexpr,
-    NUM_STAGES: constexpr,
-    PDL: constexpr,
-):
+    LISTED: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr, PAGE_TOKENS: constexpr, BLOCK_M: constexpr,
+    BLOCK_N: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr, NUM_STAGES: constexpr,
+):  # fmt: skip
+    """Outputs [M, L] before the division, maxima and sums of one tile over tokens, or over places of a list (LISTED).
+
+    `b_page` is loaded for the first block. For a list, `b_token` holds its tokens and `b_ahead` the places of the next block.
+    """
     WIDTH: constexpr = LATENT_DIM + ROPE_DIM
-    # Of a block of tokens that lies in one page the page id is one number, and its rows one after the other.
+    # If a block lies in one page, its page id is a scalar and its rows are contiguous.
     IN_ONE_PAGE: constexpr = PAGE_TOKENS % BLOCK_N == 0
+    o_n = tl.arange(0, BLOCK_N)
+    o_l = tl.arange(0, BLOCK_L)
+    o_r = tl.arange(0, BLOCK_R)
+    m_l = o_l < LATENT_DIM
+    m_r = o_r < ROPE_DIM
+    b_q = tl.load(p_q_m + o_l[None, :], mask=m_m[:, None] & m_l[None, :], other=0.0)
+    b_q_rope = tl.load(p_q_m + LATENT_DIM + o_r[None, :], mask=m_m[:, None] & m_r[None, :], other=0.0)
+    b_acc = tl.zeros((BLOCK_M, BLOCK_L), dtype=tl.float32)
+    b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+    b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    clear = low
+    if not LISTED:
+        # All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask.
+        clear = low + tl.maximum(tl.minimum(high, position + 1) - low, 0) // BLOCK_N * BLOCK_N
+    for MASKED in tl.static_range(1 if LISTED else 0, 2):
+        first = clear if MASKED else low
+        end = high if MASKED else clear
+        for n in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES):
+            # Pages are loaded one block ahead and places two, so no load of latents waits for another load.
+            if LISTED:
+                o_slot = find_slots(b_page, b_token, PAGE_TOKENS)
+                b_token = seen_tokens(b_ahead, num_tokens)
+                b_page = load_pages(p_row_pages, b_token, PAGE_TOKENS)
+                b_ahead = load_places(p_row_tokens, n + 2 * BLOCK_N + o_n, high)
+                m_n = o_slot >= 0
+                p_n = p_latents + (tl.maximum(o_slot, 0) * WIDTH)[:, None]
+            else:
+                o_token = n + o_n
+                m_n = o_token < high
+                b_here = b_page
+                if IN_ONE_PAGE:
+                    b_page = tl.load(p_row_pages + (n + BLOCK_N) // PAGE_TOKENS, mask=n + BLOCK_N < high, other=0)
+                    p_block = p_latents + (b_here.to(tl.int64) * PAGE_TOKENS + n % PAGE_TOKENS) * WIDTH
+                    p_n = p_block + (o_n * WIDTH)[:, None]
+                else:
+                    o_ahead = o_token + BLOCK_N
+                    b_page = tl.load(p_row_pages + o_ahead // PAGE_TOKENS, mask=o_ahead < high, other=0)
+                    o_slot = b_here.to(tl.int64) * PAGE_TOKENS + o_token % PAGE_TOKENS
+                    p_n = p_latents + (o_slot * WIDTH)[:, None]
+            # A branch per mask: a load that cannot be out of range has none.
+            if MASKED:
+                b_k = tl.load(p_n + o_l[None, :], mask=m_n[:, None] & m_l[None, :], other=0.0)
+                b_k_rope = tl.load(p_n + LATENT_DIM + o_r[None, :], mask=m_n[:, None] & m_r[None, :], other=0.0)
+            elif LATENT_DIM == BLOCK_L and ROPE_DIM == BLOCK_R:
+                b_k = tl.load(p_n + o_l[None, :])
+                b_k_rope = tl.load(p_n + LATENT_DIM + o_r[None, :])
+            else:
+                b_k = tl.load(p_n + o_l[None, :], mask=m_l[None, :], other=0.0)
+                b_k_rope = tl.load(p_n + LATENT_DIM + o_r[None, :], mask=m_r[None, :], other=0.0)
+            b_score = tl.dot(b_q, tl.trans(b_k))
+            b_score = tl.dot(b_q_rope, tl.trans(b_k_rope), b_score) * scale_log2
+            if LISTED:
+                # Loaded again: carried in the layout of scores, a list would take the registers of the sums.
+                b_seen = seen_tokens(load_places(p_row_tokens, n + o_n, high), num_tokens)
+                b_score = tl.where((b_seen >= 0)[None, :], b_score, -float("inf"))
+            elif MASKED:
+                m_seen = ((position + o_row)[:, None] >= o_token[None, :]) & m_n[None, :]
+                b_score = tl.where(m_seen, b_score, -float("inf"))
+            b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
+            b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
+            b_p = tl.exp2(b_score - b_m_safe[:, None])
+            b_alpha = tl.exp2(b_m - b_m_safe)
+            b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
+            b_acc = tl.dot(b_p.to(b_k.dtype), b_k, b_acc * b_alpha[:, None])
+            b_m = b_m_new
+    return b_acc, b_m, b_l
+
+
+@jit
+def _tiles_kernel(
+    p_q, p_latents, p_out, p_partial_out, p_partial_lse, p_pages, p_tiles, table_stride, scale_log2,
+    LARGE: constexpr, NUM_HEADS: constexpr, NUM_BLOCKS: constexpr, GROUP: constexpr, LATENT_DIM: constexpr,
+    ROPE_DIM: constexpr, PAGE_TOKENS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_L: constexpr,
+    BLOCK_R: constexpr, NUM_STAGES: constexpr, PDL: constexpr,
+):  # fmt: skip
     num_small = tl.load(p_tiles)
     num_tiles = tl.load(p_tiles + 1) if LARGE else num_small
     first_tile = 1 + num_small if LARGE else 1
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_l = tl.arange(0, BLOCK_L)
-    o_r = tl.arange(0, BLOCK_R)
-    m_l = o_l < LATENT_DIM
-    m_r = o_r < ROPE_DIM
     o_row = o_m // GROUP
     for i_item in range(tl.program_id(0), num_tiles * NUM_BLOCKS, tl.num_programs(0)):
         table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
             p_tiles, first_tile + i_item // NUM_BLOCKS
         )
-        # Page ids are read one block ahead, so that no load of latents waits for another load.
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        if IN_ONE_PAGE:
-            b_next_page = tl.load(p_row_pages + low // PAGE_TOKENS, mask=low < high, other=0)
+        if PAGE_TOKENS % BLOCK_N == 0:
+            b_page = tl.load(p_row_pages + low // PAGE_TOKENS, mask=low < high, other=0)
         else:
-            b_next_page = tl.load(p_row_pages + (low + o_n) // PAGE_TOKENS, mask=low + o_n < high, other=0)
+            b_page = tl.load(p_row_pages + (low + o_n) // PAGE_TOKENS, mask=low + o_n < high, other=0)
         if PDL:
-            tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new latents come from the last kernel
+            tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new latents come from the last kernel
         o_head = i_item % NUM_BLOCKS * GROUP + o_m % GROUP
         m_m = (o_row < num_rows) & (o_head < NUM_HEADS)
         o_q = (row + o_row).to(tl.int64) * NUM_HEADS + o_head
-        p_q_m = p_q + (o_q * WIDTH)[:, None]
-        b_q = tl.load(p_q_m + o_l[None, :], mask=m_m[:, None] & m_l[None, :], other=0.0)
-        b_q_rope = tl.load(p_q_m + LATENT_DIM + o_r[None, :], mask=m_m[:, None] & m_r[None, :], other=0.0)
-        b_acc = tl.zeros((BLOCK_M, BLOCK_L), dtype=tl.float32)
-        b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
-        b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
-        clear = low + tl.maximum(tl.minimum(high, position + 1) - low, 0) // BLOCK_N * BLOCK_N
-        for MASKED in tl.static_range(2):
-            first = clear if MASKED else low
-            end = high if MASKED else clear
-            for n in tl.range(first, end, BLOCK_N, num_stages=NUM_STAGES):
-                o_token = n + o_n
-                m_n = o_token < high
-                b_page = b_next_page
-                if IN_ONE_PAGE:
-                    b_next_page = tl.load(p_row_pages + (n + BLOCK_N) // PAGE_TOKENS, mask=n + BLOCK_N < high, other=0)
-                    p_block = p_latents + (b_page.to(tl.int64) * PAGE_TOKENS + n % PAGE_TOKENS) * WIDTH
-                    p_n = p_block + (o_n * WIDTH)[:, None]
-                else:
-                    b_next_page = tl.load(
-                        p_row_pages + (o_token + BLOCK_N) // PAGE_TOKENS, mask=o_token + BLOCK_N < high, other=0
-                    )
-                    o_slot = b_page.to(tl.int64) * PAGE_TOKENS + o_token % PAGE_TOKENS
-                    p_n = p_latents + (o_slot * WIDTH)[:, None]
-                # Not masks alone: where nothing can be out of range there is none.
-                if MASKED:
-                    b_k = tl.load(p_n + o_l[None, :], mask=m_n[:, None] & m_l[None, :], other=0.0)
-                    b_k_rope = tl.load(p_n + LATENT_DIM + o_r[None, :], mask=m_n[:, None] & m_r[None, :], other=0.0)
-                elif LATENT_DIM == BLOCK_L and ROPE_DIM == BLOCK_R:
-                    b_k = tl.load(p_n + o_l[None, :])
-                    b_k_rope = tl.load(p_n + LATENT_DIM + o_r[None, :])
-                else:
-                    b_k = tl.load(p_n + o_l[None, :], mask=m_l[None, :], other=0.0)
-                    b_k_rope = tl.load(p_n + LATENT_DIM + o_r[None, :], mask=m_r[None, :], other=0.0)
-                b_score = tl.dot(b_q, tl.trans(b_k))
-                b_score = tl.dot(b_q_rope, tl.trans(b_k_rope), b_score) * scale_log2
-                if MASKED:
-                    m_seen = ((position + o_row)[:, None] >= o_token[None, :]) & m_n[None, :]
-                    b_score = tl.where(m_seen, b_score, -float("inf"))
-                b_m_new = tl.maximum(b_m, tl.max(b_score, axis=1))
-                b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
-                b_p = tl.exp2(b_score - b_m_safe[:, None])
-                b_alpha = tl.exp2(b_m - b_m_safe)
-                b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
-                b_acc = tl.dot(b_p.to(b_k.dtype), b_k, b_acc * b_alpha[:, None])
-                b_m = b_m_new
-        # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
+        b_acc, b_m, b_l = _attend_tile(
+            p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, p_latents, p_row_pages, None, b_page, None, None,
+            o_row, position, low, high, None, scale_log2,
+            False, LATENT_DIM, ROPE_DIM, PAGE_TOKENS, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, NUM_STAGES,
+        )  # fmt: skip
+        # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
-        m_out = m_m[:, None] & m_l[None, :]
+        m_out = m_m[:, None] & (o_l < LATENT_DIM)[None, :]
         if first_partial < 0:
             p_y = p_out + (o_q * LATENT_DIM)[:, None] + o_l[None, :]
             tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
@@ -290,6 +355,55 @@ def _attend_kernel(
             tl.store(p_partial_out + (o_partial * LATENT_DIM)[:, None] + o_l[None, :], b_out, mask=m_out)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
+        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
+
+
+@jit_counting("places")
+def _lists_kernel(
+    p_q, p_latents, p_out, p_partial_out, p_partial_lse, p_pages, p_table_rows, p_num_tokens, p_tokens, table_stride,
+    tokens_stride, num_places, scale_log2, places,
+    NUM_HEADS: constexpr, NUM_BLOCKS: constexpr, GROUP: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr,
+    PAGE_TOKENS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr,
+    NUM_STAGES: constexpr, PDL: constexpr,
+):  # fmt: skip
+    # Blocks of heads of a row run one after the other, so all but the first find its latents in the cache.
+    i_row = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
+    i_split = tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # earlier kernels write lists and queries
+    num_tokens = tl.load(p_num_tokens + i_row)
+    if num_tokens <= 0:
+        return
+    o_m = tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+    o_l = tl.arange(0, BLOCK_L)
+    low = i_split * places
+    high = tl.minimum(low + places, tl.minimum(num_tokens, num_places))
+    p_row_tokens = p_tokens + i_row * tokens_stride
+    p_row_pages = p_pages + tl.load(p_table_rows + i_row).to(tl.int64) * table_stride
+    b_token = seen_tokens(load_places(p_row_tokens, low + o_n, high), num_tokens)
+    b_ahead = load_places(p_row_tokens, low + BLOCK_N + o_n, high)
+    b_page = load_pages(p_row_pages, b_token, PAGE_TOKENS)
+    o_head = tl.program_id(0) % NUM_BLOCKS * GROUP + o_m
+    m_m = (o_m < GROUP) & (o_head < NUM_HEADS)
+    o_q = i_row * NUM_HEADS + o_head
+    b_acc, b_m, b_l = _attend_tile(
+        p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, p_latents, p_row_pages, p_row_tokens, b_page, b_token,
+        b_ahead, None, None, low, high, num_tokens, scale_log2,
+        True, LATENT_DIM, ROPE_DIM, PAGE_TOKENS, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, NUM_STAGES,
+    )  # fmt: skip
+    # A split without tokens is neutral: zeros, with -inf as lse.
+    b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
+    m_out = m_m[:, None] & (o_l < LATENT_DIM)[None, :]
+    num_splits = tl.num_programs(1)
+    if num_splits == 1:
+        p_y = p_out + (o_q * LATENT_DIM)[:, None] + o_l[None, :]
+        tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
+    else:
+        o_partial = (i_row * num_splits + i_split) * NUM_HEADS + o_head
+        tl.store(p_partial_out + (o_partial * LATENT_DIM)[:, None] + o_l[None, :], b_out, mask=m_out)
+        tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # not sooner: programs of the next kernel would run beside these

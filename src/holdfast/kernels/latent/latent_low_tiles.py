@@ -19,8 +19,9 @@ import torch
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LATENTS_4_ASM, LOG2_ASM
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
-from holdfast.kernels.latent.latent_planes import LatentPlanes
-from holdfast.kernels.latent.latent_warpgroups import LATENT, LATENT_DIM, LAUNCH_DEPENDENTS, ROPE, ROPE_DIM, WAIT
+from holdfast.kernels.latent.gathered_attention import takes_gathering
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
+from holdfast.kernels.latent.latent_warpgroups import LATENT, LATENT_DIM, ROPE, ROPE_DIM
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, kernel_constant, kernel_value
 
 # A branch on a constant is taken when the kernel is compiled, so both must stand in an if and an else.
@@ -48,17 +49,9 @@ LOW_HEIGHT = 32
 """Most rows times heads of a tile."""
 
 
-def takes_low(q_TNX: torch.Tensor, planes: LatentPlanes) -> bool:
-    """Whether these queries and planes are taken here: a Hopper, few heads, the sizes of released models, half precision."""
-    return (
-        gl is not None
-        and q_TNX.shape[1] <= LOW_HEIGHT
-        and (planes.latent_dim, planes.rope_dim) == (LATENT_DIM, ROPE_DIM)
-        and q_TNX.dtype in (torch.bfloat16, torch.float16)
-        and (planes.kind != "plain" or planes.rows_SX.dtype == q_TNX.dtype)
-        and q_TNX.is_cuda
-        and torch.cuda.get_device_capability(q_TNX.device)[0] == 9
-    )
+def takes_low(call: LatentCall) -> bool:
+    """True if these kernels take a step over lists: few heads, and all that `takes_gathering` wants."""
+    return call.q_TNX.shape[1] <= LOW_HEIGHT and takes_gathering(call)
 
 
 def plane_kind(planes: LatentPlanes) -> int:
@@ -92,16 +85,6 @@ def word_layout(words, num_warps):
         [],
         [16 * num_warps, words],
     )
-
-
-@gluon_jit
-def wait_for_kernels_before():
-    gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
-
-
-@gluon_jit
-def launch_dependents():
-    gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
 
 
 @gluon_jit
@@ -294,25 +277,10 @@ def _weigh_values(s_v, s_p, b_acc, b_alpha):
 
 @gluon_jit
 def attend_block(
-    b_slabs,
-    b_rope,
-    b_scales,
-    p_next,
-    p_next_rope,
-    p_next_scales,
-    m_next,
-    m_seen,
-    b_m,
-    b_l,
-    b_accs,
-    s_q,
-    s_q_rope,
-    s_vs,
-    s_ps,
-    scale_log2,
-    score_layout: constexpr,
-    KIND: constexpr,
-):
+    b_slabs, b_rope, b_scales, p_next, p_next_rope, p_next_scales, m_next, m_seen, b_m, b_l, b_accs, s_q, s_q_rope,
+    s_vs, s_ps, scale_log2,
+    score_layout: constexpr, KIND: constexpr,
+):  # fmt: skip
     """One block of tokens: its codes, those of the next one, and running maxima, sums and outputs.
 
     Codes and scales come in, and those of the block behind it go out, asked for on the way. `m_seen` [N, M] says what is seen.

@@ -82,6 +82,23 @@ class IndexPlanes(NamedTuple):
         return self.scales_S1 is not None
 
 
+class LatentCall(NamedTuple):
+    """What one attention launch over latents reads and writes, besides its source of tokens."""
+
+    q_TNX: torch.Tensor
+    planes: LatentPlanes
+    page_table_NP: torch.Tensor
+    scale: float
+    partial_out_CX: torch.Tensor
+    partial_lse_CH: torch.Tensor
+    out_TNL: torch.Tensor
+    num_sms: int
+
+    @property
+    def partials(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.partial_out_CX, self.partial_lse_CH
+
+
 class SparseRows(NamedTuple):
     """Which rows of a step choose their tokens, on the device, in memory that stays where it is."""
 

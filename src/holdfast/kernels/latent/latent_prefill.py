@@ -17,7 +17,8 @@ import torch
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
-from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, next_power_of_two, shared_bytes, tl
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, shared_bytes, tl
 from holdfast.kernels.up_projection import TILE_ROWS, UpProjection, num_splits
 from holdfast.quant.formats import LATENT_TILE
 from holdfast.quant.latent_quantize import LATENT_CODEBOOK
@@ -32,7 +33,7 @@ MERGED_ROWS = 16
 """Of a program that merges splits."""
 
 
-def attend_up_projected(
+def attend_up_projected_reference(
     q_TND: torch.Tensor,
     kv_b_NXL: torch.Tensor,
     planes: LatentPlanes,
@@ -46,21 +47,6 @@ def attend_up_projected(
 
     Queries are rotated, and the rows' own latents are on their pages. `scratch` is as `expanded_specs` says.
     """
-    launch = attend_up_projected_triton if can_run(q_TND) else attend_up_projected_reference
-    return launch(q_TND, kv_b_NXL, planes, page_row_P, start, scale, scratch, out_TNV)
-
-
-def attend_up_projected_reference(
-    q_TND: torch.Tensor,
-    kv_b_NXL: torch.Tensor,
-    planes: LatentPlanes,
-    page_row_P: torch.Tensor,
-    start: int,
-    scale: float,
-    scratch: Mapping[str, torch.Tensor],
-    out_TNV: torch.Tensor,
-) -> torch.Tensor:
-    """The same in plain torch, with the whole score matrix."""
     del scratch
     (num_rows, _, query_dim), latent_dim = q_TND.shape, planes.latent_dim
     nope_dim = query_dim - planes.rope_dim
@@ -95,7 +81,7 @@ def attend_up_projected_triton(
     scratch: Mapping[str, torch.Tensor],
     out_TNV: torch.Tensor,
 ) -> torch.Tensor:
-    """The same as Triton kernels around one product a chunk and group of heads."""
+    """`attend_up_projected` as Triton kernels around one product a chunk and group of heads."""
     shape = _shape_of(q_TND, kv_b_NXL, planes, out_TNV)
     room, state = scratch["up_projected"], scratch["up_projected_state"]
     assert room.dtype == q_TND.dtype == kv_b_NXL.dtype, f"{room.dtype=} {q_TND.dtype=} {kv_b_NXL.dtype=}"
@@ -125,6 +111,9 @@ def attend_up_projected_triton(
             if splits > 1:
                 _merge(state, splits, shape, out_TGV)
     return out_TNV
+
+
+attend_up_projected = operation(reference=attend_up_projected_reference, triton=attend_up_projected_triton)
 
 
 def _shape_of(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, planes: LatentPlanes, out_TNV: torch.Tensor) -> UpProjection:
@@ -171,54 +160,21 @@ def gather_latents_triton(
     rope = rows if rope is None else as_kernels_read(rope)
     scales = rows if scales is None else scales
     _gather_kernel[(-(-count // GATHERED_TOKENS),)](
-        rows,
-        scales,
-        rope,
-        page_row_P,
-        out_WX,
-        first,
-        count,
-        rows.stride(0),
-        scales.stride(0),
-        rope.stride(0),
-        KIND=planes.kind,
-        LATENT=planes.latent_dim,
-        ROPE=planes.rope_dim,
-        PAGE_TOKENS=planes.page_tokens,
-        SCALE_TILE=LATENT_TILE,
-        MAGNITUDES=LATENT_CODEBOOK.magnitudes,
-        SMALL_ROPE=planes.has_small_rope,
-        BLOCK_W=GATHERED_TOKENS,
-        BLOCK_L=next_power_of_two(planes.latent_dim),
-        BLOCK_R=next_power_of_two(max(1, planes.rope_dim)),
-        num_warps=4,
-    )
+        rows, scales, rope, page_row_P, out_WX, first, count, rows.stride(0), scales.stride(0), rope.stride(0),
+        KIND=planes.kind, LATENT=planes.latent_dim, ROPE=planes.rope_dim, PAGE_TOKENS=planes.page_tokens,
+        SCALE_TILE=LATENT_TILE, MAGNITUDES=LATENT_CODEBOOK.magnitudes, SMALL_ROPE=planes.has_small_rope,
+        BLOCK_W=GATHERED_TOKENS, BLOCK_L=next_power_of_two(planes.latent_dim),
+        BLOCK_R=next_power_of_two(max(1, planes.rope_dim)), num_warps=4,
+    )  # fmt: skip
     return out_WX
 
 
 @jit_counting("p_pages", "first", "count")
 def _gather_kernel(
-    p_rows,
-    p_scales,
-    p_rope,
-    p_pages,
-    p_out,
-    first,
-    count,
-    row_stride,
-    scale_stride,
-    rope_stride,
-    KIND: constexpr,
-    LATENT: constexpr,
-    ROPE: constexpr,
-    PAGE_TOKENS: constexpr,
-    SCALE_TILE: constexpr,
-    MAGNITUDES: constexpr,
-    SMALL_ROPE: constexpr,
-    BLOCK_W: constexpr,
-    BLOCK_L: constexpr,
-    BLOCK_R: constexpr,
-):
+    p_rows, p_scales, p_rope, p_pages, p_out, first, count, row_stride, scale_stride, rope_stride,
+    KIND: constexpr, LATENT: constexpr, ROPE: constexpr, PAGE_TOKENS: constexpr, SCALE_TILE: constexpr,
+    MAGNITUDES: constexpr, SMALL_ROPE: constexpr, BLOCK_W: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr,
+):  # fmt: skip
     o_w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     m_w = o_w < count
     b_page = tl.load(p_pages + (first + o_w) // PAGE_TOKENS, mask=m_w, other=0).to(tl.int64)
@@ -314,69 +270,23 @@ def _attend_chunk(
     blocks = _Blocks.of(shape)
     tile = _tile_of(blocks, q_TGD.element_size(), shared_bytes(q_TGD))
     _attend_kernel[(-(-num_rows // TILE_ROWS) * splits, num_heads)](
-        q_TGD,
-        chunk.expanded_WX,
-        chunk.rows_WX,
-        out_TGV,
-        state,
-        state[splits * num_rows * num_heads * shape.value_dim :],
-        num_rows,
-        position,
-        chunk.first,
-        count,
-        splits,
-        int(is_last and splits == 1),
-        scale * LOG2_E,
-        *q_TGD.stride()[:2],
-        *out_TGV.stride()[:2],
+        q_TGD, chunk.expanded_WX, chunk.rows_WX, out_TGV, state,
+        state[splits * num_rows * num_heads * shape.value_dim :], num_rows, position, chunk.first, count, splits,
+        int(is_last and splits == 1), scale * LOG2_E, *q_TGD.stride()[:2], *out_TGV.stride()[:2],
         chunk.expanded_WX.stride(0),
-        LATENT=shape.latent_dim,
-        NOPE=shape.nope_dim,
-        ROPE=shape.rope_dim,
-        VALUE=shape.value_dim,
-        BLOCK_M=TILE_ROWS,
-        BLOCK_N=tile.tokens,
-        BLOCK_P=blocks.nope,
-        BLOCK_P2=blocks.more_nope,
-        BLOCK_R=blocks.rope,
-        BLOCK_V=blocks.value,
-        NUM_STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-    )
+        LATENT=shape.latent_dim, NOPE=shape.nope_dim, ROPE=shape.rope_dim, VALUE=shape.value_dim, BLOCK_M=TILE_ROWS,
+        BLOCK_N=tile.tokens, BLOCK_P=blocks.nope, BLOCK_P2=blocks.more_nope, BLOCK_R=blocks.rope, BLOCK_V=blocks.value,
+        NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
 
 
 @jit_counting("num_rows", "position", "first", "count", "splits", "to_output")
 def _attend_kernel(
-    p_q,
-    p_expanded,
-    p_latents,
-    p_out,
-    p_state,
-    p_lse,
-    num_rows,
-    position,
-    first,
-    count,
-    splits,
-    to_output,
-    scale_log2,
-    q_row,
-    q_head,
-    out_row,
-    out_head,
-    expanded_row,
-    LATENT: constexpr,
-    NOPE: constexpr,
-    ROPE: constexpr,
-    VALUE: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_P: constexpr,
-    BLOCK_P2: constexpr,
-    BLOCK_R: constexpr,
-    BLOCK_V: constexpr,
-    NUM_STAGES: constexpr,
-):
+    p_q, p_expanded, p_latents, p_out, p_state, p_lse, num_rows, position, first, count, splits, to_output, scale_log2,
+    q_row, q_head, out_row, out_head, expanded_row,
+    LATENT: constexpr, NOPE: constexpr, ROPE: constexpr, VALUE: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
+    BLOCK_P: constexpr, BLOCK_P2: constexpr, BLOCK_R: constexpr, BLOCK_V: constexpr, NUM_STAGES: constexpr,
+):  # fmt: skip
     i_head = tl.program_id(1)
     i_split = tl.program_id(0) % splits
     # The last rows see most: they begin first.
@@ -460,17 +370,9 @@ def _merge(state: torch.Tensor, splits: int, shape: UpProjection, out_TGV: torch
     """Splits become the output."""
     num_rows, num_heads, value_dim = out_TGV.shape
     _merge_kernel[(-(-num_rows // MERGED_ROWS), num_heads)](
-        state,
-        state[splits * num_rows * num_heads * value_dim :],
-        out_TGV,
-        num_rows,
-        splits,
-        *out_TGV.stride()[:2],
-        VALUE=shape.value_dim,
-        BLOCK_M=MERGED_ROWS,
-        BLOCK_V=next_power_of_two(shape.value_dim),
-        num_warps=4,
-    )
+        state, state[splits * num_rows * num_heads * value_dim :], out_TGV, num_rows, splits, *out_TGV.stride()[:2],
+        VALUE=shape.value_dim, BLOCK_M=MERGED_ROWS, BLOCK_V=next_power_of_two(shape.value_dim), num_warps=4,
+    )  # fmt: skip
 
 
 @jit_counting("num_rows", "splits")

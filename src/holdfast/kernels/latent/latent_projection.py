@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit_counting,
     next_power_of_two,
@@ -64,14 +64,8 @@ def row_form(num_rows: int) -> tuple[ProjectionForm, ProjectionForm]:
     return projection_form(num_rows, 1), projection_form(num_rows, MANY_HEADS)
 
 
-def absorb_queries(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """[T, N, L + R]: of every head q[:P] @ W_UK, then its rotated elements as they are; rows and heads of both may lie apart."""
-    launch = absorb_queries_triton if can_run(q_TND) else absorb_queries_reference
-    return launch(q_TND, kv_b_NXL, out_TNX)
-
-
 def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
+    """[T, N, L + R]: of every head q[:P] @ W_UK, then its rotated elements as they are; rows and heads of both may lie apart."""
     latent_dim = kv_b_NXL.shape[-1]
     nope_dim = q_TND.shape[-1] - (out_TNX.shape[-1] - latent_dim)
     absorbed_TNL = torch.einsum("tnp,npl->tnl", q_TND[..., :nope_dim].float(), kv_b_NXL[:, :nope_dim].float())
@@ -81,7 +75,7 @@ def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TN
 
 
 def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some rows and columns of a head."""
+    """`absorb_queries` as a Triton kernel, a program for some rows and columns of a head."""
     (num_rows, num_heads, _), latent_dim = q_TND.shape, kv_b_NXL.shape[-1]
     rope_dim = out_TNX.shape[-1] - latent_dim
     nope_dim = q_TND.shape[-1] - rope_dim
@@ -92,42 +86,26 @@ def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: 
     blocks, pdl = projection_form(num_rows, num_heads).absorb, supports_pdl(q_TND)
     grid = (-(-latent_dim // blocks.columns), num_heads, -(-num_rows // blocks.rows))
     _absorb_kernel[grid](
-        q_TND,
-        kv_b_NXL,
-        out_TNX,
-        num_rows,
-        *q_TND.stride()[:2],
-        kv_b_NXL.stride(0),
-        *out_TNX.stride()[:2],
-        NOPE=nope_dim,
-        ROPE=rope_dim,
-        LATENT=latent_dim,
-        BLOCK_T=blocks.rows,
-        BLOCK_P=max(16, next_power_of_two(nope_dim)),
-        BLOCK_R=next_power_of_two(max(rope_dim, 1)),
-        BLOCK_L=blocks.columns,
-        PDL=pdl,
-        num_warps=blocks.num_warps,
-        **pdl_launch(pdl),
-    )
+        q_TND, kv_b_NXL, out_TNX, num_rows, *q_TND.stride()[:2], kv_b_NXL.stride(0), *out_TNX.stride()[:2],
+        NOPE=nope_dim, ROPE=rope_dim, LATENT=latent_dim, BLOCK_T=blocks.rows,
+        BLOCK_P=max(16, next_power_of_two(nope_dim)), BLOCK_R=next_power_of_two(max(rope_dim, 1)),
+        BLOCK_L=blocks.columns, PDL=pdl, num_warps=blocks.num_warps, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TNX
 
 
-def project_values(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """[T, N, V]: of every head what was attended to, by W_UV; rows and heads of both may lie apart."""
-    launch = project_values_triton if can_run(latent_TNL) else project_values_reference
-    return launch(latent_TNL, kv_b_NXL, out_TNV)
+absorb_queries = operation(reference=absorb_queries_reference, triton=absorb_queries_triton)
 
 
 def project_values_reference(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
+    """[T, N, V]: of every head what was attended to, by W_UV; rows and heads of both may lie apart."""
     value_dim = out_TNV.shape[-1]
     w_NVL = kv_b_NXL[:, kv_b_NXL.shape[1] - value_dim :].float()
     return out_TNV.copy_(torch.einsum("tnl,nvl->tnv", latent_TNL.float(), w_NVL).to(out_TNV.dtype))
 
 
 def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some rows and columns of a head."""
+    """`project_values` as a Triton kernel, a program for some rows and columns of a head."""
     (num_rows, num_heads, latent_dim), value_dim = latent_TNL.shape, out_TNV.shape[-1]
     assert kv_b_NXL.shape[-1] == latent_dim, f"{latent_TNL.shape=} {kv_b_NXL.shape=}"
     assert value_dim <= kv_b_NXL.shape[1], f"{kv_b_NXL.shape=} {out_TNV.shape=}"
@@ -137,26 +115,15 @@ def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_
     blocks, pdl = projection_form(num_rows, num_heads).value, supports_pdl(latent_TNL)
     block_v = min(blocks.columns, max(16, next_power_of_two(value_dim)))
     _value_kernel[(-(-value_dim // block_v), num_heads, -(-num_rows // blocks.rows))](
-        latent_TNL,
-        kv_b_NXL,
-        out_TNV,
-        num_rows,
-        *latent_TNL.stride()[:2],
-        kv_b_NXL.stride(0),
-        *out_TNV.stride()[:2],
-        FIRST=kv_b_NXL.shape[1] - value_dim,
-        LATENT=latent_dim,
-        VALUE=value_dim,
-        BLOCK_T=blocks.rows,
-        BLOCK_V=block_v,
-        BLOCK_L=blocks.depth or max(16, next_power_of_two(latent_dim)),
-        IS_WHOLE=not blocks.depth,
-        PDL=pdl,
-        num_warps=blocks.num_warps,
-        num_stages=3,
-        **pdl_launch(pdl),
-    )
+        latent_TNL, kv_b_NXL, out_TNV, num_rows, *latent_TNL.stride()[:2], kv_b_NXL.stride(0), *out_TNV.stride()[:2],
+        FIRST=kv_b_NXL.shape[1] - value_dim, LATENT=latent_dim, VALUE=value_dim, BLOCK_T=blocks.rows, BLOCK_V=block_v,
+        BLOCK_L=blocks.depth or max(16, next_power_of_two(latent_dim)), IS_WHOLE=not blocks.depth, PDL=pdl,
+        num_warps=blocks.num_warps, num_stages=3, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TNV
+
+
+project_values = operation(reference=project_values_reference, triton=project_values_triton)
 
 
 def _check(x_TNX: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> None:
@@ -171,24 +138,10 @@ def _check(x_TNX: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -
 
 @jit_counting("num_rows")
 def _absorb_kernel(
-    p_q,
-    p_w,
-    p_out,
-    num_rows,
-    q_row,
-    q_head,
-    w_head,
-    out_row,
-    out_head,
-    NOPE: constexpr,
-    ROPE: constexpr,
-    LATENT: constexpr,
-    BLOCK_T: constexpr,
-    BLOCK_P: constexpr,
-    BLOCK_R: constexpr,
-    BLOCK_L: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_w, p_out, num_rows, q_row, q_head, w_head, out_row, out_head,
+    NOPE: constexpr, ROPE: constexpr, LATENT: constexpr, BLOCK_T: constexpr, BLOCK_P: constexpr, BLOCK_R: constexpr,
+    BLOCK_L: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_l = tl.program_id(0)
     i_head = tl.program_id(1).to(tl.int64)
     o_t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -215,24 +168,10 @@ def _absorb_kernel(
 
 @jit_counting("num_rows")
 def _value_kernel(
-    p_x,
-    p_w,
-    p_out,
-    num_rows,
-    x_row,
-    x_head,
-    w_head,
-    out_row,
-    out_head,
-    FIRST: constexpr,
-    LATENT: constexpr,
-    VALUE: constexpr,
-    BLOCK_T: constexpr,
-    BLOCK_V: constexpr,
-    BLOCK_L: constexpr,
-    IS_WHOLE: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_w, p_out, num_rows, x_row, x_head, w_head, out_row, out_head,
+    FIRST: constexpr, LATENT: constexpr, VALUE: constexpr, BLOCK_T: constexpr, BLOCK_V: constexpr, BLOCK_L: constexpr,
+    IS_WHOLE: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_head = tl.program_id(1).to(tl.int64)
     o_t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_t = (o_t < num_rows)[:, None]

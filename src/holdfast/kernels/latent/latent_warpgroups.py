@@ -1,16 +1,14 @@
-"""Absorbed latent attention (MLA) over plain pages for tiles of 64 query rows on a Hopper: two warpgroups, in Gluon.
+"""Absorbed latent attention (MLA) over plain pages on Hopper for tiles of 64 query rows: two warpgroups (wgmma), in Gluon.
 
 T rows, N query heads, L latent, R rotated elements, S slots, C split-KV partials
 
-The work, the tiles and their letters are those of latent_attention.py, and only sizes that released models have are taken.
-Two products of a block of tokens follow each other, with the softmax between them. Triton's compiler gives the scores of both
-warpgroups to each of them, as their rows are too few for two, and so computes them twice; here each takes half of the tokens
-for scores, and half of the latent's columns for outputs. p goes from one to the other through shared memory, which is full: two
-blocks of latents, the queries, and p.
+Work and tiles are those of latent_attention.py, for the sizes of released models only. A block of tokens takes two products
+with the softmax between them. Triton gives the scores of both warpgroups to each of them, because their rows are too few for
+two, and so computes them twice. Here each warpgroup takes half of the tokens for scores, and half of the latent's columns for
+outputs. They exchange p through shared memory, which is full: two blocks of latents, the queries, and p.
 
-A block of latents comes by one copy of the tensor memory accelerator (TMA), whose barrier all warps wait for, and which is
-asked for as soon as the block before the last one has been used. Such a copy has no mask: rows behind a sequence's end are made
-zeros in shared memory, because what they hold may be NaN.
+One TMA copy loads a block of latents, and all warps wait for its barrier. The copy starts as soon as the block before the last
+one has been used. It has no mask: rows after a sequence's end may hold NaN and are zeroed in shared memory.
 """
 
 import torch
@@ -19,7 +17,7 @@ from holdfast.kernels.attention.split_kv import LOG2_E
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.geometry import BLOCK_TOKENS, TILE_FIELDS
 from holdfast.kernels.latent.latent_geometry import LARGE_HEIGHT, head_blocks
-from holdfast.kernels.latent.latent_planes import LatentPlanes
+from holdfast.kernels.latent.latent_planes import LatentCall, LatentPlanes
 from holdfast.kernels.triton_compat import (
     TensorDescriptor,
     constexpr,
@@ -38,13 +36,13 @@ HEIGHT, TOKENS = kernel_constant(LARGE_HEIGHT), kernel_constant(BLOCK_TOKENS)
 LATENT, ROPE = kernel_constant(LATENT_DIM), kernel_constant(ROPE_DIM)
 NUM_TILE_FIELDS = kernel_constant(len(TILE_FIELDS))
 ZEROED_COLUMNS = kernel_constant(64)
-"""That are made zeros at once, where a block ends behind its sequence: few registers are left."""
+"""Columns that are zeroed at once after a sequence's end: few registers are left."""
 WAIT = kernel_constant("griddepcontrol.wait; // $0")
 LAUNCH_DEPENDENTS = kernel_constant("griddepcontrol.launch_dependents; // $0")
 
 
 def takes_warpgroups(planes: LatentPlanes) -> bool:
-    """Whether tiles of 64 rows over these planes are taken here: a Hopper, half precision, the sizes, whole blocks in a page."""
+    """True if this kernel takes tiles of 64 rows: Hopper, half precision, the sizes, whole blocks in a page."""
     rows_SX = planes.rows_SX
     return (
         gl is not None
@@ -57,63 +55,55 @@ def takes_warpgroups(planes: LatentPlanes) -> bool:
     )
 
 
-def attend_warpgroups(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    work: TileWork,
-    large: bool,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> None:
-    """All small or all large tiles of a step, without the merge of their partials."""
-    num_heads = q_TNX.shape[1]
+def attend_warpgroups(call: LatentCall, work: TileWork, large: bool) -> None:
+    """Launch all small or all large tiles of a step, without the merge."""
+    num_heads, rows_SX, pdl = call.q_TNX.shape[1], call.planes.rows_SX, supports_pdl(call.q_TNX)
     num_blocks, group = head_blocks(num_heads, large)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    pdl = supports_pdl(q_TNX)
-    _attend_kernel[(num_sms,)](
-        q_TNX,
-        TensorDescriptor.from_tensor(planes.rows_SX, [BLOCK_TOKENS, LATENT_DIM], layout),
-        TensorDescriptor.from_tensor(planes.rows_SX, [BLOCK_TOKENS, ROPE_DIM], layout),
-        out_TNL,
-        partial_out_CX,
-        partial_lse_CH,
-        page_table_NP,
-        work.tiles_X8,
-        page_table_NP.stride(0),
-        scale * LOG2_E,
-        LARGE=large,
-        NUM_HEADS=num_heads,
-        NUM_BLOCKS=num_blocks,
-        GROUP=group,
-        PAGE_TOKENS=planes.page_tokens,
-        PDL=pdl,
-        num_warps=8,
-        **pdl_launch(pdl),
-    )
+    _attend_kernel[(call.num_sms,)](
+        call.q_TNX, TensorDescriptor.from_tensor(rows_SX, [BLOCK_TOKENS, LATENT_DIM], layout),
+        TensorDescriptor.from_tensor(rows_SX, [BLOCK_TOKENS, ROPE_DIM], layout), call.out_TNL, *call.partials,
+        call.page_table_NP, work.tiles_X8, call.page_table_NP.stride(0), call.scale * LOG2_E,
+        LARGE=large, NUM_HEADS=num_heads, NUM_BLOCKS=num_blocks, GROUP=group, PAGE_TOKENS=call.planes.page_tokens,
+        PDL=pdl, num_warps=8, **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+@gluon_jit
+def wait_for_kernels_before():
+    gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+
+
+@gluon_jit
+def launch_dependents():
+    gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
+
+
+@gluon_jit
+def first_tile(p_tiles, LARGE: constexpr):
+    """The first of a step's small or large tiles, and their number."""
+    num_small = gl.load(p_tiles)
+    num_tiles = num_small
+    first = 1
+    if LARGE:
+        num_tiles = gl.load(p_tiles + 1)
+        first = 1 + num_small
+    return first, num_tiles
 
 
 @gluon_jit
 def load_tile(p_tiles, i_tile):
-    """As split_kv.py has it."""
+    """`load_tile` of split_kv.py."""
     p_tile = p_tiles + i_tile * NUM_TILE_FIELDS
-    table_row = gl.load(p_tile)
-    row = gl.load(p_tile + 1)
-    num_rows = gl.load(p_tile + 2)
-    position = gl.load(p_tile + 3)
-    low = gl.load(p_tile + 4)
-    high = gl.load(p_tile + 5)
-    first_partial = gl.load(p_tile + 6)
-    num_splits = gl.load(p_tile + 7)
+    table_row, row, num_rows, position = gl.load(p_tile), gl.load(p_tile + 1), gl.load(p_tile + 2), gl.load(p_tile + 3)
+    low, high = gl.load(p_tile + 4), gl.load(p_tile + 5)
+    first_partial, num_splits = gl.load(p_tile + 6), gl.load(p_tile + 7)
     return table_row, row, num_rows, position, low, high, first_partial, num_splits
 
 
 @gluon_jit
 def _begin_load(latents, rope, slot, bar, s_k, s_k_rope, is_wanted):
-    """Have a block of latents copied into shared memory; the barrier turns when all of it is there."""
+    """Start the copy of a block of latents into shared memory; its arrival flips the barrier."""
     hopper.mbarrier.expect(bar, latents.block_type.nbytes + rope.block_type.nbytes, pred=is_wanted)
     hopper.tma.async_copy_global_to_shared(latents, [slot, 0], bar, s_k, pred=is_wanted)
     hopper.tma.async_copy_global_to_shared(rope, [slot, LATENT], bar, s_k_rope, pred=is_wanted)
@@ -121,7 +111,7 @@ def _begin_load(latents, rope, slot, bar, s_k, s_k_rope, is_wanted):
 
 @gluon_jit
 def _zero_rows(s_block, first):
-    """Rows of a block in shared memory from this one on."""
+    """Zero the rows of a block in shared memory from `first` on."""
     layout: constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     o_n = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     for i_part in gl.static_range(s_block.shape[1] // ZEROED_COLUMNS):
@@ -132,7 +122,7 @@ def _zero_rows(s_block, first):
 
 @gluon_jit
 def _store_queries(p_q, s_q, row, num_rows, first_head, layout: constexpr, NUM_HEADS: constexpr, GROUP: constexpr):
-    """Some columns of a tile's queries into shared memory; zeros where there is no row or head."""
+    """Store some columns of a tile's queries in shared memory; zeros without a row or head."""
     o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
     o_x = gl.arange(0, s_q.shape[1], gl.SliceLayout(0, layout))
     o_head = first_head + o_m % GROUP
@@ -143,25 +133,12 @@ def _store_queries(p_q, s_q, row, num_rows, first_head, layout: constexpr, NUM_H
 
 @gluon_jit
 def _attend_kernel(
-    p_q,
-    latents,
-    rope,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_tiles,
-    table_stride,
-    scale_log2,
-    LARGE: constexpr,
-    NUM_HEADS: constexpr,
-    NUM_BLOCKS: constexpr,
-    GROUP: constexpr,
-    PAGE_TOKENS: constexpr,
+    p_q, latents, rope, p_out, p_partial_out, p_partial_lse, p_pages, p_tiles, table_stride, scale_log2,
+    LARGE: constexpr, NUM_HEADS: constexpr, NUM_BLOCKS: constexpr, GROUP: constexpr, PAGE_TOKENS: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     dtype: constexpr = latents.dtype
-    # Both: four warps to 64 rows; a warpgroup has half of the tokens of scores, and half of the columns of outputs.
+    # Four warps per 64 rows: a warpgroup has half of the tokens of scores, and half of the columns of outputs.
     score_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, TOKENS // 2, 16])
     out_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, LATENT // 2, 16])
     wide_layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -174,31 +151,25 @@ def _attend_kernel(
     bars = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
     for i_bar in gl.static_range(2):
         hopper.mbarrier.init(bars.index(i_bar), count=1)
-    num_small = gl.load(p_tiles)
-    num_tiles = num_small
-    first_tile = 1
-    if LARGE:
-        num_tiles = gl.load(p_tiles + 1)
-        first_tile = 1 + num_small
+    first, num_tiles = first_tile(p_tiles, LARGE)
     o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, score_layout))
     o_n = gl.arange(0, TOKENS, gl.SliceLayout(0, score_layout))
     o_m_out = gl.arange(0, HEIGHT, gl.SliceLayout(1, out_layout))
     o_l = gl.arange(0, LATENT, gl.SliceLayout(0, out_layout))
-    count = 0  # of all blocks until now: which of the two places is next, and which turn its barrier is in
+    count = 0  # blocks so far: selects the next buffer and the phase of its barrier
     for i_item in range(gl.program_id(0), num_tiles * NUM_BLOCKS, gl.num_programs(0)):
         table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
-            p_tiles, first_tile + i_item // NUM_BLOCKS
+            p_tiles, first + i_item // NUM_BLOCKS
         )
         first_head = i_item % NUM_BLOCKS * GROUP
         num_loops = (high - low + TOKENS - 1) // TOKENS
-        # Page ids are read a block before they are wanted.
+        # Page ids are loaded a block ahead.
         p_row_pages = p_pages + table_row.to(gl.int64) * table_stride
         page_0 = gl.load(p_row_pages + low // PAGE_TOKENS, mask=num_loops > 0, other=0)
         page_1 = gl.load(p_row_pages + (low + TOKENS) // PAGE_TOKENS, mask=num_loops > 1, other=0)
         next_page = gl.load(p_row_pages + (low + 2 * TOKENS) // PAGE_TOKENS, mask=num_loops > 2, other=0)
         if PDL:
-            # Tiles and pages were there before; queries and new latents come from the last kernel.
-            gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)
+            wait_for_kernels_before()  # tiles and pages are older; queries and new latents come from the last kernel
         slot_0 = page_0 * PAGE_TOKENS + low % PAGE_TOKENS
         slot_1 = page_1 * PAGE_TOKENS + (low + TOKENS) % PAGE_TOKENS
         i_0 = count & 1
@@ -210,8 +181,8 @@ def _attend_kernel(
         hopper.fence_async_shared()
         b_acc = gl.zeros([HEIGHT, LATENT], gl.float32, out_layout)
         b_m = gl.full([HEIGHT], -float("inf"), gl.float32, gl.SliceLayout(1, score_layout))
-        b_l = gl.zeros([HEIGHT, TOKENS], gl.float32, score_layout)  # added up at the end: no warp waits for another's
-        clear = gl.minimum(high, position + 1)  # tokens up to the first row's own are seen by every row
+        b_l = gl.zeros([HEIGHT, TOKENS], gl.float32, score_layout)  # summed at the end, so no warp waits for another
+        clear = gl.minimum(high, position + 1)  # all rows see the tokens up to the first row's own
         for i_loop in range(num_loops):
             n = low + i_loop * TOKENS
             i_place = count & 1
@@ -239,8 +210,7 @@ def _attend_kernel(
             s_p.store(b_p.to(dtype))
             hopper.fence_async_shared()
             b_acc = b_acc * gl.convert_layout(b_alpha, gl.SliceLayout(1, out_layout))[:, None]
-            # Waited for at once: the assembler makes all products wait for each other where one is still under way at the
-            # end of a loop.
+            # Wait at once: ptxas serializes all wgmma if one is still in flight at the end of a loop.
             acc = hopper.warpgroup_mma(s_p, s_k, b_acc, is_async=True)
             b_acc = hopper.warpgroup_mma_wait(0, deps=[acc])
             slot = next_page * PAGE_TOKENS + (n + 2 * TOKENS) % PAGE_TOKENS
@@ -248,7 +218,7 @@ def _attend_kernel(
             p_page = p_row_pages + (n + 3 * TOKENS) // PAGE_TOKENS
             next_page = gl.load(p_page, mask=i_loop + 3 < num_loops, other=0)
             count += 1
-        # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
+        # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_sum = gl.sum(b_l, axis=1)
         b_whole = gl.convert_layout(gl.where(b_sum > 0, b_sum, 1.0), gl.SliceLayout(1, out_layout))
         b_out = b_acc / b_whole[:, None]
@@ -267,6 +237,5 @@ def _attend_kernel(
     for i_bar in gl.static_range(2):
         hopper.mbarrier.invalidate(bars.index(i_bar))
     if PDL:
-        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
-        gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], gl.int32, False, 1)
-        gl.inline_asm_elementwise(WAIT, "=r", [], gl.int32, False, 1)  # also where there was no tile
+        launch_dependents()  # not sooner: programs of the next kernel would share the multiprocessors unevenly
+        wait_for_kernels_before()  # also without a tile

@@ -102,15 +102,9 @@ def load_rope_queries(p_q_m, m_m, SMALL_ROPE: constexpr, ROPE_DIM: constexpr, BL
 
 @jit
 def load_scales(
-    p_words,
-    p_scales,
-    o_slot,
-    FP8: constexpr,
-    SMALL_ROPE: constexpr,
-    NUM_GROUPS: constexpr,
-    LATENT_DIM: constexpr,
-    ROW_WORDS: constexpr,
-):
+    p_words, p_scales, o_slot,
+    FP8: constexpr, SMALL_ROPE: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, ROW_WORDS: constexpr,
+):  # fmt: skip
     """[N] of every group, and behind them that of the rotated elements. Those of slots that nobody looks at may be anything."""
     b_scales = ()
     if FP8:
@@ -132,16 +126,9 @@ def scale_factor(b_scale, m_n, MASKED: constexpr):
 
 @jit
 def load_words(
-    p_words,
-    o_slot,
-    m_n,
-    i_group,
-    MASKED: constexpr,
-    FP8: constexpr,
-    LATENT_DIM: constexpr,
-    ROW_WORDS: constexpr,
-    BLOCK_W: constexpr,
-):
+    p_words, o_slot, m_n, i_group,
+    MASKED: constexpr, FP8: constexpr, LATENT_DIM: constexpr, ROW_WORDS: constexpr, BLOCK_W: constexpr,
+):  # fmt: skip
     """[N, W]: the words of a group."""
     WHOLE: constexpr = LATENT_DIM % 128 == 0 if FP8 else LATENT_DIM // 4 == BLOCK_W
     o_c = tl.arange(0, BLOCK_W)
@@ -178,20 +165,10 @@ def group_scores(b_q, b_words, i_group, FP8: constexpr, PLAIN: constexpr):
 
 @jit
 def rope_scores(
-    b_q,
-    p_rope,
-    o_slot,
-    m_n,
-    MASKED: constexpr,
-    FP8: constexpr,
-    SMALL_ROPE: constexpr,
-    LATENT_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    NUM_GROUPS: constexpr,
-    ROW_WORDS: constexpr,
-    BLOCK_R: constexpr,
-    PLAIN: constexpr,
-):
+    b_q, p_rope, o_slot, m_n,
+    MASKED: constexpr, FP8: constexpr, SMALL_ROPE: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr,
+    NUM_GROUPS: constexpr, ROW_WORDS: constexpr, BLOCK_R: constexpr, PLAIN: constexpr,
+):  # fmt: skip
     """[M, N] of the rotated elements, without a scale where they have one."""
     COLUMNS: constexpr = ROPE_DIM // 2 if SMALL_ROPE else ROPE_DIM
     STRIDE: constexpr = ROW_WORDS if FP8 else COLUMNS

@@ -83,20 +83,9 @@ def find_slots(b_page, b_token, PAGE_TOKENS: constexpr):
 
 @gluon_jit
 def gather_plain(
-    p_rows,
-    p_row_tokens,
-    p_row_pages,
-    low,
-    high,
-    num_tokens,
-    s_latents,
-    s_ropes,
-    s_factors,
-    filled,
-    freed,
-    count,
+    p_rows, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled, freed, count,
     PAGE_TOKENS: constexpr,
-):
+):  # fmt: skip
     """Blocks of plain rows of places `low` to `high` of a list; `count` blocks went through the ring before."""
     TOKENS: constexpr = s_latents.shape[1]
     LATENT: constexpr = s_latents.shape[2]
@@ -177,25 +166,10 @@ def _store_panel(s_rows, b_words, b_scales, b_share, i_panel, FP8: constexpr):
 
 @gluon_jit
 def gather_codes(
-    p_words,
-    p_scales,
-    p_rope,
-    p_row_tokens,
-    p_row_pages,
-    low,
-    high,
-    num_tokens,
-    s_latents,
-    s_ropes,
-    s_factors,
-    filled,
-    freed,
-    count,
-    FP8: constexpr,
-    SMALL_ROPE: constexpr,
-    IN_ORDER: constexpr,
-    PAGE_TOKENS: constexpr,
-):
+    p_words, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
+    freed, count,
+    FP8: constexpr, SMALL_ROPE: constexpr, IN_ORDER: constexpr, PAGE_TOKENS: constexpr,
+):  # fmt: skip
     """The same of quantized rows, all of them words of 4 bytes: narrower numbers would be carried in a register each.
 
     A panel of the next step is asked for where this step's has been taken apart: in its registers.
@@ -272,3 +246,22 @@ def gather_codes(
             b_rope = _load_words(p_rope, o_slot * ROPE_STRIDE + FIRST_ROPE, m_n, ROPE_WORDS, layout)
         hopper.fence_async_shared()
         hopper.mbarrier.arrive(filled.index(i_ring), count=1)
+
+
+@gluon_jit
+def gather_rows(
+    p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
+    freed, count,
+    PLAIN_ROWS: constexpr, FP8: constexpr, SMALL_ROPE: constexpr, IN_ORDER: constexpr, PAGE_TOKENS: constexpr,
+):  # fmt: skip
+    """Gather rows of any pages; plain ones only by a list."""
+    if PLAIN_ROWS:
+        gather_plain(
+            p_codes, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled, freed,
+            count, PAGE_TOKENS,
+        )  # fmt: skip
+    else:
+        gather_codes(
+            p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors,
+            filled, freed, count, FP8, SMALL_ROPE, IN_ORDER, PAGE_TOKENS,
+        )  # fmt: skip

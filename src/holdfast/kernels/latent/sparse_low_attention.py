@@ -16,7 +16,6 @@ from holdfast.kernels.latent.latent_low_tiles import (
     PLAIN_PAGES,
     allocate,
     attend_block,
-    launch_dependents,
     load_rope,
     load_scales,
     load_slabs,
@@ -25,13 +24,12 @@ from holdfast.kernels.latent.latent_low_tiles import (
     row_pointers,
     store_queries,
     store_tile,
-    wait_for_kernels_before,
     word_layout,
 )
-from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
-from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE
-from holdfast.kernels.latent.sparse_low_warpgroups import sparse_turns_attention, takes_turns
-from holdfast.kernels.latent.sparse_tiles import ListSplits, merge_lists
+from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
+from holdfast.kernels.latent.latent_tiles import ListSplits
+from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE, launch_dependents, wait_for_kernels_before
+from holdfast.kernels.latent.sparse_low_warpgroups import attend_turns, takes_turns
 from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_counting, pdl_launch, supports_pdl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
@@ -42,100 +40,28 @@ TURN_KINDS = {"fp8_ds_mla", "plain"}
 """Kinds of pages for which warpgroups that take turns are faster, where heads are few enough."""
 
 
-def sparse_low_attention(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    tokens_TK: torch.Tensor,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """[T, N, L] of the rows that choose, as `sparse_attention`."""
-    if planes.kind in TURN_KINDS and takes_turns(q_TNX, tokens_TK, partial_lse_CH, num_sms):
-        return sparse_turns_attention(
-            q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
-        )
-    num_splits = attend_low(
-        q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
-    )
-    if num_splits > 1:
-        merge_lists(rows, num_splits, partial_out_CX, partial_lse_CH, out_TNL)
-    return out_TNL
-
-
-def attend_low(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    tokens_TK: torch.Tensor,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> int:
-    """All tiles of a step, without the merge of their partials; the number of splits."""
-    num_rows, num_heads, _ = q_TNX.shape
-    pdl = supports_pdl(q_TNX)
-    wanted = low_splits(num_rows, num_heads, tokens_TK.shape[1], num_sms, BLOCK_TOKENS)
-    splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, BLOCK_TOKENS, wanted)
+def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+    """Launch all lists of a step, without the merge; return the number of partials of a row."""
+    if call.planes.kind in TURN_KINDS and takes_turns(call, tokens_TK.shape[1]):
+        return attend_turns(call, rows, tokens_TK)
+    (num_rows, num_heads, _), num_places, pdl = call.q_TNX.shape, tokens_TK.shape[1], supports_pdl(call.q_TNX)
+    wanted = low_splits(num_rows, num_heads, num_places, call.num_sms, BLOCK_TOKENS)
+    splits = ListSplits.of(call, num_places, BLOCK_TOKENS, wanted)
     _attend_kernel[(num_rows, splits.num_splits)](
-        q_TNX,
-        *plane_pointers(planes),
-        out_TNL,
-        partial_out_CX,
-        partial_lse_CH,
-        page_table_NP,
-        rows.table_rows_T,
-        rows.num_tokens_T,
-        tokens_TK,
-        page_table_NP.stride(0),
-        tokens_TK.stride(0),
-        tokens_TK.shape[1],
-        scale * LOG2_E,
-        splits.places,
-        KIND=plane_kind(planes),
-        NUM_HEADS=num_heads,
-        PAGE_TOKENS=planes.page_tokens,
-        BLOCK_M=tile_height(num_heads, large=False),
-        WARPS=NUM_WARPS,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        call.q_TNX, *plane_pointers(call.planes), call.out_TNL, *call.partials, call.page_table_NP, *rows, tokens_TK,
+        call.page_table_NP.stride(0), tokens_TK.stride(0), num_places, call.scale * LOG2_E, splits.places,
+        KIND=plane_kind(call.planes), NUM_HEADS=num_heads, PAGE_TOKENS=call.planes.page_tokens,
+        BLOCK_M=tile_height(num_heads, large=False), WARPS=NUM_WARPS, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
     return splits.num_splits
 
 
 @gluon_jit_counting("places")
 def _attend_kernel(
-    p_q,
-    p_rows,
-    p_rope,
-    p_scales,
-    p_out,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_table_rows,
-    p_num_tokens,
-    p_tokens,
-    table_stride,
-    tokens_stride,
-    num_places,
-    scale_log2,
-    places,
-    KIND: constexpr,
-    NUM_HEADS: constexpr,
-    PAGE_TOKENS: constexpr,
-    BLOCK_M: constexpr,
-    WARPS: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_rows, p_rope, p_scales, p_out, p_partial_out, p_partial_lse, p_pages, p_table_rows, p_num_tokens, p_tokens,
+    table_stride, tokens_stride, num_places, scale_log2, places,
+    KIND: constexpr, NUM_HEADS: constexpr, PAGE_TOKENS: constexpr, BLOCK_M: constexpr, WARPS: constexpr, PDL: constexpr,
+):  # fmt: skip
     BLOCK_N: constexpr = 16 * WARPS
     code_layout: constexpr = word_layout(32 if KIND == PLAIN_PAGES else 16, WARPS)
     rope_layout: constexpr = word_layout(16 if KIND == CODED_R8_PAGES else 32, WARPS)
@@ -190,25 +116,9 @@ def _attend_kernel(
         b_next_page = _load_pages(p_row_pages, b_next_token, PAGE_TOKENS)
         b_ahead = _load_places(p_row_tokens, n + 3 * BLOCK_N + o_n, end)
         b_slabs, b_rope, b_scales, b_m, b_l, b_accs = attend_block(
-            b_slabs,
-            b_rope,
-            b_scales,
-            p_row,
-            p_row_rope,
-            p_row_scales,
-            o_slot >= 0,
-            m_seen[:, None],
-            b_m,
-            b_l,
-            b_accs,
-            s_q,
-            s_q_rope,
-            s_vs,
-            s_ps,
-            scale_log2,
-            score_layout,
-            KIND,
-        )
+            b_slabs, b_rope, b_scales, p_row, p_row_rope, p_row_scales, o_slot >= 0, m_seen[:, None], b_m, b_l, b_accs,
+            s_q, s_q_rope, s_vs, s_ps, scale_log2, score_layout, KIND,
+        )  # fmt: skip
     # A split without tokens is neutral: zeros, with -inf as lse.
     b_sum = gl.sum(b_l, axis=0)
     b_whole = b_sum if KIND == PLAIN_PAGES else b_sum * P_ONE

@@ -11,6 +11,7 @@ import torch
 
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
+from holdfast.kernels.latent.gathered_attention import gathered_memory
 from holdfast.kernels.latent.latent_geometry import low_splits
 from holdfast.kernels.latent.latent_low_tiles import (
     CODED_R8_PAGES,
@@ -18,18 +19,12 @@ from holdfast.kernels.latent.latent_low_tiles import (
     PLAIN_PAGES,
     fast_exp2,
     fast_log2,
-    launch_dependents,
     plane_kind,
-    plane_pointers,
-    wait_for_kernels_before,
 )
-from holdfast.kernels.latent.latent_planes import LatentPlanes, SparseRows
-from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE
-from holdfast.kernels.latent.sparse_gather import (
-    gather_codes,
-    gather_plain,
-)
-from holdfast.kernels.latent.sparse_tiles import ListSplits, merge_lists
+from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
+from holdfast.kernels.latent.latent_tiles import ListSplits
+from holdfast.kernels.latent.latent_warpgroups import LATENT, ROPE, launch_dependents, wait_for_kernels_before
+from holdfast.kernels.latent.sparse_gather import gather_rows
 from holdfast.kernels.triton_compat import (
     constexpr,
     gl,
@@ -52,75 +47,25 @@ TURN_REGISTERS, GATHER_REGISTERS = kernel_constant(152), kernel_constant(104)
 """Of a thread: all registers of a multiprocessor."""
 
 
-def takes_turns(q_TNX: torch.Tensor, tokens_TK: torch.Tensor, partial_lse_CH: torch.Tensor, num_sms: int) -> bool:
-    """Whether a step of low tiles is taken here: few heads, and partials enough for two of every split."""
-    num_rows, num_heads, _ = q_TNX.shape
-    num_splits = low_splits(num_rows, num_heads, tokens_TK.shape[1], num_sms, TURNS * 64)
-    return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= partial_lse_CH.numel()
+def takes_turns(call: LatentCall, num_places: int) -> bool:
+    """True if this kernel takes a step of low tiles: few heads, and partials for two warpgroups of every split."""
+    num_rows, num_heads, _ = call.q_TNX.shape
+    num_splits = low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)
+    return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= call.partial_lse_CH.numel()
 
 
-def sparse_turns_attention(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    tokens_TK: torch.Tensor,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> torch.Tensor:
-    """[T, N, L] of the rows that choose, as `sparse_attention`."""
-    num_splits = attend_turns(
-        q_TNX, planes, page_table_NP, rows, tokens_TK, scale, partial_out_CX, partial_lse_CH, out_TNL, num_sms
-    )
-    merge_lists(rows, TURNS * num_splits, partial_out_CX, partial_lse_CH, out_TNL)
-    return out_TNL
-
-
-def attend_turns(
-    q_TNX: torch.Tensor,
-    planes: LatentPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    tokens_TK: torch.Tensor,
-    scale: float,
-    partial_out_CX: torch.Tensor,
-    partial_lse_CH: torch.Tensor,
-    out_TNL: torch.Tensor,
-    num_sms: int,
-) -> int:
-    """All tiles of a step, without the merge of their partials; the number of splits, each of two partials."""
-    num_rows, num_heads, _ = q_TNX.shape
-    pdl = supports_pdl(q_TNX)
-    wanted = low_splits(num_rows, num_heads, tokens_TK.shape[1], num_sms, TURNS * 64)
-    splits = ListSplits.of(q_TNX, tokens_TK, partial_lse_CH, num_sms, TURNS * 64, wanted)
-    codes, rope, scales = (planes.rows_SX,) * 3 if planes.kind == "plain" else plane_pointers(planes)
+def attend_turns(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+    """Launch all lists of a step, without the merge; return the number of partials of a row, two for each split."""
+    (num_rows, num_heads, _), num_places, pdl = call.q_TNX.shape, tokens_TK.shape[1], supports_pdl(call.q_TNX)
+    planes, wanted = call.planes, low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)
+    splits = ListSplits.of(call, num_places, TURNS * 64, wanted)
     _attend_kernel[(num_rows, splits.num_splits)](
-        q_TNX,
-        codes,
-        scales,
-        rope,
-        partial_out_CX,
-        partial_lse_CH,
-        page_table_NP,
-        rows.table_rows_T,
-        rows.num_tokens_T,
-        tokens_TK,
-        page_table_NP.stride(0),
-        tokens_TK.stride(0),
-        tokens_TK.shape[1],
-        scale * LOG2_E,
-        splits.places,
-        KIND=plane_kind(planes),
-        NUM_HEADS=num_heads,
-        PAGE_TOKENS=planes.page_tokens,
-        PDL=pdl,
-        num_warps=4,
+        call.q_TNX, *gathered_memory(planes), *call.partials, call.page_table_NP, *rows, tokens_TK,
+        call.page_table_NP.stride(0), tokens_TK.stride(0), num_places, call.scale * LOG2_E, splits.places,
+        KIND=plane_kind(planes), NUM_HEADS=num_heads, PAGE_TOKENS=planes.page_tokens, PDL=pdl, num_warps=4,
         **pdl_launch(pdl),
-    )
-    return splits.num_splits
+    )  # fmt: skip
+    return TURNS * splits.num_splits
 
 
 @gluon_jit
@@ -137,25 +82,10 @@ def _load_queries(p_q, s_q, o_first, num_heads, layout: constexpr):
 
 @gluon_jit
 def _take_turns(
-    p_q,
-    p_partial_out,
-    p_partial_lse,
-    o_first,
-    o_partial,
-    num_heads,
-    num_loops,
-    scale_log2,
-    s_q,
-    s_q_rope,
-    s_latents,
-    s_ropes,
-    s_factors,
-    s_p,
-    filled,
-    freed,
-    TURN: constexpr,
-    KIND: constexpr,
-):
+    p_q, p_partial_out, p_partial_lse, o_first, o_partial, num_heads, num_loops, scale_log2, s_q, s_q_rope, s_latents,
+    s_ropes, s_factors, s_p, filled, freed,
+    TURN: constexpr, KIND: constexpr,
+):  # fmt: skip
     """What a warpgroup does: every second block of a split, and its partial."""
     score_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEIGHT, 16])
     row_layout: constexpr = gl.SliceLayout(1, score_layout)
@@ -213,83 +143,21 @@ def _take_turns(
 
 @gluon_jit
 def _gather(
-    p_codes,
-    p_scales,
-    p_rope,
-    p_row_tokens,
-    p_row_pages,
-    low,
-    high,
-    num_tokens,
-    s_latents,
-    s_ropes,
-    s_factors,
-    filled,
-    freed,
-    PAGE_TOKENS: constexpr,
-    KIND: constexpr,
-):
-    if KIND == PLAIN_PAGES:
-        gather_plain(
-            p_codes,
-            p_row_tokens,
-            p_row_pages,
-            low,
-            high,
-            num_tokens,
-            s_latents,
-            s_ropes,
-            s_factors,
-            filled,
-            freed,
-            0,
-            PAGE_TOKENS,
-        )
-    else:
-        gather_codes(
-            p_codes,
-            p_scales,
-            p_rope,
-            p_row_tokens,
-            p_row_pages,
-            low,
-            high,
-            num_tokens,
-            s_latents,
-            s_ropes,
-            s_factors,
-            filled,
-            freed,
-            0,
-            KIND == FP8_PAGES,
-            KIND == CODED_R8_PAGES,
-            False,
-            PAGE_TOKENS,
-        )
+    p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
+    freed, PAGE_TOKENS: constexpr, KIND: constexpr,
+):  # fmt: skip
+    gather_rows(
+        p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
+        freed, 0, KIND == PLAIN_PAGES, KIND == FP8_PAGES, KIND == CODED_R8_PAGES, False, PAGE_TOKENS,
+    )  # fmt: skip
 
 
 @gluon_jit_counting("places")
 def _attend_kernel(
-    p_q,
-    p_codes,
-    p_scales,
-    p_rope,
-    p_partial_out,
-    p_partial_lse,
-    p_pages,
-    p_table_rows,
-    p_num_tokens,
-    p_tokens,
-    table_stride,
-    tokens_stride,
-    num_places,
-    scale_log2,
-    places,
-    KIND: constexpr,
-    NUM_HEADS: constexpr,
-    PAGE_TOKENS: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_codes, p_scales, p_rope, p_partial_out, p_partial_lse, p_pages, p_table_rows, p_num_tokens, p_tokens,
+    table_stride, tokens_stride, num_places, scale_log2, places,
+    KIND: constexpr, NUM_HEADS: constexpr, PAGE_TOKENS: constexpr, PDL: constexpr,
+):  # fmt: skip
     q_dtype: constexpr = p_q.dtype.element_ty
     dtype: constexpr = q_dtype if KIND == PLAIN_PAGES else gl.float16
     rope_dtype: constexpr = gl.float16 if KIND == CODED_R8_PAGES else q_dtype
@@ -325,75 +193,20 @@ def _attend_kernel(
     num_heads = gl.where(num_tokens > 0, NUM_HEADS, 0)
     o_first = i_row * NUM_HEADS
     o_partial = (i_row * gl.num_programs(1) + i_split) * (RING * NUM_HEADS)
+    first = (
+        p_q, p_partial_out, p_partial_lse, o_first, o_partial, num_heads, num_loops, scale_log2, s_q_0, s_q_rope_0,
+        s_latents, s_ropes, s_factors, s_p_0, filled, freed, 0, KIND,
+    )  # fmt: skip
+    second = (
+        p_q, p_partial_out, p_partial_lse, o_first, o_partial + NUM_HEADS, num_heads, num_loops, scale_log2, s_q_1,
+        s_q_rope_1, s_latents, s_ropes, s_factors, s_p_1, filled, freed, 1, KIND,
+    )  # fmt: skip
+    gather = (
+        p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
+        freed, PAGE_TOKENS, KIND,
+    )  # fmt: skip
     gl.warp_specialize(
-        [
-            (
-                _take_turns,
-                (
-                    p_q,
-                    p_partial_out,
-                    p_partial_lse,
-                    o_first,
-                    o_partial,
-                    num_heads,
-                    num_loops,
-                    scale_log2,
-                    s_q_0,
-                    s_q_rope_0,
-                    s_latents,
-                    s_ropes,
-                    s_factors,
-                    s_p_0,
-                    filled,
-                    freed,
-                    0,
-                    KIND,
-                ),
-            ),
-            (
-                _take_turns,
-                (
-                    p_q,
-                    p_partial_out,
-                    p_partial_lse,
-                    o_first,
-                    o_partial + NUM_HEADS,
-                    num_heads,
-                    num_loops,
-                    scale_log2,
-                    s_q_1,
-                    s_q_rope_1,
-                    s_latents,
-                    s_ropes,
-                    s_factors,
-                    s_p_1,
-                    filled,
-                    freed,
-                    1,
-                    KIND,
-                ),
-            ),
-            (
-                _gather,
-                (
-                    p_codes,
-                    p_scales,
-                    p_rope,
-                    p_row_tokens,
-                    p_row_pages,
-                    low,
-                    high,
-                    num_tokens,
-                    s_latents,
-                    s_ropes,
-                    s_factors,
-                    filled,
-                    freed,
-                    PAGE_TOKENS,
-                    KIND,
-                ),
-            ),
-        ],
+        [(_take_turns, first), (_take_turns, second), (_gather, gather)],
         [4, GATHER_WARPS],
         [TURN_REGISTERS, GATHER_REGISTERS],
     )

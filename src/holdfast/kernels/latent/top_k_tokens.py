@@ -18,6 +18,7 @@ import torch
 
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.latent.top_k_geometry import MAX_CHUNKS, TOP_K_FORM, TopKForm, num_warps, top_k_specs
+from holdfast.kernels.operation import operation
 from holdfast.kernels.shared_words import (
     clear_words,
     count_words,
@@ -29,7 +30,6 @@ from holdfast.kernels.shared_words import (
     words_instead,
 )
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     is_interpreted,
     jit,
@@ -52,7 +52,7 @@ SHIFTS = kernel_constant(2048)
 """Words of chunks, when bins are no longer needed."""
 
 
-def top_k_tokens(
+def top_k_tokens_reference(
     scores_TC: torch.Tensor,
     rows: SparseRows,
     out_TK: torch.Tensor,
@@ -63,19 +63,6 @@ def top_k_tokens(
     Of equal scores the lower position is taken. A score that is NaN counts as the lowest, -0 as 0. Rows with up to K tokens take all.
     `scratch`: what `top_k_specs` lists, for as many rows and tokens or more; plain torch works without.
     """
-    if can_run(scores_TC):
-        assert scratch is not None, "top_k_tokens works in scratch on a GPU: pass the tensors that top_k_specs lists"
-        return top_k_tokens_triton(scores_TC, rows, out_TK, scratch)
-    return top_k_tokens_reference(scores_TC, rows, out_TK, scratch)
-
-
-def top_k_tokens_reference(
-    scores_TC: torch.Tensor,
-    rows: SparseRows,
-    out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The same in plain torch, by stable sorts."""
     num_tokens_T1 = rows.num_tokens_T.unsqueeze(1)
     width, k = scores_TC.shape[1], out_TK.shape[1]
     position_C = torch.arange(width, device=scores_TC.device)
@@ -96,10 +83,11 @@ def top_k_tokens_triton(
     scores_TC: torch.Tensor,
     rows: SparseRows,
     out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor],
+    scratch: Mapping[str, torch.Tensor] | None = None,
     form: TopKForm = TOP_K_FORM,
 ) -> torch.Tensor:
-    """The same as one Triton kernel where no row is long, else as three."""
+    """`top_k_tokens` as one Triton kernel where no row is long, else as three."""
+    assert scratch is not None, "top_k_tokens needs scratch on a GPU: pass the tensors of top_k_specs"
     _check(scores_TC, rows, out_TK, scratch, form)
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
     if not num_rows:
@@ -111,58 +99,26 @@ def top_k_tokens_triton(
     if is_long:
         sample = form.sample(context)
         _limit_kernel[(num_rows,)](
-            *lengths,
-            limits_T2,
-            words_instead(num_rows, scores_TC),
-            scores_TC.stride(0),
-            context,
-            WANTED=form.wanted(k),
-            SAMPLE=sample,
-            BLOCK=block,
-            PDL=pdl,
-            num_warps=num_warps(sample),
-            **pdl_launch(pdl),
-        )
+            *lengths, limits_T2, words_instead(num_rows, scores_TC), scores_TC.stride(0), context,
+            WANTED=form.wanted(k), SAMPLE=sample, BLOCK=block, PDL=pdl, num_warps=num_warps(sample), **pdl_launch(pdl),
+        )  # fmt: skip
         _filter_kernel[(num_rows, num_chunks)](
-            *lengths,
-            limits_T2,
-            chunks_T2P,
-            *near,
-            scores_TC.stride(0),
-            chunks_T2P.stride(0),
-            chunks_T2P.stride(1),
+            *lengths, limits_T2, chunks_T2P, *near, scores_TC.stride(0), chunks_T2P.stride(0), chunks_T2P.stride(1),
             context,
-            CHUNK=form.chunk_tokens,
-            BLOCK=block,
-            PLAIN=is_interpreted(),
-            PDL=pdl,
-            num_warps=num_warps(form.chunk_tokens),
-            **pdl_launch(pdl),
-        )
+            CHUNK=form.chunk_tokens, BLOCK=block, PLAIN=is_interpreted(), PDL=pdl,
+            num_warps=num_warps(form.chunk_tokens), **pdl_launch(pdl),
+        )  # fmt: skip
     held = block if is_long else max(256, next_power_of_two(context))
     _row_kernel[(num_rows,)](
-        *lengths,
-        limits_T2,
-        chunks_T2P,
-        *near,
-        out_TK,
-        words_instead(num_rows, scores_TC),
-        scores_TC.stride(0),
-        chunks_T2P.stride(0),
-        chunks_T2P.stride(1),
-        out_TK.stride(0),
-        context,
-        K=k,
-        HAS_LONG=is_long,
-        CHUNKS=max(32, next_power_of_two(num_chunks)),
-        CHUNK=form.chunk_tokens,
-        BLOCK=held,
-        PLAIN=is_interpreted(),
-        PDL=pdl,
-        num_warps=num_warps(held),
-        **pdl_launch(pdl),
-    )
+        *lengths, limits_T2, chunks_T2P, *near, out_TK, words_instead(num_rows, scores_TC), scores_TC.stride(0),
+        chunks_T2P.stride(0), chunks_T2P.stride(1), out_TK.stride(0), context,
+        K=k, HAS_LONG=is_long, CHUNKS=max(32, next_power_of_two(num_chunks)), CHUNK=form.chunk_tokens, BLOCK=held,
+        PLAIN=is_interpreted(), PDL=pdl, num_warps=num_warps(held), **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TK
+
+
+top_k_tokens = operation(reference=top_k_tokens_reference, triton=top_k_tokens_triton)
 
 
 def _check(
@@ -307,18 +263,9 @@ def _count_until(words, o_item, GROUPS: constexpr):
 
 @jit
 def _by_token(
-    m_below,
-    m_equal,
-    b_before,
-    b_token,
-    p_chunks,
-    count_stride,
-    num_chunks,
-    words,
-    CHUNKS: constexpr,
-    CHUNK: constexpr,
-    BLOCK: constexpr,
-):
+    m_below, m_equal, b_before, b_token, p_chunks, count_stride, num_chunks, words,
+    CHUNKS: constexpr, CHUNK: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """What has to be added to counts of a list to make them counts by token: chunks lie in any order, and rise within."""
     o_group, o_chunk = tl.arange(0, BLOCK // 32), tl.arange(0, CHUNKS)
     tl.debug_barrier()
@@ -337,17 +284,9 @@ def _by_token(
 
 @jit_counting("p_num_tokens")
 def _limit_kernel(
-    p_scores,
-    p_num_tokens,
-    p_limits,
-    p_words,
-    score_stride,
-    context,
-    WANTED: constexpr,
-    SAMPLE: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    p_scores, p_num_tokens, p_limits, p_words, score_stride, context,
+    WANTED: constexpr, SAMPLE: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     """The limit of a long row: a key up to which there are about WANTED tokens. And no near tokens as yet."""
     i_row = tl.program_id(0).to(tl.int64)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
@@ -371,21 +310,10 @@ def _limit_kernel(
 
 @jit_counting("p_num_tokens")
 def _filter_kernel(
-    p_scores,
-    p_num_tokens,
-    p_limits,
-    p_chunks,
-    p_near_keys,
-    p_near_tokens,
-    score_stride,
-    row_stride,
-    count_stride,
+    p_scores, p_num_tokens, p_limits, p_chunks, p_near_keys, p_near_tokens, score_stride, row_stride, count_stride,
     context,
-    CHUNK: constexpr,
-    BLOCK: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    CHUNK: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     """The near tokens of a chunk, in the next free places of the row, and which these are: chunks come in any order."""
     i_row = tl.program_id(0).to(tl.int64)
     # The last come first, so that one program after the other, as in the interpreter, lists chunks in another order than theirs.
@@ -412,27 +340,11 @@ def _filter_kernel(
 
 @jit_counting("p_num_tokens", "p_out")
 def _row_kernel(
-    p_scores,
-    p_num_tokens,
-    p_limits,
-    p_chunks,
-    p_near_keys,
-    p_near_tokens,
-    p_out,
-    p_words,
-    score_stride,
-    row_stride,
-    count_stride,
-    out_stride,
-    context,
-    K: constexpr,
-    HAS_LONG: constexpr,
-    CHUNKS: constexpr,
-    CHUNK: constexpr,
-    BLOCK: constexpr,
-    PLAIN: constexpr,
+    p_scores, p_num_tokens, p_limits, p_chunks, p_near_keys, p_near_tokens, p_out, p_words, score_stride, row_stride,
+    count_stride, out_stride, context,
+    K: constexpr, HAS_LONG: constexpr, CHUNKS: constexpr, CHUNK: constexpr, BLOCK: constexpr, PLAIN: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
     words = shared_words(p_words)

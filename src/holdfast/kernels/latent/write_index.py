@@ -15,8 +15,8 @@ from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import e4m3_of, size_bits
 from holdfast.kernels.latent.latent_planes import IndexPlanes
 from holdfast.kernels.latent.write_latent import rotate_neighbours
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit,
     next_power_of_two,
@@ -44,7 +44,7 @@ class IndexNorm(NamedTuple):
     eps: float
 
 
-def write_index(
+def write_index_reference(
     k_TD: torch.Tensor,
     q_TID: torch.Tensor,
     slots_T: torch.Tensor,
@@ -57,20 +57,6 @@ def write_index(
 
     Rows may lie apart in `k_TD` and `q_TID`.
     """
-    write = write_index_triton if can_run(k_TD) else write_index_reference
-    write(k_TD, q_TID, slots_T, norm, rotary, planes, by_neighbours)
-
-
-def write_index_reference(
-    k_TD: torch.Tensor,
-    q_TID: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: IndexNorm,
-    rotary: Rotary,
-    planes: IndexPlanes,
-    by_neighbours: bool = False,
-) -> None:
-    """The same in plain torch."""
     rope_dim, is_kept_T = rotary.dim, slots_T >= 0
     q_TIR, rotate = q_TID[..., :rope_dim], rotate_neighbours if by_neighbours else rotate_halves
     q_TIR.copy_(rotate(q_TIR, rotary))
@@ -102,21 +88,13 @@ def quantize_index(x_XD: torch.Tensor, least: float) -> tuple[torch.Tensor, torc
     return (x_XD.float() / scales_X1).to(torch.float8_e4m3fn), scales_X1
 
 
-def quantize_index_queries(
+def quantize_index_queries_reference(
     q_TID: torch.Tensor, weights_TI: torch.Tensor, codes_TID: torch.Tensor, out_weights_TI: torch.Tensor
 ) -> None:
     """Each head of a row as e4m3 codes; its scale, a power of two, is folded into its weight, in float32.
 
     `out_weights_TI` may be `weights_TI`. Rows may lie apart in all of them.
     """
-    quantize = quantize_index_queries_triton if can_run(q_TID) else quantize_index_queries_reference
-    quantize(q_TID, weights_TI, codes_TID, out_weights_TI)
-
-
-def quantize_index_queries_reference(
-    q_TID: torch.Tensor, weights_TI: torch.Tensor, codes_TID: torch.Tensor, out_weights_TI: torch.Tensor
-) -> None:
-    """The same in plain torch."""
     codes, scales_TI1 = quantize_index(q_TID, LEAST_QUERY)
     codes_TID.copy_(codes)
     out_weights_TI.copy_(weights_TI.float() * scales_TI1.squeeze(-1))
@@ -131,7 +109,7 @@ def write_index_triton(
     planes: IndexPlanes,
     by_neighbours: bool = False,
 ) -> None:
-    """The same as one Triton kernel: a program for the key of a row, and others for some of its index heads each."""
+    """`write_index` as one Triton kernel: a program for the key of a row, and others for some of its index heads each."""
     (num_rows, num_heads, dim), rope_dim = q_TID.shape, rotary.dim
     _check_layout(k_TD, q_TID, rotary, planes)
     if num_rows == 0:
@@ -139,38 +117,21 @@ def write_index_triton(
     half_block, pdl = next_power_of_two(rope_dim // 2), supports_pdl(k_TD)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // (2 * half_block)))
     _write_index_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
-        k_TD,
-        q_TID,
-        slots_T,
-        norm.weight_D,
-        norm.bias_D,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD,
-        planes.scales_S1,
-        norm.eps,
-        k_TD.stride(0),
-        q_TID.stride(0),
-        q_TID.stride(1),
-        rotary.cos_TP.stride(0),
-        LEAST=LEAST_KEY,
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        ROPE_DIM=rope_dim,
-        HEADS=heads,
-        BLOCK_D=next_power_of_two(dim),
-        HALF_BLOCK=half_block,
-        NEIGHBOURS=by_neighbours,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        k_TD, q_TID, slots_T, norm.weight_D, norm.bias_D, rotary.cos_TP, rotary.sin_TP,
+        planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD, planes.scales_S1, norm.eps,
+        k_TD.stride(0), q_TID.stride(0), q_TID.stride(1), rotary.cos_TP.stride(0),
+        LEAST=LEAST_KEY, NUM_HEADS=num_heads, DIM=dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_D=next_power_of_two(dim),
+        HALF_BLOCK=half_block, NEIGHBOURS=by_neighbours, PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+write_index = operation(reference=write_index_reference, triton=write_index_triton)
 
 
 def quantize_index_queries_triton(
     q_TID: torch.Tensor, weights_TI: torch.Tensor, codes_TID: torch.Tensor, out_weights_TI: torch.Tensor
 ) -> None:
-    """The same as one Triton kernel, a program for some heads of a row."""
+    """`quantize_index_queries` as one Triton kernel, a program for some heads of a row."""
     num_rows, num_heads, dim = q_TID.shape
     assert codes_TID.shape == q_TID.shape, f"{codes_TID.shape=} for {q_TID.shape=}"
     for rows in (q_TID, weights_TI, codes_TID, out_weights_TI):
@@ -180,25 +141,14 @@ def quantize_index_queries_triton(
     block_d, pdl = next_power_of_two(dim), supports_pdl(q_TID)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_d))
     _quantize_queries_kernel[(num_rows * -(-num_heads // heads),)](
-        q_TID,
-        weights_TI,
-        codes_TID.view(torch.uint8),
-        out_weights_TI,
-        q_TID.stride(0),
-        q_TID.stride(1),
-        weights_TI.stride(0),
-        codes_TID.stride(0),
-        codes_TID.stride(1),
-        out_weights_TI.stride(0),
-        LEAST=LEAST_QUERY,
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        HEADS=heads,
-        BLOCK_D=block_d,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
+        q_TID, weights_TI, codes_TID.view(torch.uint8), out_weights_TI, q_TID.stride(0), q_TID.stride(1),
+        weights_TI.stride(0), codes_TID.stride(0), codes_TID.stride(1), out_weights_TI.stride(0),
+        LEAST=LEAST_QUERY, NUM_HEADS=num_heads, DIM=dim, HEADS=heads, BLOCK_D=block_d, PDL=pdl, num_warps=NUM_WARPS,
         **pdl_launch(pdl),
-    )
+    )  # fmt: skip
+
+
+quantize_index_queries = operation(reference=quantize_index_queries_reference, triton=quantize_index_queries_triton)
 
 
 def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, planes: IndexPlanes) -> None:
@@ -214,30 +164,11 @@ def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, plane
 
 @jit
 def _write_index_kernel(
-    p_k,
-    p_q,
-    p_slots,
-    p_norm,
-    p_bias,
-    p_cosine,
-    p_sine,
-    p_rows,
-    p_scales,
-    eps,
-    k_stride,
-    q_stride,
-    head_stride,
+    p_k, p_q, p_slots, p_norm, p_bias, p_cosine, p_sine, p_rows, p_scales, eps, k_stride, q_stride, head_stride,
     rotary_stride,
-    LEAST: constexpr,
-    NUM_HEADS: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_D: constexpr,
-    HALF_BLOCK: constexpr,
-    NEIGHBOURS: constexpr,
-    PDL: constexpr,
-):
+    LEAST: constexpr, NUM_HEADS: constexpr, DIM: constexpr, ROPE_DIM: constexpr, HEADS: constexpr, BLOCK_D: constexpr,
+    HALF_BLOCK: constexpr, NEIGHBOURS: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     HALF: constexpr = ROPE_DIM // 2
     # From an element to the next of its kind, and to its partner.
@@ -302,23 +233,9 @@ def _write_index_kernel(
 
 @jit
 def _quantize_queries_kernel(
-    p_q,
-    p_weights,
-    p_codes,
-    p_out,
-    q_stride,
-    head_stride,
-    weights_stride,
-    codes_stride,
-    codes_head_stride,
-    out_stride,
-    LEAST: constexpr,
-    NUM_HEADS: constexpr,
-    DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_D: constexpr,
-    PDL: constexpr,
-):
+    p_q, p_weights, p_codes, p_out, q_stride, head_stride, weights_stride, codes_stride, codes_head_stride, out_stride,
+    LEAST: constexpr, NUM_HEADS: constexpr, DIM: constexpr, HEADS: constexpr, BLOCK_D: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)

@@ -12,8 +12,8 @@ import torch
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, nearest_magnitudes, size_bits
 from holdfast.kernels.latent.latent_planes import LatentPlanes, store_latents
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit,
     kernel_constant,
@@ -47,7 +47,7 @@ class LatentNorm(NamedTuple):
     eps: float
 
 
-def write_latent(
+def write_latent_reference(
     latent_TX: torch.Tensor,
     q_TND: torch.Tensor,
     slots_T: torch.Tensor,
@@ -59,19 +59,6 @@ def write_latent(
 
     Rows may lie apart in `latent_TX` and `q_TND`.
     """
-    write = write_latent_triton if can_run(latent_TX) else write_latent_reference
-    write(latent_TX, q_TND, slots_T, norm, rotary, planes)
-
-
-def write_latent_reference(
-    latent_TX: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: LatentPlanes,
-) -> None:
-    """The same in plain torch."""
     latent_dim, rope_dim = planes.latent_dim, planes.rope_dim
     is_kept_T = slots_T >= 0
     x_TL = latent_TX[:, :latent_dim].float()
@@ -98,7 +85,7 @@ def write_latent_triton(
     rotary: Rotary,
     planes: LatentPlanes,
 ) -> None:
-    """The same as one Triton kernel: a program for the latent of a row, and others for some of its query heads each."""
+    """`write_latent` as one Triton kernel: a program for the latent of a row, and others for some of its query heads each."""
     (num_rows, num_heads, head_dim), rope_dim = q_TND.shape, planes.rope_dim
     _check_layout(latent_TX, q_TND, rotary, planes)
     if num_rows == 0:
@@ -109,35 +96,17 @@ def write_latent_triton(
     if rope_SR is not None:
         rope_SR = rope_SR.view(torch.uint8 if planes.has_small_rope else torch.int16)
     _write_latent_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
-        latent_TX,
-        q_TND,
-        slots_T,
-        norm.weight_L,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        planes.rows_SX,
-        scales_SC,
-        rope_SR,
-        norm.eps,
-        latent_TX.stride(0),
-        q_TND.stride(0),
-        q_TND.stride(1),
-        planes.rows_SX.stride(0),
+        latent_TX, q_TND, slots_T, norm.weight_L, rotary.cos_TP, rotary.sin_TP, planes.rows_SX, scales_SC, rope_SR,
+        norm.eps, latent_TX.stride(0), q_TND.stride(0), q_TND.stride(1), planes.rows_SX.stride(0),
         rotary.cos_TP.stride(0),
-        KIND=planes.kind,
-        SMALL_ROPE=planes.has_small_rope,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        LATENT_DIM=planes.latent_dim,
-        ROPE_DIM=rope_dim,
-        HEADS=heads,
-        BLOCK_L=next_power_of_two(planes.latent_dim),
-        BLOCK_R=rope_block,
-        KRONECKER=planes.latent_dim == next_power_of_two(planes.latent_dim) >= KRONECKER_DIM,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        KIND=planes.kind, SMALL_ROPE=planes.has_small_rope, NUM_HEADS=num_heads, HEAD_DIM=head_dim,
+        LATENT_DIM=planes.latent_dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_L=next_power_of_two(planes.latent_dim),
+        BLOCK_R=rope_block, KRONECKER=planes.latent_dim == next_power_of_two(planes.latent_dim) >= KRONECKER_DIM,
+        PDL=pdl, num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+write_latent = operation(reference=write_latent_reference, triton=write_latent_triton)
 
 
 def _check_layout(latent_TX: torch.Tensor, q_TND: torch.Tensor, rotary: Rotary, planes: LatentPlanes) -> None:
@@ -152,33 +121,11 @@ def _check_layout(latent_TX: torch.Tensor, q_TND: torch.Tensor, rotary: Rotary, 
 
 @jit
 def _write_latent_kernel(
-    p_latent,
-    p_q,
-    p_slots,
-    p_norm,
-    p_cosine,
-    p_sine,
-    p_rows,
-    p_scales,
-    p_rope,
-    eps,
-    latent_stride,
-    q_stride,
-    head_stride,
-    row_stride,
-    rotary_stride,
-    KIND: constexpr,
-    SMALL_ROPE: constexpr,
-    NUM_HEADS: constexpr,
-    HEAD_DIM: constexpr,
-    LATENT_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_L: constexpr,
-    BLOCK_R: constexpr,
-    KRONECKER: constexpr,
-    PDL: constexpr,
-):
+    p_latent, p_q, p_slots, p_norm, p_cosine, p_sine, p_rows, p_scales, p_rope, eps, latent_stride, q_stride,
+    head_stride, row_stride, rotary_stride,
+    KIND: constexpr, SMALL_ROPE: constexpr, NUM_HEADS: constexpr, HEAD_DIM: constexpr, LATENT_DIM: constexpr,
+    ROPE_DIM: constexpr, HEADS: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr, KRONECKER: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)

@@ -22,8 +22,8 @@ from holdfast.kernels.latent.entry_rows import (
 )
 from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, store_latents
 from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     jit,
     next_power_of_two,
@@ -40,7 +40,7 @@ ELEMENTS_PER_PROGRAM = 2048
 NUM_WARPS = 4
 
 
-def write_window(
+def write_window_reference(
     kv_TD: torch.Tensor,
     q_TND: torch.Tensor,
     slots_T: torch.Tensor,
@@ -59,28 +59,6 @@ def write_window(
     `is_rotated`: vectors and heads are wanted in TurboQuant's rotated space, because entries are kept in it; where this window
     is, they always are.
     """
-    write = write_window_triton if can_run(kv_TD) else write_window_reference
-    write(kv_TD, q_TND, slots_T, states_T, norm, q_eps, rotary, planes, is_rotated)
-
-
-def rotate_back(out_TND: torch.Tensor, rotary: Rotary) -> None:
-    """The last R elements of every head turned by minus the row's position, in place."""
-    rotate = rotate_back_triton if can_run(out_TND) else rotate_back_reference
-    rotate(out_TND, rotary)
-
-
-def write_window_reference(
-    kv_TD: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    norm: LatentNorm,
-    q_eps: float,
-    rotary: Rotary,
-    planes: LatentPlanes,
-    is_rotated: bool = False,
-) -> None:
-    """The same in plain torch."""
     is_row_T, is_kept_T = states_T >= 0, (states_T >= 0) & (slots_T >= 0)
     latent_dim, is_coded = planes.latent_dim, planes.kind == "turboquant"
     turned_TND = rotate_last(normed(q_TND, q_eps), rotary)
@@ -95,7 +73,7 @@ def write_window_reference(
 
 
 def rotate_back_reference(out_TND: torch.Tensor, rotary: Rotary) -> None:
-    """The same in plain torch."""
+    """The last R elements of every head turned by minus the row's position, in place."""
     out_TNR = out_TND[..., out_TND.shape[-1] - rotary.dim :]
     out_TNR.copy_(rotate_neighbours(out_TNR, rotary.back()))
 
@@ -111,7 +89,7 @@ def write_window_triton(
     planes: LatentPlanes,
     is_rotated: bool = False,
 ) -> None:
-    """The same as one Triton kernel: a program for the vector of a row, and others for some of its query heads each."""
+    """`write_window` as one Triton kernel: a program for the vector of a row, and others for some of its query heads each."""
     num_rows, num_heads, dim = q_TND.shape
     _check_layout(q_TND, rotary)
     assert dim == kv_TD.shape[1] == planes.latent_dim + planes.rope_dim, f"{q_TND.shape=}, {kv_TD.shape=}"
@@ -123,38 +101,20 @@ def write_window_triton(
     block_d, pdl = next_power_of_two(dim), supports_pdl(kv_TD)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_d))
     _write_window_kernel[(num_rows * (1 + -(-num_heads // heads)),)](
-        kv_TD,
-        q_TND,
-        slots_T,
-        states_T,
-        norm.weight_L,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        planes.rows_SX,
-        planes.scales_SC,
-        bits_of_rope(planes),
-        norm.eps,
-        q_eps,
-        kv_TD.stride(0),
-        q_TND.stride(0),
-        q_TND.stride(1),
-        planes.rows_SX.stride(0),
-        rotary.cos_TP.stride(0),
-        KIND=planes.kind,
-        ROTATED=is_rotated or planes.kind == "turboquant",
-        NUM_HEADS=num_heads,
-        LATENT_DIM=planes.latent_dim,
-        ROPE_DIM=planes.rope_dim,
-        HEADS=heads,
-        BLOCK_D=block_d,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
-        **pdl_launch(pdl),
-    )
+        kv_TD, q_TND, slots_T, states_T, norm.weight_L, rotary.cos_TP, rotary.sin_TP, planes.rows_SX, planes.scales_SC,
+        bits_of_rope(planes), norm.eps, q_eps, kv_TD.stride(0), q_TND.stride(0), q_TND.stride(1),
+        planes.rows_SX.stride(0), rotary.cos_TP.stride(0),
+        KIND=planes.kind, ROTATED=is_rotated or planes.kind == "turboquant", NUM_HEADS=num_heads,
+        LATENT_DIM=planes.latent_dim, ROPE_DIM=planes.rope_dim, HEADS=heads, BLOCK_D=block_d, PDL=pdl,
+        num_warps=NUM_WARPS, **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+write_window = operation(reference=write_window_reference, triton=write_window_triton)
 
 
 def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
-    """The same as one Triton kernel: a program for some heads of a row."""
+    """`rotate_back` as one Triton kernel: a program for some heads of a row."""
     num_rows, num_heads, dim = out_TND.shape
     _check_layout(out_TND, rotary)
     if num_rows == 0:
@@ -163,21 +123,13 @@ def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
     block_r = next_power_of_two(rope_dim)
     heads = min(next_power_of_two(num_heads), max(1, ELEMENTS_PER_PROGRAM // block_r))
     _rotate_back_kernel[(num_rows * -(-num_heads // heads),)](
-        out_TND,
-        rotary.cos_TP,
-        rotary.sin_TP,
-        out_TND.stride(0),
-        out_TND.stride(1),
-        rotary.cos_TP.stride(0),
-        NUM_HEADS=num_heads,
-        DIM=dim,
-        ROPE_DIM=rope_dim,
-        HEADS=heads,
-        BLOCK_R=block_r,
-        PDL=pdl,
-        num_warps=NUM_WARPS,
+        out_TND, rotary.cos_TP, rotary.sin_TP, out_TND.stride(0), out_TND.stride(1), rotary.cos_TP.stride(0),
+        NUM_HEADS=num_heads, DIM=dim, ROPE_DIM=rope_dim, HEADS=heads, BLOCK_R=block_r, PDL=pdl, num_warps=NUM_WARPS,
         **pdl_launch(pdl),
-    )
+    )  # fmt: skip
+
+
+rotate_back = operation(reference=rotate_back_reference, triton=rotate_back_triton)
 
 
 def _check_layout(x_TND: torch.Tensor, rotary: Rotary) -> None:
@@ -189,32 +141,11 @@ def _check_layout(x_TND: torch.Tensor, rotary: Rotary) -> None:
 
 @jit
 def _write_window_kernel(
-    p_kv,
-    p_q,
-    p_slots,
-    p_states,
-    p_norm,
-    p_cosine,
-    p_sine,
-    p_rows,
-    p_scales,
-    p_rope,
-    eps,
-    q_eps,
-    kv_stride,
-    q_stride,
-    head_stride,
-    row_stride,
-    rotary_stride,
-    KIND: constexpr,
-    ROTATED: constexpr,
-    NUM_HEADS: constexpr,
-    LATENT_DIM: constexpr,
-    ROPE_DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_D: constexpr,
-    PDL: constexpr,
-):
+    p_kv, p_q, p_slots, p_states, p_norm, p_cosine, p_sine, p_rows, p_scales, p_rope, eps, q_eps, kv_stride, q_stride,
+    head_stride, row_stride, rotary_stride,
+    KIND: constexpr, ROTATED: constexpr, NUM_HEADS: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr,
+    HEADS: constexpr, BLOCK_D: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     DIM: constexpr = LATENT_DIM + ROPE_DIM
     i_program = tl.program_id(0)
@@ -249,37 +180,15 @@ def _write_window_kernel(
 
 @jit
 def _rotate_back_kernel(
-    p_out,
-    p_cosine,
-    p_sine,
-    out_stride,
-    head_stride,
-    rotary_stride,
-    NUM_HEADS: constexpr,
-    DIM: constexpr,
-    ROPE_DIM: constexpr,
-    HEADS: constexpr,
-    BLOCK_R: constexpr,
-    PDL: constexpr,
-):
+    p_out, p_cosine, p_sine, out_stride, head_stride, rotary_stride,
+    NUM_HEADS: constexpr, DIM: constexpr, ROPE_DIM: constexpr, HEADS: constexpr, BLOCK_R: constexpr, PDL: constexpr,
+):  # fmt: skip
     NUM_BLOCKS: constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_first = i_program % NUM_BLOCKS * HEADS
     p_heads = p_out + i_row * out_stride
     turn_heads(
-        p_heads,
-        head_stride,
-        i_first,
-        p_cosine,
-        p_sine,
-        i_row,
-        rotary_stride,
-        -1,
-        NUM_HEADS,
-        HEADS,
-        DIM,
-        ROPE_DIM,
-        BLOCK_R,
-        PDL,
-    )
+        p_heads, head_stride, i_first, p_cosine, p_sine, i_row, rotary_stride, -1, NUM_HEADS, HEADS, DIM, ROPE_DIM,
+        BLOCK_R, PDL,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ against damage, not against somebody who means harm: who can write the weights c
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.native_library import native_library
 from holdfast.kernels.triton_compat import can_run, constexpr, jit_counting, kernel_constant, tl
@@ -29,7 +30,7 @@ TILE_BYTES = 4096
 """Of a block, that a program of the kernel sums at a time."""
 
 
-def add_checksum(bytes_N: torch.Tensor, first_byte: int, sum_1: torch.Tensor) -> None:
+def add_checksum(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None:
     """Add to `sum_1` [1] int64 what these bytes (uint8) give as the bytes from `first_byte` on of their plane."""
     if can_run(bytes_N):
         add_checksum_triton(bytes_N, first_byte, sum_1)
@@ -41,7 +42,7 @@ def add_checksum(bytes_N: torch.Tensor, first_byte: int, sum_1: torch.Tensor) ->
         library.holdfast_add_checksum(bytes_N.data_ptr(), bytes_N.numel(), first_byte, sum_1.data_ptr())
 
 
-def add_checksum_reference(bytes_N: torch.Tensor, first_byte: int, sum_1: torch.Tensor) -> None:
+def add_checksum_reference(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None:
     """The same in plain torch."""
     keys_W = torch.tensor(_word_keys(), dtype=torch.int64, device=bytes_N.device)
     end, start = first_byte + bytes_N.numel(), first_byte
@@ -60,21 +61,15 @@ def add_checksum_reference(bytes_N: torch.Tensor, first_byte: int, sum_1: torch.
         start = stop
 
 
-def add_checksum_triton(bytes_N: torch.Tensor, first_byte: int, sum_1: torch.Tensor) -> None:
+def add_checksum_triton(bytes_N: Tensor, first_byte: int, sum_1: Tensor) -> None:
     """The same as a Triton kernel, a program for each block that the bytes touch."""
     num_bytes = bytes_N.numel()
     if num_bytes:
         first_block, end_block = first_byte // BLOCK_BYTES, -(-(first_byte + num_bytes) // BLOCK_BYTES)
         _checksum_kernel[(end_block - first_block,)](
-            bytes_N,
-            sum_1,
-            first_block,
-            first_byte - first_block * BLOCK_BYTES,
-            num_bytes,
-            BLOCK=BLOCK_BYTES,
-            TILE=TILE_BYTES,
-            num_warps=4,
-        )
+            bytes_N, sum_1, first_block, first_byte - first_block * BLOCK_BYTES, num_bytes,
+            BLOCK=BLOCK_BYTES, TILE=TILE_BYTES, num_warps=4,
+        )  # fmt: skip
 
 
 def block_key(index: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import (
     EXPONENT_BITS,
@@ -136,12 +137,7 @@ WIDE, MIDDLE, NARROW, TALL = Tile(1, 4096, 4), Tile(16, 256, 4), Tile(256, 16, 4
 
 
 def place_plain_triton(
-    rows_RK: torch.Tensor,
-    out_RK: torch.Tensor,
-    first_row: int,
-    nonfinite: torch.Tensor,
-    differing: torch.Tensor,
-    verify: bool,
+    rows_RK: Tensor, out_RK: Tensor, first_row: int, nonfinite: Tensor, differing: Tensor, verify: bool
 ) -> None:
     """`place_plain` of the columns that are kept: bit by bit in the same type, exponents as numbers, else rounded once."""
     launch = plain_launch(rows_RK.dtype, out_RK.dtype, rows_RK.shape[1], rows_RK.stride(), out_RK.stride(), verify)
@@ -174,7 +170,7 @@ def plain_launch(
     )
 
 
-def find_amax_triton(rows_RC: torch.Tensor, amax: torch.Tensor) -> None:
+def find_amax_triton(rows_RC: Tensor, amax: Tensor) -> None:
     """`find_amax`; magnitudes are compared as integers."""
     launch = amax_launch(rows_RC.shape[1], rows_RC.stride())
     launch.start(rows_RC.shape[0], as_kernels_read(rows_RC), as_bits(amax))
@@ -195,23 +191,10 @@ def _plain_tile(num_columns: int, strides: tuple[int, ...]) -> Tile:
 
 @jit_for_rows
 def _place_plain_kernel(
-    p_x,
-    p_y,
-    p_nonfinite,
-    p_differing,
-    first_row,
-    num_rows,
-    num_columns,
-    row_stride,
-    column_stride,
-    y_row_stride,
-    y_column_stride,
-    TARGET: constexpr,
-    EXPONENT: constexpr,
-    VERIFY: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-):
+    p_x, p_y, p_nonfinite, p_differing,
+    first_row, num_rows, num_columns, row_stride, column_stride, y_row_stride, y_column_stride,
+    TARGET: constexpr, EXPONENT: constexpr, VERIFY: constexpr, ROWS: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
     i_column = i_start + tl.arange(0, BLOCK)
     m_x = (i_row < num_rows)[:, None] & (i_column < num_columns)[None, :]
@@ -253,15 +236,15 @@ WIDE_BLOCKS, TALL_BLOCKS = Tile(1, 2048, 4), Tile(32, 64, 4)
 
 
 def place_quantized_triton(
-    rows_RC: torch.Tensor,
+    rows_RC: Tensor,
     kept: tuple[int, int],
     scheme: WeightScheme,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    amax: torch.Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor | None,
     first_row: int,
-    nonfinite: torch.Tensor,
-    differing: torch.Tensor,
+    nonfinite: Tensor,
+    differing: Tensor,
     verify: bool,
 ) -> None:
     """`place_quantized` of rows with the columns that their scales follow from; `kept` counts among these."""
@@ -305,25 +288,10 @@ def _row_tile(num_columns: int, strides: tuple[int, ...]) -> Tile:
 
 @jit_for_rows
 def _by_row_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    p_amax,
-    p_nonfinite,
-    p_differing,
-    first_row,
-    num_rows,
-    num_columns,
-    kept_start,
-    num_kept,
-    row_stride,
-    column_stride,
-    IS_INT8: constexpr,
-    IS_ONE_SWEEP: constexpr,
-    VERIFY: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-):
+    p_x, p_codes, p_scales, p_amax, p_nonfinite, p_differing,
+    first_row, num_rows, num_columns, kept_start, num_kept, row_stride, column_stride,
+    IS_INT8: constexpr, IS_ONE_SWEEP: constexpr, VERIFY: constexpr, ROWS: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """A scale for every row, from its largest number or from the amax of the tensor."""
     i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = i_row < num_rows
@@ -361,22 +329,10 @@ def _by_row_kernel(
 
 @jit_for_rows
 def _by_block_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    p_nonfinite,
-    p_differing,
-    first_row,
-    num_rows,
-    num_columns,
-    kept_start,
-    num_kept,
-    row_stride,
-    column_stride,
-    VERIFY: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-):
+    p_x, p_codes, p_scales, p_nonfinite, p_differing,
+    first_row, num_rows, num_columns, kept_start, num_kept, row_stride, column_stride,
+    VERIFY: constexpr, ROWS: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """A program for a block of rows and columns that share a scale."""
     i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
     i_column = i_start + tl.arange(0, BLOCK)
@@ -396,23 +352,10 @@ def _by_block_kernel(
 
 @jit_for_rows
 def _by_power_kernel(
-    p_x,
-    p_codes,
-    p_scales,
-    p_nonfinite,
-    p_differing,
-    first_row,
-    num_rows,
-    num_columns,
-    kept_start,
-    num_kept,
-    row_stride,
-    column_stride,
-    VERIFY: constexpr,
-    ROWS: constexpr,
-    BLOCK: constexpr,
-    WIDTH: constexpr,
-):
+    p_x, p_codes, p_scales, p_nonfinite, p_differing,
+    first_row, num_rows, num_columns, kept_start, num_kept, row_stride, column_stride,
+    VERIFY: constexpr, ROWS: constexpr, BLOCK: constexpr, WIDTH: constexpr,
+):  # fmt: skip
     """e2m1 codes, two to a byte, and an exponent for every `WIDTH` columns of a row."""
     i_row, i_start = tile_place(num_columns, ROWS, BLOCK)
     m_row = i_row < num_rows

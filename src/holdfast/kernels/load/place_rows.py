@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.load.place_kernels import find_amax_triton, place_plain_triton, place_quantized_triton
 from holdfast.kernels.triton_compat import can_run
@@ -32,19 +33,14 @@ EXPONENTS = (torch.uint8, torch.float32)
 class Findings:
     """What was wrong with the rows of one move: the lowest such row, counted from the move's first; UNSEEN for none."""
 
-    nonfinite: torch.Tensor
+    nonfinite: Tensor
     """[1] int32: a row with a NaN or an infinity, or one that became infinite in a narrower type."""
-    differing: torch.Tensor
+    differing: Tensor
     """[1] int32: a row that, when verifying, is not what lies in its place."""
 
 
 def place_plain(
-    rows_RC: torch.Tensor,
-    columns: tuple[int, int],
-    out_RK: torch.Tensor,
-    first_row: int,
-    findings: Findings,
-    verify: bool,
+    rows_RC: Tensor, columns: tuple[int, int], out_RK: Tensor, first_row: int, findings: Findings, verify: bool
 ) -> None:
     """Convert rows to the type of `out_RK` and write them there; with `verify`, compare instead of writing.
 
@@ -64,12 +60,12 @@ def place_plain(
 
 
 def place_quantized(
-    rows_RC: torch.Tensor,
+    rows_RC: Tensor,
     columns: tuple[int, int],
     scheme: WeightScheme,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    amax: torch.Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor | None,
     first_row: int,
     findings: Findings,
     verify: bool,
@@ -94,7 +90,7 @@ def place_quantized(
         place_quantized_reference(seen_RC, kept, scheme, codes, scales, amax, first_row, findings, verify)
 
 
-def find_amax(rows_RC: torch.Tensor, amax: torch.Tensor) -> None:
+def find_amax(rows_RC: Tensor, amax: Tensor) -> None:
     """Raise `amax` [1] float32 to the largest magnitude of these rows; the order of calls does not matter.
 
     What is not finite does not count: `place_quantized` reports it.
@@ -106,9 +102,7 @@ def find_amax(rows_RC: torch.Tensor, amax: torch.Tensor) -> None:
         find_amax_reference(rows_RC, amax)
 
 
-def place_plain_reference(
-    rows_RK: torch.Tensor, out_RK: torch.Tensor, first_row: int, findings: Findings, verify: bool
-) -> None:
+def place_plain_reference(rows_RK: Tensor, out_RK: Tensor, first_row: int, findings: Findings, verify: bool) -> None:
     """The same in plain torch, for the columns that are kept."""
     for start, end in _pieces(rows_RK.shape[0], rows_RK.shape[1]):
         rows, out = _once_rounded(rows_RK[start:end], out_RK.dtype), out_RK[start:end]
@@ -121,12 +115,12 @@ def place_plain_reference(
 
 
 def place_quantized_reference(
-    rows_RC: torch.Tensor,
+    rows_RC: Tensor,
     kept: tuple[int, int],
     scheme: WeightScheme,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    amax: torch.Tensor | None,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor | None,
     first_row: int,
     findings: Findings,
     verify: bool,
@@ -158,7 +152,7 @@ def place_quantized_reference(
                 scales_there.copy_(new_scales)
 
 
-def find_amax_reference(rows_RC: torch.Tensor, amax: torch.Tensor) -> None:
+def find_amax_reference(rows_RC: Tensor, amax: Tensor) -> None:
     """The same in plain torch."""
     for start, end in _pieces(rows_RC.shape[0], rows_RC.shape[1]):
         for left, right in _column_pieces(end - start, rows_RC.shape[1], 1):
@@ -197,11 +191,11 @@ def _column_pieces(num_rows: int, num_columns: int, block_columns: int) -> Itera
         yield start, min(start + step, num_columns)
 
 
-def _kept_codes(codes: torch.Tensor, kept: tuple[int, int], scheme: WeightScheme) -> torch.Tensor:
+def _kept_codes(codes: Tensor, kept: tuple[int, int], scheme: WeightScheme) -> Tensor:
     return codes[:, kept[0] // scheme.codes_per_byte : kept[1] // scheme.codes_per_byte]
 
 
-def _once_rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _once_rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows that torch converts to this type with one rounding: from float64 it would round to float32 on the way.
 
     Exponents are powers of two here already, because torch would take bytes for whole numbers.
@@ -218,7 +212,7 @@ def _once_rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(is_cut, bits + outward, bits).view(torch.float32)
 
 
-def _nonfinite_rows(rows: torch.Tensor) -> torch.Tensor | None:
+def _nonfinite_rows(rows: Tensor) -> Tensor | None:
     """Whether each row has a number that is not finite; None where all numbers are, or the type has no others."""
     if rows.dtype == torch.float8_e4m3fn:
         is_bad = rows.view(torch.uint8) & 0x7F == 0x7F
@@ -233,17 +227,17 @@ def _nonfinite_rows(rows: torch.Tensor) -> torch.Tensor | None:
     return ~rows.isfinite().all(dim=1)
 
 
-def _differing_rows(new: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+def _differing_rows(new: Tensor, there: Tensor) -> Tensor:
     """By their bytes, so that NaN is like itself and -0 is not like 0."""
     return (_bytes_of(new) != _bytes_of(there)).any(dim=1)
 
 
-def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+def _bytes_of(rows: Tensor) -> Tensor:
     rows = rows if rows.dim() > 1 else rows[:, None]
     return rows.contiguous().view(torch.uint8)
 
 
-def _report(finding: torch.Tensor, rows: torch.Tensor | None, first_row: int, rows_per_entry: int = 1) -> None:
+def _report(finding: Tensor, rows: Tensor | None, first_row: int, rows_per_entry: int = 1) -> None:
     """Lower a finding to the first of these rows that is true."""
     if rows is None or not bool(rows.any()):
         return

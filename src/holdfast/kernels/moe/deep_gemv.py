@@ -1,14 +1,14 @@
-"""Deep GEMV: each pair of token and expert by its expert's weight, with all of a program's weight on the way before it multiplies.
+"""Deep GEMV: each pair of token and expert by its expert's weight; a program issues all loads of its weight before it multiplies.
 
 P pairs, N outputs, K inputs
 
-A small batch reads its experts once, and nothing else counts. Rows are cut into a few loads, one behind the other; products of
-e4m3 are added in half precision over these loads, and only then in float32, as kernels/gemm/gemv.py does.
+A small batch is bound by reading its experts once. A row is a few consecutive loads. e4m3 products are added in half
+precision over these loads, then in float32, as in kernels/gemm/gemv.py.
 """
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers, quantized_numbers
@@ -36,29 +36,27 @@ MAX_DEPTH = 5
 BLOCKS_K = (256, 512, 1024)
 """Columns of a load."""
 PROGRAM_BYTES = 16384
-"""Of the weight, that a program has on its way."""
+"""Bytes of the weight that a program loads."""
 
 
 class DeepBlocks(NamedTuple):
-    """How a launch is cut."""
+    """Outputs of a program, columns of a load, loads of a row, and warps."""
 
     block_n: int
-    """Outputs of a program."""
     block_k: int
     depth: int
-    """Loads of `block_k` columns that make a row."""
     num_warps: int
 
 
-def takes_deep_loads(weight: torch.Tensor | QuantizedWeight) -> bool:
-    """Whether rows of the weight can be loaded so: plain, or of eight bits with scales by row, and not too wide."""
+def takes_deep_loads(weight: Tensor | QuantizedWeight) -> bool:
+    """Return True if the weight is plain or 8-bit with scales by row, and not too wide."""
     return weight.shape[-1] <= MAX_DEPTH * BLOCKS_K[-1] and (
-        isinstance(weight, torch.Tensor) or (weight.scheme.block_columns == 0 and weight.scheme.codes_per_byte == 1)
+        isinstance(weight, Tensor) or (weight.scheme.block_columns == 0 and weight.scheme.codes_per_byte == 1)
     )
 
 
 def column_blocks(size_k: int) -> tuple[int, int]:
-    """Columns of a load and how many there are, so that least is loaded in vain."""
+    """Return columns of a load and loads of a row with the least padding."""
     if size_k <= BLOCKS_K[0]:
         return max(16, next_power_of_two(size_k)), 1
     depths = {block_k: -(-size_k // block_k) for block_k in BLOCKS_K}
@@ -67,53 +65,32 @@ def column_blocks(size_k: int) -> tuple[int, int]:
 
 
 def gemv_blocks(size_k: int, gated: bool, element_bytes: int) -> DeepBlocks:
-    """The blocks of a GEMV: measured on an H200 (docs/log.md)."""
+    """Return the blocks of a GEMV, as measured on an H200 (docs/log.md)."""
     block_k, depth = column_blocks(size_k)
     num_rows = PROGRAM_BYTES // (element_bytes * block_k * depth) // (2 if gated else 1)
     return DeepBlocks(min(16, 1 << max(0, num_rows.bit_length() - 1)), block_k, depth, 4)
 
 
 def deep_gemv(
-    operands: WeightOperands,
-    expert_ids_TS: torch.Tensor,
-    out_PN: torch.Tensor,
-    gated: bool,
-    bias_EN: torch.Tensor | None,
-    form: GateForm,
-) -> torch.Tensor:
-    """Each pair's row by its expert's weight, for weights of which `takes_deep_loads` holds."""
+    operands: WeightOperands, expert_ids_TS: Tensor, out_PN: Tensor, gated: bool, bias_EN: Tensor | None, form: GateForm
+) -> Tensor:
+    """Multiply each pair's row by its expert's weight, which `takes_deep_loads` accepts."""
     (num_pairs, size_n), (num_rows, size_k) = out_PN.shape, operands.tensors[0].shape
     blocks = gemv_blocks(size_k, gated, operands.tensors[2].element_size())
     pdl = supports_pdl(out_PN)
     _deep_gemv_kernel[(-(-size_n // blocks.block_n), num_pairs)](
-        *operands.tensors,
-        out_PN if bias_EN is None else bias_EN,
-        expert_ids_TS,
-        out_PN,
-        size_n,
-        size_k,
-        KIND=int(operands.kind),
-        GATED=gated,
-        INTERLEAVED=gated and form.is_interleaved,
-        LIMIT=form.limit or 0.0,
-        IS_SCALED=form.is_scaled,
-        HAS_BIAS=bias_EN is not None,
-        PAIRS_PER_ROW=num_pairs // num_rows,
-        EVEN=size_k == blocks.block_k * blocks.depth,
-        BLOCK_N=blocks.block_n,
-        BLOCK_K=blocks.block_k,
-        DEPTH=blocks.depth,
-        PLAIN=is_interpreted(),
-        PDL=pdl,
-        num_warps=blocks.num_warps,
+        *operands.tensors, out_PN if bias_EN is None else bias_EN, expert_ids_TS, out_PN, size_n, size_k,
+        KIND=int(operands.kind), HAS_BIAS=bias_EN is not None, PAIRS_PER_ROW=num_pairs // num_rows,
+        EVEN=size_k == blocks.block_k * blocks.depth, BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k,
+        DEPTH=blocks.depth, PLAIN=is_interpreted(), PDL=pdl, num_warps=blocks.num_warps, **form.flags(gated),
         **pdl_launch(pdl),
-    )
+    )  # fmt: skip
     return out_PN
 
 
 @jit
 def weight_rows(first_row, o_n, size_n, INTERLEAVED: constexpr):
-    """The rows of a weight that outputs come from, or their gates, and how far behind a gate its up is."""
+    """Return the weight rows of outputs, or of their gates, and the distance from a gate to its up."""
     if INTERLEAVED:
         b_rows = first_row + 2 * o_n
         up_rows = first_row * 0 + 1
@@ -125,7 +102,7 @@ def weight_rows(first_row, o_n, size_n, INTERLEAVED: constexpr):
 
 @jit
 def deep_load(p, m, o_k, size_k, EVEN: constexpr, BLOCK_K: constexpr, DEPTH: constexpr):
-    """DEPTH blocks of rows, one behind the other; what is beyond is the first one again, and unused."""
+    """Load DEPTH consecutive blocks; the rest of the tuple repeats the first and is unused."""
     b_0 = _block_load(p, m, o_k < size_k, EVEN)
     b_1 = b_0
     b_2 = b_0
@@ -151,7 +128,7 @@ def _block_load(p, m, m_k, EVEN: constexpr):
 
 @jit
 def _as_factor(b_x, b_factors, KIND: constexpr, PLAIN: constexpr):
-    """A block of the row as what a weight is multiplied by: codes by sixteenths in half precision, or float32."""
+    """Convert a block of the row to a factor: codes / 16 in half precision, or float32."""
     if KIND == FP8_ROWS:
         if b_factors is not None:
             b_x = quantized_numbers(b_x.to(tl.float32) * b_factors, PLAIN)
@@ -165,18 +142,11 @@ def _as_factor(b_x, b_factors, KIND: constexpr, PLAIN: constexpr):
 
 @jit
 def deep_products(b_w, b_x, b_factors, KIND: constexpr, DEPTH: constexpr, PLAIN: constexpr):
-    """float32 sums of DEPTH blocks' products, for each column of a block."""
+    """Return the products of DEPTH blocks summed column by column, in float32."""
     DTYPE: constexpr = tl.float16 if KIND == FP8_ROWS else tl.float32
     b_sums = tl.zeros(b_w[0].shape, DTYPE)
-    b_sums = _added(b_w[0], b_x[0], b_factors, b_sums, KIND, PLAIN)
-    if DEPTH > 1:
-        b_sums = _added(b_w[1], b_x[1], b_factors, b_sums, KIND, PLAIN)
-    if DEPTH > 2:
-        b_sums = _added(b_w[2], b_x[2], b_factors, b_sums, KIND, PLAIN)
-    if DEPTH > 3:
-        b_sums = _added(b_w[3], b_x[3], b_factors, b_sums, KIND, PLAIN)
-    if DEPTH > 4:
-        b_sums = _added(b_w[4], b_x[4], b_factors, b_sums, KIND, PLAIN)
+    for i in tl.static_range(DEPTH):
+        b_sums = _added(b_w[i], b_x[i], b_factors, b_sums, KIND, PLAIN)
     return b_sums.to(tl.float32)
 
 
@@ -192,29 +162,11 @@ def _added(b_w, b_x, b_factors, b_sums, KIND: constexpr, PLAIN: constexpr):
 
 @jit
 def _deep_gemv_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_ids,
-    p_out,
-    size_n,
-    size_k,
-    KIND: constexpr,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    EVEN: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    DEPTH: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_ids, p_out, size_n, size_k,
+    KIND: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
+    HAS_BIAS: constexpr, PAIRS_PER_ROW: constexpr, EVEN: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr,
+    DEPTH: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_pair = tl.program_id(1)
     i_row = i_pair // PAIRS_PER_ROW
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -225,7 +177,7 @@ def _deep_gemv_kernel(
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
         return  # of another rank
-    # A row for each output: every thread loads the columns that it multiplies, and nothing goes through shared memory.
+    # Load the row once an output: every thread loads the columns that it multiplies, without shared memory.
     p_row = p_x + i_row * size_k
     b_x = deep_load(p_row + o_k + 0 * o_n[:, None], m_n[:, None], o_k, size_k, EVEN, BLOCK_K, DEPTH)
     b_rows, up_rows = weight_rows(expert * size_n * (2 if GATED else 1), o_n, size_n, INTERLEAVED)
@@ -246,7 +198,7 @@ def _deep_gemv_kernel(
     if GATED:
         b_up_y = tl.sum(deep_products(b_up, b_x, None, KIND, DEPTH, PLAIN), axis=1) * b_up_scales * scale
     if PDL:
-        # Not sooner: the programs of the next kernel would take places from those of this one.
+        # Not sooner: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     if HAS_BIAS:
         b_y += tl.load(p_bias + b_rows, mask=m_n, other=0.0).to(tl.float32)

@@ -1,9 +1,9 @@
-"""A GEMV for each pair of token and expert, for small batches: a row is multiplied where its expert's weight is loaded.
+"""GEMV for each pair of token and expert, for small batches, without shared memory.
 
 T tokens, S experts of a token, P = T * S pairs, N outputs, K inputs
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
@@ -25,6 +25,7 @@ from holdfast.kernels.triton_compat import (
     jit,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -37,20 +38,20 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 
 
 MXFP4_ELEMENTS, MXFP4_GROUPS = 8 * 64, (64, 32, 16)
-"""Outputs times groups of 32 inputs of a program over codes of four bits, and the groups that it may take at a time."""
+"""Outputs times groups of 32 inputs of a program over 4-bit codes, and the choices of groups at a time."""
 
 
 def expert_gemv(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None = None,
+    bias_EN: Tensor | None = None,
     form: GateForm = SILU_HALVES,
-) -> torch.Tensor:
-    """Each pair's row by its expert's weight; `quantized` are the rows of x as codes, for a scheme that takes them so."""
+) -> Tensor:
+    """Multiply each pair's row by its expert's weight; `quantized` are the rows of x as codes, if the scheme needs them."""
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
@@ -60,48 +61,29 @@ def expert_gemv(
         return deep_gemv(operands, order.expert_ids_TS, out_PN, gated, bias_EN, form)
     bias = out_PN if bias_EN is None else bias_EN
     arguments = (*operands.tensors, bias, order.expert_ids_TS, out_PN, size_n, size_k)
-    flags = {
-        "GATED": gated,
-        "INTERLEAVED": gated and form.is_interleaved,
-        "LIMIT": form.limit or 0.0,
-        "IS_SCALED": form.is_scaled,
-        "HAS_BIAS": bias_EN is not None,
-        "PAIRS_PER_ROW": num_pairs // len(x_XK),
-        "PLAIN": is_interpreted(),
-        "PDL": pdl,
-        **pdl_launch(pdl),
-    }
+    flags = {"HAS_BIAS": bias_EN is not None, "PAIRS_PER_ROW": num_pairs // len(x_XK), "PLAIN": is_interpreted()}
+    flags |= {"PDL": pdl, **pdl_launch(pdl), **form.flags(gated)}
     if operands.kind == OperandKind.E2M1_GROUPS:
         block_n, groups = _mxfp4_blocks(size_k // 32)
         _mxfp4_gemv_kernel[(-(-size_n // block_n), num_pairs)](
             *arguments,
-            EVEN=size_n % block_n == 0 and size_k // 32 % groups == 0,
-            BLOCK_N=block_n,
-            BLOCK_G=groups,
-            num_warps=4,
+            EVEN=size_n % block_n == 0 and size_k // 32 % groups == 0, BLOCK_N=block_n, BLOCK_G=groups, num_warps=4,
             **flags,
-        )
+        )  # fmt: skip
         return out_PN
     block_n, num_groups, group = _gemv_blocks(
         operands.tensors[2].element_size(), size_k, operands.block_rows, operands.group, gated, form
     )
     _expert_gemv_kernel[(-(-size_n // block_n), num_pairs)](
-        *arguments,
-        operands.scale_columns,
-        EVEN=size_n % block_n == 0 and size_k % (num_groups * group) == 0,
-        KIND=int(operands.kind),
-        BLOCK_ROWS=operands.block_rows,
-        BLOCK_N=block_n,
-        BLOCK_G=num_groups,
-        GROUP=group,
-        num_warps=4,
-        **flags,
-    )
+        *arguments, operands.scale_columns,
+        EVEN=size_n % block_n == 0 and size_k % (num_groups * group) == 0, KIND=int(operands.kind),
+        BLOCK_ROWS=operands.block_rows, BLOCK_N=block_n, BLOCK_G=num_groups, GROUP=group, num_warps=4, **flags,
+    )  # fmt: skip
     return out_PN
 
 
 def _mxfp4_blocks(num_groups: int) -> tuple[int, int]:
-    """Outputs and groups of a program: as many groups at a time as leave least of the last ones empty."""
+    """Return outputs and groups of a program, with the least padding of the last groups."""
     most = next_power_of_two(num_groups)
     sizes = [size for size in MXFP4_GROUPS if size <= most] or [most]
     groups = min(sizes, key=lambda size: -(-num_groups // size) * size)
@@ -111,9 +93,9 @@ def _mxfp4_blocks(num_groups: int) -> tuple[int, int]:
 def _gemv_blocks(
     element_bytes: int, size_k: int, block_rows: int, group: int, gated: bool, form: GateForm
 ) -> tuple[int, int, int]:
-    """Outputs of a program, and its inputs as groups that share a scale: eight or sixteen KiB of the weight.
+    """Return outputs of a program, groups of inputs that share a scale, and inputs of a group: 8 or 16 KiB of the weight.
 
-    Where blocks of rows share scales, a program stays within one of them.
+    If blocks of rows share scales, a program stays within one of them.
     """
     block_k = next((size for size in (1024, 512, 256, 128) if size_k % size == 0), 512)
     block_k = min(block_k, max(16, next_power_of_two(size_k)))
@@ -129,31 +111,11 @@ def _gemv_blocks(
 
 @jit
 def _expert_gemv_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_ids,
-    p_out,
-    size_n,
-    size_k,
-    scale_columns,
-    EVEN: constexpr,
-    KIND: constexpr,
-    BLOCK_ROWS: constexpr,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_G: constexpr,
-    GROUP: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_ids, p_out, size_n, size_k, scale_columns,
+    EVEN: constexpr, KIND: constexpr, BLOCK_ROWS: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr,
+    IS_SCALED: constexpr, HAS_BIAS: constexpr, PAIRS_PER_ROW: constexpr, BLOCK_N: constexpr, BLOCK_G: constexpr,
+    GROUP: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_pair = tl.program_id(1)
     i_row = (i_pair // PAIRS_PER_ROW).to(tl.int64)
@@ -164,9 +126,7 @@ def _expert_gemv_kernel(
     m_n = o_n < size_n
     b_sum = tl.zeros((BLOCK_N, BLOCK_G, GROUP), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_G, GROUP), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
         return  # of another rank
@@ -227,7 +187,7 @@ def _expert_gemv_kernel(
 
 @jit
 def _single(b_numbers, KIND: constexpr, PLAIN: constexpr):
-    """Numbers or codes, of a weight or of rows, as float32."""
+    """Convert numbers or codes to float32."""
     if KIND == FP8_ROWS or KIND == FP8_BLOCKS:
         b_numbers = loaded_numbers(b_numbers, PLAIN)
     return b_numbers.to(tl.float32)
@@ -235,27 +195,11 @@ def _single(b_numbers, KIND: constexpr, PLAIN: constexpr):
 
 @jit
 def _mxfp4_gemv_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_ids,
-    p_out,
-    size_n,
-    size_k,
-    EVEN: constexpr,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_G: constexpr,
-    PLAIN: constexpr,
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_ids, p_out, size_n, size_k,
+    EVEN: constexpr, GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr,
+    HAS_BIAS: constexpr, PAIRS_PER_ROW: constexpr, BLOCK_N: constexpr, BLOCK_G: constexpr, PLAIN: constexpr,
     PDL: constexpr,
-):
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_pair = tl.program_id(1)
     i_row = (i_pair // PAIRS_PER_ROW).to(tl.int64)
@@ -266,9 +210,7 @@ def _mxfp4_gemv_kernel(
     num_groups = size_k // 32
     b_sum = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
     b_up_sum = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     expert = tl.load(p_ids + i_pair).to(tl.int64)
     if expert < 0:
         return  # of another rank
@@ -300,7 +242,7 @@ def _mxfp4_gemv_kernel(
 
 @jit
 def _halves(p_row, o_b, m_b, EVEN: constexpr):
-    """Inputs of even and of odd number as float32; where two of them make a word, as words."""
+    """Load even and odd inputs as float32; 16-bit types are loaded as 32-bit words of two."""
     if p_row.dtype.element_ty == tl.float32:
         b_even = _taken(p_row + 2 * o_b, m_b, EVEN)
         b_odd = _taken(p_row + 2 * o_b + 1, m_b, EVEN)
@@ -317,7 +259,7 @@ def _halves(p_row, o_b, m_b, EVEN: constexpr):
 
 @jit
 def _taken(p, m, EVEN: constexpr):
-    """What lies beyond the last input is 0: codes of 0 there, times what is not finite, would be NaN."""
+    """Load inputs, with 0 after the last: a code of 0 times a value that is not finite would be NaN."""
     if EVEN:
         b = tl.load(p)
     else:
@@ -327,7 +269,7 @@ def _taken(p, m, EVEN: constexpr):
 
 @jit
 def _groups(p_w, p_s, b_even, b_odd, m_s, EVEN: constexpr, PLAIN: constexpr):
-    """Products summed over groups of 32 inputs, times the scale of each."""
+    """Sum products over groups of 32 inputs, times the scale of each."""
     if EVEN:
         b_codes = tl.load(p_w, eviction_policy="evict_first")
         b_exponents = tl.load(p_s, eviction_policy="evict_first")

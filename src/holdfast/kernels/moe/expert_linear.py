@@ -1,12 +1,13 @@
-"""Products of a mixture of experts: each token's row by the weights of its experts.
+"""Linear layer of a mixture of experts: each token's row by the weights of its experts.
 
 T tokens, S experts of a token, P = T * S pairs of token and expert, E experts, N outputs, K inputs, B blocks of K
 
-A small batch takes a GEMV for each pair (kernels/moe/expert_gemv.py), a larger one a grouped GEMM over blocks of pairs that
-share an expert (kernels/moe/grouped_gemm.py); kernels/geometry.py says which it is, by the number of tokens.
+A small batch takes a GEMV a pair (kernels/moe/expert_gemv.py), a larger one a grouped GEMM over blocks of pairs that share
+an expert (kernels/moe/grouped_gemm.py). kernels/geometry.py chooses by the number of tokens.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm, gate_up_product
 from holdfast.kernels.gemm.linear import WIDENED_ELEMENTS, plain_linear, plain_linear_float32, quantized_view
@@ -14,52 +15,51 @@ from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_r
 from holdfast.kernels.moe.expert_gemv import expert_gemv
 from holdfast.kernels.moe.grouped_gemm import grouped_gemm
 from holdfast.kernels.moe.routing import PADDING, ExpertOrder
-from holdfast.kernels.triton_compat import can_run
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import check_dense
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 
 
-def expert_linear(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+def expert_linear_triton(
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None = None,
+    bias_EN: Tensor | None = None,
     form: GateForm = SILU_HALVES,
     is_coded: bool = False,
-) -> torch.Tensor:
-    """Each pair's row by the weight [E, N, K] of its expert, plus its bias, into `out_PN`; gated: [P, N / 2], as `form` says.
-
-    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. A scheme that quantizes activations gets room in `quantized`
-    for all rows of x at least; `is_coded`: they lie there as codes already, and of x only the shape is looked at. On CPU a row's
-    result does not depend, to the bit, on the other rows. Pairs of experts that are not here (PADDING) are not written.
-    """
-    if not can_run(x_XK):
-        return expert_linear_reference(x_XK, weight, order, out_PN, gated, quantized, bias_EN, form, is_coded)
+) -> Tensor:
+    """Launch one GEMV a pair, or a grouped GEMM over sorted pairs."""
     check_operands(x_XK, weight, order, out_PN, gated, quantized, bias_EN)
-    room = _room(quantized, weight, len(x_XK))
-    rows = room if room is None or is_coded else quantize_rows(x_XK, room)
+    buffers = _buffers(quantized, weight, len(x_XK))
+    rows = buffers if buffers is None or is_coded else quantize_rows(x_XK, buffers)
     launch = expert_gemv if order.block_rows == 1 else grouped_gemm
     return launch(x_XK, weight, order, out_PN, gated, rows, bias_EN, form)
 
 
 def expert_linear_reference(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None = None,
+    bias_EN: Tensor | None = None,
     form: GateForm = SILU_HALVES,
     is_coded: bool = False,
-) -> torch.Tensor:
-    """The same in plain torch: one expert after the other, and of each only if it has rows."""
+) -> Tensor:
+    """Multiply each pair's row by the weight [E, N, K] of its expert, plus its bias; if gated, apply the gate of `form`.
+
+    Row p // S of `x_XK` [T, K] belongs to pair p, or row p of [P, K]. `quantized` has buffers for all rows of x if the
+    scheme quantizes activations; if `is_coded`, they already hold the codes of x, whose values are ignored. On CPU a row's
+    result does not depend on other rows. Pairs of other ranks' experts (PADDING) are not written.
+    """
     check_operands(x_XK, weight, order, out_PN, gated, quantized, bias_EN)
-    room = _room(quantized, weight, len(x_XK))
-    rows = room if room is None or is_coded else quantize_rows_reference(x_XK, room)
+    buffers = _buffers(quantized, weight, len(x_XK))
+    rows = buffers if buffers is None or is_coded else quantize_rows_reference(x_XK, buffers)
     pairs_per_row = order.num_pairs // max(1, len(x_XK))
     ids_P = order.expert_ids_TS.flatten()
     pairs_P = ids_P.argsort(stable=True)
@@ -68,7 +68,7 @@ def expert_linear_reference(
         if expert == PADDING:
             continue
         chosen = pairs // pairs_per_row
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, Tensor):
             y = torch.empty(len(pairs), weight.shape[1], device=x_XK.device)
             plain_linear_float32(x_XK.index_select(0, chosen), weight[expert], y)
         elif rows is None:
@@ -83,16 +83,19 @@ def expert_linear_reference(
     return out_PN
 
 
+expert_linear = operation(reference=expert_linear_reference, triton=expert_linear_triton)
+
+
 def check_operands(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None,
+    bias_EN: Tensor | None,
 ) -> None:
-    """Sizes go together, and rows lie one after the other."""
+    """Assert that shapes match and rows are dense."""
     num_experts, size_n, size_k = weight.shape
     num_pairs, width = order.num_pairs, size_n // 2 if gated else size_n
     assert num_experts == order.num_experts, f"{weight.shape=}, and pairs of {order.num_experts} experts"
@@ -101,21 +104,18 @@ def check_operands(
     assert out_PN.shape == (num_pairs, width), f"{out_PN.shape=}, not {(num_pairs, width)}"
     assert not gated or size_n % 2 == 0, f"{size_n} rows are no gates and ups"
     assert bias_EN is None or bias_EN.shape == (num_experts, size_n), f"{bias_EN.shape=} beside {weight.shape=}"
-    tensors = (weight,) if isinstance(weight, torch.Tensor) else (weight.codes, weight.scales)
+    tensors = (weight,) if isinstance(weight, Tensor) else (weight.codes, weight.scales)
     rows = () if quantized is None else (quantized.codes_TK, quantized.scales_TB)
-    for tensor in (x_XK, out_PN, *tensors, *rows, *(() if bias_EN is None else (bias_EN,))):
-        assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+    check_dense(x_XK, out_PN, *tensors, *rows, bias_EN)
 
 
-def _room(
-    quantized: QuantizedRows | None, weight: torch.Tensor | QuantizedWeight, num_rows: int
-) -> QuantizedRows | None:
-    """Room for rows as codes; None where the weight takes them as they are."""
-    return None if isinstance(weight, torch.Tensor) else quantized_view(quantized, weight, num_rows)
+def _buffers(quantized: QuantizedRows | None, weight: Tensor | QuantizedWeight, num_rows: int) -> QuantizedRows | None:
+    """Return buffers for rows as codes; None if the weight takes them unquantized."""
+    return None if isinstance(weight, Tensor) else quantized_view(quantized, weight, num_rows)
 
 
-def _widened(x_RK: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.Tensor:
-    """Rows by an expert's weight as float32, some of its rows at a time."""
+def _widened(x_RK: Tensor, weight: QuantizedWeight, expert: int) -> Tensor:
+    """Multiply rows by an expert's weight, dequantized piece by piece to float32."""
     y_RN = x_RK.new_empty(len(x_RK), weight.shape[1])
     for start, end in _pieces(weight):
         first = expert * weight.shape[1]
@@ -123,8 +123,8 @@ def _widened(x_RK: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.
     return y_RN
 
 
-def _quantized(codes_RK: torch.Tensor, scales_RB: torch.Tensor, weight: QuantizedWeight, expert: int) -> torch.Tensor:
-    """Codes by codes, then the scales of both; block by block of columns where these have scales of their own."""
+def _quantized(codes_RK: Tensor, scales_RB: Tensor, weight: QuantizedWeight, expert: int) -> Tensor:
+    """Multiply codes by codes, then by the scales of both, for each block of columns with its own scale."""
     scheme, (_, size_n, size_k) = weight.scheme, weight.shape
     width = scheme.block_columns or size_k
     y_RN = codes_RK.new_zeros(len(codes_RK), size_n)
@@ -140,7 +140,7 @@ def _quantized(codes_RK: torch.Tensor, scales_RB: torch.Tensor, weight: Quantize
 
 
 def _pieces(weight: QuantizedWeight) -> list[tuple[int, int]]:
-    """Ranges of an expert's rows that are few enough to be widened at a time, in whole blocks."""
+    """Return ranges of an expert's rows, in whole blocks, small enough to dequantize."""
     _, size_n, size_k = weight.shape
     block_rows = weight.scheme.block_rows
     height = max(1, WIDENED_ELEMENTS // (size_k * block_rows)) * block_rows

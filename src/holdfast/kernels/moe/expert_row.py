@@ -1,12 +1,13 @@
-"""Down of one token's experts: their products, by their shares, summed and added to the residual stream, in one launch.
+"""Down projection of one token's experts: products weighted by shares, summed and added to the residual, in one launch.
 
 S experts of the token, N outputs, K inputs
 
-Rows wait for no kernel between: what gate and up have left is quantized where it is read. A program has some outputs of all
-experts, whose weights are on the way before gate and up have ended (kernels/moe/deep_gemv.py says how they are loaded).
+The kernel quantizes its input while reading it. A program computes some outputs of all experts and loads their weights
+before the gate and up kernel ends (see kernels/moe/deep_gemv.py).
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import kernel_codes
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
@@ -14,8 +15,8 @@ from holdfast.kernels.gemm.gemv import LEAST_SCALE
 from holdfast.kernels.gemm.quantized_tiles import FP8_ROWS, INT8_ROWS, OperandKind
 from holdfast.kernels.geometry import GEMV_MIN_BLOCK_N
 from holdfast.kernels.moe.deep_gemv import DeepBlocks, column_blocks, deep_load, deep_products
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
     constexpr,
     is_interpreted,
     jit,
@@ -35,18 +36,15 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE, dequantiz
 
 
 MAX_REGISTERS = 100
-"""Of a thread, for weights and sums."""
+"""Registers of a thread for weights and sums."""
 
 
 def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) -> DeepBlocks:
-    """Of down: the rows of all experts for a few outputs, as many as registers hold with their sums."""
+    """Cut the launch so that the rows of all experts for a few outputs fit into registers with their sums."""
     block_k, depth = column_blocks(size_k)
     block_n, num_warps = 8, 8
-    registers = (
-        next_power_of_two(top_k)
-        * block_k
-        * (depth * element_bytes / 4 + (0.5 if kind == OperandKind.FP8_ROWS else 1.0))
-    )
+    sum_registers = 0.5 if kind == OperandKind.FP8_ROWS else 1.0
+    registers = next_power_of_two(top_k) * block_k * (depth * element_bytes / 4 + sum_registers)
     while block_n * registers > MAX_REGISTERS * 32 * num_warps and num_warps < 16:
         if block_n > GEMV_MIN_BLOCK_N:
             block_n //= 2
@@ -55,53 +53,34 @@ def down_blocks(size_k: int, top_k: int, kind: OperandKind, element_bytes: int) 
     return DeepBlocks(block_n, block_k, depth, num_warps)
 
 
-def _kind(weight: torch.Tensor | QuantizedWeight) -> OperandKind:
-    if isinstance(weight, torch.Tensor):
+def _kind(weight: Tensor | QuantizedWeight) -> OperandKind:
+    if isinstance(weight, Tensor):
         return OperandKind.PLAIN
     return OperandKind.FP8_ROWS if weight.scheme.quantizes_activations else OperandKind.INT8_ROWS
 
 
-def _operands(weight: torch.Tensor | QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales; a plain weight twice."""
-    return (weight, weight) if isinstance(weight, torch.Tensor) else (kernel_codes(weight.codes), weight.scales)
+def _operands(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Return codes and scales; a plain weight twice."""
+    return (weight, weight) if isinstance(weight, Tensor) else (kernel_codes(weight.codes), weight.scales)
 
 
-def down_row_add(
-    active_SK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    expert_ids_1S: torch.Tensor,
-    shares_1S: torch.Tensor,
-    bias_EN: torch.Tensor | None,
-    x_1N: torch.Tensor,
-    norm_weight_N: torch.Tensor,
+def down_row_add_reference(
+    active_SK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    expert_ids_1S: Tensor,
+    shares_1S: Tensor,
+    bias_EN: Tensor | None,
+    x_1N: Tensor,
+    norm_weight_N: Tensor,
     eps: float,
-    scaled_1N: torch.Tensor,
+    scaled_1N: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
     """x += the sum of share * (active @ down.T + bias) over the experts of a token, with the next RMSNorm deferred.
 
-    On a GPU ids and shares are read before the kernel ahead has ended, so that one has to have waited for them: as deep GEMVs
-    do, which let this launch begin only at their end.
+    The Triton kernel reads ids and shares before its wait. So the kernel before it must have waited for them itself before
+    it triggers this one, as deep GEMVs do.
     """
-    launch = down_row_add_triton if can_run(x_1N) else down_row_add_reference
-    return launch(
-        active_SK, weight, expert_ids_1S, shares_1S, bias_EN, x_1N, norm_weight_N, eps, scaled_1N, scratch
-    )  # fmt: skip
-
-
-def down_row_add_reference(
-    active_SK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    expert_ids_1S: torch.Tensor,
-    shares_1S: torch.Tensor,
-    bias_EN: torch.Tensor | None,
-    x_1N: torch.Tensor,
-    norm_weight_N: torch.Tensor,
-    eps: float,
-    scaled_1N: torch.Tensor,
-    scratch: SmallBatchScratch,
-) -> NormedRows:
-    """The same in plain torch; the squares are summed as one block."""
     rows_SK = active_SK.float()
     if _kind(weight) == OperandKind.FP8_ROWS:
         scales_S1 = (rows_SK.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(LEAST_E4M3_SCALE)
@@ -117,27 +96,27 @@ def down_row_add_reference(
     return defer_rms_norm_reference(x_1N, norm_weight_N, eps, scaled_1N, scratch)
 
 
-def _numbers(weight: torch.Tensor | QuantizedWeight, expert: int) -> torch.Tensor:
-    """An expert's weight in float32."""
-    if isinstance(weight, torch.Tensor):
+def _numbers(weight: Tensor | QuantizedWeight, expert: int) -> Tensor:
+    """Return an expert's weight in float32."""
+    if isinstance(weight, Tensor):
         return weight[expert].float()
     size_n = weight.shape[1]
     return dequantize(weight, (expert * size_n, (expert + 1) * size_n))
 
 
 def down_row_add_triton(
-    active_SK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    expert_ids_1S: torch.Tensor,
-    shares_1S: torch.Tensor,
-    bias_EN: torch.Tensor | None,
-    x_1N: torch.Tensor,
-    norm_weight_N: torch.Tensor,
+    active_SK: Tensor,
+    weight: Tensor | QuantizedWeight,
+    expert_ids_1S: Tensor,
+    shares_1S: Tensor,
+    bias_EN: Tensor | None,
+    x_1N: Tensor,
+    norm_weight_N: Tensor,
     eps: float,
-    scaled_1N: torch.Tensor,
+    scaled_1N: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """The same as a Triton kernel, a program for some outputs of all experts, which are summed in a fixed order."""
+    """Launch one program for some outputs of all experts, summed in a fixed order."""
     (top_k, size_k), size_n = active_SK.shape, x_1N.shape[1]
     assert weight.shape[1:] == (size_n, size_k), f"{weight.shape=} {active_SK.shape=} {x_1N.shape=}"
     assert expert_ids_1S.shape == shares_1S.shape == (1, top_k), f"{expert_ids_1S.shape=} {shares_1S.shape=}"
@@ -145,91 +124,48 @@ def down_row_add_triton(
     blocks = down_blocks(size_k, top_k, _kind(weight), codes.element_size())
     num_blocks, pdl = -(-size_n // blocks.block_n), supports_pdl(x_1N)
     _down_kernel[(num_blocks,)](
-        active_SK,
-        codes,
-        weight_scales,
-        x_1N if bias_EN is None else bias_EN,
-        expert_ids_1S,
-        shares_1S,
-        x_1N,
-        norm_weight_N,
-        scaled_1N,
-        scratch.squares,
-        scratch.squares if scratch.amax is None else scratch.amax.normed,
-        size_n,
-        size_k,
-        KIND=int(_kind(weight)),
-        HAS_BIAS=bias_EN is not None,
-        HAS_AMAX=scratch.amax is not None,
+        active_SK, codes, weight_scales, x_1N if bias_EN is None else bias_EN, expert_ids_1S, shares_1S, x_1N,
+        norm_weight_N, scaled_1N, scratch.squares, scratch.squares if scratch.amax is None else scratch.amax.normed,
+        size_n, size_k,
+        KIND=int(_kind(weight)), HAS_BIAS=bias_EN is not None, HAS_AMAX=scratch.amax is not None,
         EVEN=size_k == blocks.block_k * blocks.depth,
-        COLUMNS_AT_A_TIME=16 // active_SK.element_size() if size_k % 8 == 0 else 1,
-        TOP_K=top_k,
-        BLOCK_S=next_power_of_two(top_k),
-        BLOCK_N=blocks.block_n,
-        BLOCK_K=blocks.block_k,
-        DEPTH=blocks.depth,
-        PLAIN=is_interpreted(),
-        PDL=pdl,
-        num_warps=blocks.num_warps,
-        **pdl_launch(pdl),
-    )
+        COLUMNS_AT_A_TIME=16 // active_SK.element_size() if size_k % 8 == 0 else 1, TOP_K=top_k,
+        BLOCK_S=next_power_of_two(top_k), BLOCK_N=blocks.block_n, BLOCK_K=blocks.block_k, DEPTH=blocks.depth,
+        PLAIN=is_interpreted(), PDL=pdl, num_warps=blocks.num_warps, **pdl_launch(pdl),
+    )  # fmt: skip
     return NormedRows(scaled_1N, num_blocks, eps)
+
+
+down_row_add = operation(reference=down_row_add_reference, triton=down_row_add_triton)
 
 
 @jit
 def _deep_amax(b_x, DEPTH: constexpr):
-    """Largest magnitudes of the columns of DEPTH blocks, float32 of each row."""
+    """Return the largest magnitudes over DEPTH blocks, column by column."""
     b_amax = tl.abs(b_x[0].to(tl.float32))
-    if DEPTH > 1:
-        b_amax = tl.maximum(b_amax, tl.abs(b_x[1].to(tl.float32)))
-    if DEPTH > 2:
-        b_amax = tl.maximum(b_amax, tl.abs(b_x[2].to(tl.float32)))
-    if DEPTH > 3:
-        b_amax = tl.maximum(b_amax, tl.abs(b_x[3].to(tl.float32)))
-    if DEPTH > 4:
-        b_amax = tl.maximum(b_amax, tl.abs(b_x[4].to(tl.float32)))
+    for i in tl.static_range(1, DEPTH):
+        b_amax = tl.maximum(b_amax, tl.abs(b_x[i].to(tl.float32)))
     return b_amax
 
 
 @jit_counting("size_k")
 def _down_kernel(
-    p_active,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_ids,
-    p_shares,
-    p_x,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_amax,
-    size_n,
-    size_k,
-    KIND: constexpr,
-    HAS_BIAS: constexpr,
-    HAS_AMAX: constexpr,
-    EVEN: constexpr,
-    COLUMNS_AT_A_TIME: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    DEPTH: constexpr,
-    PLAIN: constexpr,
+    p_active, p_weight, p_scales, p_bias, p_ids, p_shares, p_x, p_norm_weight, p_scaled, p_squares, p_amax,
+    size_n, size_k,
+    KIND: constexpr, HAS_BIAS: constexpr, HAS_AMAX: constexpr, EVEN: constexpr, COLUMNS_AT_A_TIME: constexpr,
+    TOP_K: constexpr, BLOCK_S: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, DEPTH: constexpr, PLAIN: constexpr,
     PDL: constexpr,
-):
-    # Blocks are [N, S, K], and weights are loaded as many columns at a time as the rows, which are wider: so that both lie
-    # in the same threads, and nothing but the sum of the experts goes through shared memory.
+):  # fmt: skip
+    # Blocks are [N, S, K]. Weights are loaded as many columns at a time as the wider rows, so that both lie in the same
+    # threads and only the sum over experts goes through shared memory.
     i_n = tl.program_id(0)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_s = tl.arange(0, BLOCK_S)
     o_k = tl.arange(0, BLOCK_K)[None, None, :]
     m_n = o_n < size_n
     m_s = o_s < TOP_K
-    row_size = size_k // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME  # the same, and all that is to be known of its divisors
-    # Ids and shares are older than what this kernel waits for: the kernel before it has waited for them, and only then
-    # let this one begin. So the weights are on the way meanwhile.
+    row_size = size_k // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME  # size_k with a divisor that the compiler can see
+    # Before the wait: the kernel before this one waited for ids and shares, then triggered this one. So weights load early.
     b_ids = tl.load(p_ids + o_s, mask=m_s, other=0, cache_modifier=".cg").to(tl.int64)
     b_shares = tl.load(p_shares + o_s, mask=m_s, other=0.0, cache_modifier=".cg")
     m_ns = m_n[:, None] & m_s[None, :]

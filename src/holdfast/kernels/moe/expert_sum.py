@@ -1,58 +1,54 @@
-"""The sum of what a token's experts give, by their shares: into a tensor, or onto the residual stream with the next RMSNorm deferred.
+"""Sum of a token's expert outputs weighted by shares: into a tensor, or onto the residual with the next RMSNorm deferred.
 
 T tokens, S experts of a token, P = T * S pairs, H columns, J blocks of H
 """
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch, defer_rms_norm_reference
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, pdl_launch, supports_pdl, tl
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import (
+    check_dense,
+    constexpr,
+    jit,
+    pdl_launch,
+    release_then_wait,
+    supports_pdl,
+    tl,
+    wait_then_release,
+)
 
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 
 
 SMALL_BATCH_TOKENS = 16
 SMALL_BATCH_COLUMNS, LARGE_BATCH_COLUMNS = 256, 1024
-"""Of a program that sums. A small batch is spread over many processors; a large one is read sixteen bytes a thread."""
+"""Columns of a program. A small batch is spread over many multiprocessors; a large one is read sixteen bytes a thread."""
 
 
 def row_form(num_rows: int) -> int:
-    """Columns of a program: what of a launch follows from the number of tokens."""
+    """Return the columns of a program: the specialization that depends on the number of tokens."""
     return SMALL_BATCH_COLUMNS if num_rows <= SMALL_BATCH_TOKENS else LARGE_BATCH_COLUMNS
 
 
-def sum_experts(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    out_TH: torch.Tensor,
-    local_ids_TS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared where they are given.
-
-    With `local_ids_TS` (`local_ids` of kernels/moe/routing.py) pairs of experts that are not here count nothing, whatever lies
-    in their rows.
-    """
-    launch = sum_experts_triton if can_run(routed_PH) else sum_experts_reference
-    return launch(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH, local_ids_TS)
-
-
 def sum_experts_reference(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    out_TH: torch.Tensor,
-    local_ids_TS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same in plain torch."""
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    out_TH: Tensor,
+    local_ids_TS: Tensor | None = None,
+) -> Tensor:
+    """out = the sum of share * routed, expert by expert in float32, plus sigmoid(logit) * shared if these are given.
+
+    If `local_ids_TS` (of `local_ids`) is given, the rows of other ranks' experts are ignored.
+    """
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     num_rows, top_k = shares_TS.shape
     routed_TSH = routed_PH.view(num_rows, top_k, out_TH.shape[1])
 
-    def given(s: int) -> torch.Tensor:
+    def given(s: int) -> Tensor:
         given_TH = routed_TSH[:, s].float() * shares_TS[:, s : s + 1]
         return given_TH if local_ids_TS is None else given_TH.masked_fill_(local_ids_TS[:, s : s + 1] < 0, 0.0)
 
@@ -65,17 +61,13 @@ def sum_experts_reference(
     return out_TH.copy_(total_TH)
 
 
-def _sigmoid(x_T1: torch.Tensor) -> torch.Tensor:
-    """As a softmax of two: each row is computed alone, where torch's sigmoid rounds the last rows of many differently."""
+def _sigmoid(x_T1: Tensor) -> Tensor:
+    """Compute sigmoid as a softmax of two: torch's sigmoid rounds the last elements of a tensor differently."""
     return F.pad(x_T1, (0, 1)).softmax(dim=1)[:, :1]
 
 
 def _check(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    out_TH: torch.Tensor,
+    routed_PH: Tensor, shares_TS: Tensor, shared_TH: Tensor | None, shared_logit_T1: Tensor | None, out_TH: Tensor
 ) -> None:
     num_rows, top_k = shares_TS.shape
     assert out_TH.shape[0] == num_rows, f"{out_TH.shape=} for {num_rows} tokens"
@@ -83,21 +75,20 @@ def _check(
         f"{routed_PH.shape=} {shares_TS.shape=} {out_TH.shape=}"
     )
     assert shared_TH is None or shared_TH.shape == out_TH.shape, f"{shared_TH.shape=} {out_TH.shape=}"
-    assert shared_logit_T1 is None or shared_TH is not None, "a gate, and no shared expert behind it"
+    assert shared_logit_T1 is None or shared_TH is not None, "a gate without a shared expert"
     assert shared_logit_T1 is None or shared_logit_T1.shape == (num_rows, 1), f"{shared_logit_T1.shape=}"
-    for tensor in (routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH):
-        assert tensor is None or tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+    check_dense(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
 
 
 def sum_experts_triton(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    out_TH: torch.Tensor,
-    local_ids_TS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some columns of a token."""
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    out_TH: Tensor,
+    local_ids_TS: Tensor | None = None,
+) -> Tensor:
+    """Launch one program for some columns of a token."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, out_TH)
     (num_rows, top_k), size = shares_TS.shape, out_TH.shape[1]
     if not out_TH.numel():
@@ -105,47 +96,27 @@ def sum_experts_triton(
     columns = row_form(num_rows)
     pdl = supports_pdl(routed_PH)
     _sum_kernel[(num_rows, -(-size // columns))](
-        routed_PH,
-        shares_TS,
-        shared_TH if shared_TH is not None else routed_PH,
+        routed_PH, shares_TS, shared_TH if shared_TH is not None else routed_PH,
         shared_logit_T1 if shared_logit_T1 is not None else shares_TS,
-        local_ids_TS if local_ids_TS is not None else shares_TS,
-        out_TH,
-        size,
-        TOP_K=top_k,
-        HAS_IDS=local_ids_TS is not None,
-        HAS_SHARED=shared_TH is not None,
-        HAS_GATE=shared_logit_T1 is not None,
-        BLOCK=columns,
-        PDL=pdl,
-        num_warps=columns // 256,
-        **pdl_launch(pdl),
-    )
+        local_ids_TS if local_ids_TS is not None else shares_TS, out_TH, size,
+        TOP_K=top_k, HAS_IDS=local_ids_TS is not None, HAS_SHARED=shared_TH is not None,
+        HAS_GATE=shared_logit_T1 is not None, BLOCK=columns, PDL=pdl, num_warps=columns // 256, **pdl_launch(pdl),
+    )  # fmt: skip
     return out_TH
+
+
+sum_experts = operation(reference=sum_experts_reference, triton=sum_experts_triton)
 
 
 @jit
 def _sum_kernel(
-    p_routed,
-    p_shares,
-    p_shared,
-    p_logit,
-    p_ids,
-    p_out,
-    size,
-    TOP_K: constexpr,
-    HAS_IDS: constexpr,
-    HAS_SHARED: constexpr,
-    HAS_GATE: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    p_routed, p_shares, p_shared, p_logit, p_ids, p_out, size,
+    TOP_K: constexpr, HAS_IDS: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < size
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_sum = _summed(
         p_routed, p_shares, p_shared, p_logit, p_ids, size, i_row, o_h, m_h, TOP_K, HAS_IDS, HAS_SHARED, HAS_GATE
     )
@@ -154,21 +125,10 @@ def _sum_kernel(
 
 @jit
 def _summed(
-    p_routed,
-    p_shares,
-    p_shared,
-    p_logit,
-    p_ids,
-    size,
-    i_row,
-    o_h,
-    m_h,
-    TOP_K: constexpr,
-    HAS_IDS: constexpr,
-    HAS_SHARED: constexpr,
-    HAS_GATE: constexpr,
-):
-    """float32 sum of some columns of a token."""
+    p_routed, p_shares, p_shared, p_logit, p_ids, size, i_row, o_h, m_h,
+    TOP_K: constexpr, HAS_IDS: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr,
+):  # fmt: skip
+    """Return the float32 sum of some columns of a token."""
     p_first = p_routed + i_row * TOP_K * size + o_h
     b_sum = _given(p_first, p_shares, p_ids, i_row * TOP_K, m_h, HAS_IDS)
     for s in tl.static_range(1, TOP_K):
@@ -183,7 +143,7 @@ def _summed(
 
 @jit
 def _given(p_pair, p_shares, p_ids, i_pair, m_h, HAS_IDS: constexpr):
-    """What a pair adds: nothing where its expert is not here, and then its row is not read either."""
+    """Return what a pair adds: 0 if its expert is on another rank, whose row is not read."""
     share = tl.load(p_shares + i_pair)
     if HAS_IDS:
         is_here = tl.load(p_ids + i_pair) >= 0
@@ -194,103 +154,61 @@ def _given(p_pair, p_shares, p_ids, i_pair, m_h, HAS_IDS: constexpr):
     return b_y
 
 
-def add_experts(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
-    eps: float,
-    scaled_TH: torch.Tensor,
-    scratch: SmallBatchScratch,
-) -> NormedRows:
-    """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred as an epilogue leaves it."""
-    launch = add_experts_triton if can_run(routed_PH) else add_experts_reference
-    return launch(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH, norm_weight_H, eps, scaled_TH, scratch)
-
-
 def add_experts_reference(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    x_TH: Tensor,
+    norm_weight_H: Tensor,
     eps: float,
-    scaled_TH: torch.Tensor,
+    scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """The same in plain torch; the squares of a row are summed as one block."""
+    """x += the sum of `sum_experts`, in the type of x, with the next RMSNorm deferred."""
     sum_experts_reference(routed_PH, shares_TS, shared_TH, shared_logit_T1, scaled_TH)
     return defer_rms_norm_reference(x_TH, norm_weight_H, eps, scaled_TH, scratch, scaled_TH.clone())
 
 
 def add_experts_triton(
-    routed_PH: torch.Tensor,
-    shares_TS: torch.Tensor,
-    shared_TH: torch.Tensor | None,
-    shared_logit_T1: torch.Tensor | None,
-    x_TH: torch.Tensor,
-    norm_weight_H: torch.Tensor,
+    routed_PH: Tensor,
+    shares_TS: Tensor,
+    shared_TH: Tensor | None,
+    shared_logit_T1: Tensor | None,
+    x_TH: Tensor,
+    norm_weight_H: Tensor,
     eps: float,
-    scaled_TH: torch.Tensor,
+    scaled_TH: Tensor,
     scratch: SmallBatchScratch,
 ) -> NormedRows:
-    """The same as a Triton kernel, a program for some columns of a token, each of which leaves a sum of squares."""
+    """Launch one program for some columns of a token; each stores a sum of squares."""
     _check(routed_PH, shares_TS, shared_TH, shared_logit_T1, x_TH)
     (num_rows, top_k), size = shares_TS.shape, x_TH.shape[1]
     pdl, num_blocks = supports_pdl(routed_PH), -(-size // SMALL_BATCH_COLUMNS)
     _add_kernel[(num_rows, num_blocks)](
-        routed_PH,
-        shares_TS,
-        shared_TH if shared_TH is not None else routed_PH,
-        shared_logit_T1 if shared_logit_T1 is not None else shares_TS,
-        x_TH,
-        norm_weight_H,
-        scaled_TH,
-        scratch.squares,
-        scratch.squares if scratch.amax is None else scratch.amax.normed,
-        size,
-        TOP_K=top_k,
-        HAS_SHARED=shared_TH is not None,
-        HAS_GATE=shared_logit_T1 is not None,
-        HAS_AMAX=scratch.amax is not None,
-        BLOCK=SMALL_BATCH_COLUMNS,
-        PDL=pdl,
-        num_warps=1,
-        **pdl_launch(pdl),
-    )
+        routed_PH, shares_TS, shared_TH if shared_TH is not None else routed_PH,
+        shared_logit_T1 if shared_logit_T1 is not None else shares_TS, x_TH, norm_weight_H, scaled_TH, scratch.squares,
+        scratch.squares if scratch.amax is None else scratch.amax.normed, size,
+        TOP_K=top_k, HAS_SHARED=shared_TH is not None, HAS_GATE=shared_logit_T1 is not None,
+        HAS_AMAX=scratch.amax is not None, BLOCK=SMALL_BATCH_COLUMNS, PDL=pdl, num_warps=1, **pdl_launch(pdl),
+    )  # fmt: skip
     return NormedRows(scaled_TH, num_blocks, eps)
+
+
+add_experts = operation(reference=add_experts_reference, triton=add_experts_triton)
 
 
 @jit
 def _add_kernel(
-    p_routed,
-    p_shares,
-    p_shared,
-    p_logit,
-    p_x,
-    p_norm_weight,
-    p_scaled,
-    p_squares,
-    p_amax,
-    size,
-    TOP_K: constexpr,
-    HAS_SHARED: constexpr,
-    HAS_GATE: constexpr,
-    HAS_AMAX: constexpr,
-    BLOCK: constexpr,
-    PDL: constexpr,
-):
+    p_routed, p_shares, p_shared, p_logit, p_x, p_norm_weight, p_scaled, p_squares, p_amax, size,
+    TOP_K: constexpr, HAS_SHARED: constexpr, HAS_GATE: constexpr, HAS_AMAX: constexpr, BLOCK: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     o_h = i_h * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < size
     b_norm = tl.load(p_norm_weight + o_h, mask=m_h, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     b_sum = _summed(
         p_routed, p_shares, p_shared, p_logit, p_shares, size, i_row, o_h, m_h, TOP_K, False, HAS_SHARED, HAS_GATE
     )

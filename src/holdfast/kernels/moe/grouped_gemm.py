@@ -1,15 +1,16 @@
-"""Grouped GEMM: blocks of rows by the weight of the expert that they share, in tensor-core tiles.
+"""Grouped GEMM: blocks of rows by the weight of their expert, in tensor-core tiles.
 
 P pairs of token and expert, M rows of a block, N outputs, K inputs
 
-The weight is the first operand and the rows are the second: a small block wastes little, and codes are dequantized in
-registers, from where the first operand may come. Blocks come from the sorted pairs (kernels/moe/routing.py); a batch that
-fits into one block is not sorted: there is a program for each pair, and the first pair of an expert takes all its rows.
+The weight is the first operand of wgmma and the rows are the second: a small block wastes little, and the first operand
+may come from registers, where codes are dequantized. Blocks come from the sorted pairs (kernels/moe/routing.py). A batch
+that fits into one block is not sorted: each pair has a program, and the first pair of an expert takes all its rows.
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.activation import SILU_HALVES, GateForm, gated_numbers
 from holdfast.kernels.fp8 import loaded_numbers
@@ -49,25 +50,24 @@ HALF_WORD_COLUMNS = 64
 
 
 class Tile(NamedTuple):
-    """Outputs and inputs of a program, blocks of K on their way at a time, and warps."""
+    """Outputs and inputs of a program, pipeline stages over K, and warps."""
 
     block_n: int
     block_k: int
     num_stages: int
     num_warps: int
     is_joint: bool = False
-    """Half of the rows of a gated tile are gates and half are their ups: one product, and half as many outputs."""
+    """A gated tile holds half gates, half their ups: one product, and half as many outputs."""
 
     def num_outputs(self, gated: bool) -> int:
-        """Outputs of a program."""
         return self.block_n // 2 if gated and self.is_joint else self.block_n
 
 
 def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int) -> Tile:
-    """The tile of a program over blocks of so many rows, so that nothing leaves the registers.
+    """Return the tile of a program that does not spill registers, as measured on an H200 (docs/log.md).
 
-    Small blocks wait for memory: a few programs a processor, with many blocks of K on their way. Large ones wait for the
-    tensor cores: as many outputs as registers hold. Measured on an H200 (docs/log.md).
+    Small blocks are bound by memory: a few programs a multiprocessor with deep pipelines. Large ones are bound by tensor
+    cores: as many outputs as registers hold.
     """
     if element_bytes == 4:
         return Tile(32, 32, 2, 4)
@@ -85,16 +85,16 @@ def tile_for(block_rows: int, gated: bool, kind: OperandKind, element_bytes: int
 
 
 def grouped_gemm(
-    x_XK: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
+    x_XK: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
-    out_PN: torch.Tensor,
+    out_PN: Tensor,
     gated: bool,
     quantized: QuantizedRows | None,
-    bias_EN: torch.Tensor | None = None,
+    bias_EN: Tensor | None = None,
     form: GateForm = SILU_HALVES,
-) -> torch.Tensor:
-    """Each block's rows by its expert's weight; `quantized` are the rows of x as codes, for a scheme that takes them so."""
+) -> Tensor:
+    """Multiply each block's rows by its expert's weight; `quantized` are the rows of x as codes, if the scheme needs them."""
     num_pairs, size_n = out_PN.shape
     if not num_pairs:
         return out_PN
@@ -108,78 +108,34 @@ def grouped_gemm(
     blocks = (order.pairs_BR, order.block_experts_B) if order.is_sorted else (order.expert_ids_TS, order.expert_ids_TS)
     arguments = (*operands.tensors, bias, *blocks, out_PN, len(order.expert_ids_TS), size_n, size_k)
     flags = {
-        "GATED": gated,
-        "INTERLEAVED": gated and form.is_interleaved,
-        "LIMIT": form.limit or 0.0,
-        "IS_SCALED": form.is_scaled,
-        "HAS_BIAS": bias_EN is not None,
-        "IS_SORTED": order.is_sorted,
-        "TOP_K": order.top_k,
-        "BLOCK_S": next_power_of_two(order.top_k),
-        "PAIRS_PER_ROW": num_pairs // len(x_XK),
-        "EVEN_N": size_n % num_outputs == 0,
-        "EVEN_K": size_k % tile.block_k == 0,
-        "BLOCK_M": order.block_rows,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "NUM_STAGES": tile.num_stages,
-        "PLAIN": is_interpreted(),
-        "PDL": pdl,
-        "num_warps": tile.num_warps,
-        **pdl_launch(pdl),
-    }
+        "HAS_BIAS": bias_EN is not None, "IS_SORTED": order.is_sorted, "TOP_K": order.top_k,
+        "BLOCK_S": next_power_of_two(order.top_k), "PAIRS_PER_ROW": num_pairs // len(x_XK),
+        "EVEN_N": size_n % num_outputs == 0, "EVEN_K": size_k % tile.block_k == 0,
+        "BLOCK_M": order.block_rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "NUM_STAGES": tile.num_stages,
+        "PLAIN": is_interpreted(), "PDL": pdl, "num_warps": tile.num_warps, **form.flags(gated), **pdl_launch(pdl),
+    }  # fmt: skip
     if operands.kind == OperandKind.E2M1_GROUPS:
-        # Exponents of a block of K are loaded as words; bfloat16 holds all products of codes and scales.
+        # The fast path loads exponents of a block of K as words; bfloat16 holds all products of codes and scales.
         is_in_words = size_k % HALF_WORD_COLUMNS == 0 and operands.tensors[3].numel() % 4 == 0
         by_hand = is_interpreted() or x_XK.dtype != torch.bfloat16 or not is_in_words
         _mxfp4_grouped_gemm_kernel[grid](*arguments, BY_HAND=by_hand, **flags)
         return out_PN
     _grouped_gemm_kernel[grid](
-        *arguments,
-        operands.scale_columns,
-        KIND=int(operands.kind),
-        BLOCK_ROWS=operands.block_rows,
-        IS_JOINT=gated and tile.is_joint,
-        **flags,
-    )
+        *arguments, operands.scale_columns,
+        KIND=int(operands.kind), BLOCK_ROWS=operands.block_rows, IS_JOINT=gated and tile.is_joint, **flags,
+    )  # fmt: skip
     return out_PN
 
 
 @jit_counting("num_rows")
 def _grouped_gemm_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_pairs,
-    p_block_experts,
-    p_out,
-    num_rows,
-    size_n,
-    size_k,
-    scale_columns,
-    KIND: constexpr,
-    BLOCK_ROWS: constexpr,
-    IS_JOINT: constexpr,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    IS_SORTED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    EVEN_N: constexpr,
-    EVEN_K: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    NUM_STAGES: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_pairs, p_block_experts, p_out,
+    num_rows, size_n, size_k, scale_columns,
+    KIND: constexpr, BLOCK_ROWS: constexpr, IS_JOINT: constexpr, GATED: constexpr, INTERLEAVED: constexpr,
+    LIMIT: constexpr, IS_SCALED: constexpr, HAS_BIAS: constexpr, IS_SORTED: constexpr, TOP_K: constexpr,
+    BLOCK_S: constexpr, PAIRS_PER_ROW: constexpr, EVEN_N: constexpr, EVEN_K: constexpr, BLOCK_M: constexpr,
+    BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_block = tl.program_id(1)
     NUM_OUTPUTS: constexpr = BLOCK_N // 2 if IS_JOINT else BLOCK_N
@@ -235,7 +191,7 @@ def _grouped_gemm_kernel(
             if GATED and not IS_JOINT:
                 b_up_y = tl.dot(b_up.to(b_x.dtype), b_x, b_up_y, input_precision="ieee")
     if PDL:
-        # Not sooner: the programs of the next kernel would take places from those of this one.
+        # Not sooner: programs of the next kernel would take occupancy from this one.
         tl.extra.cuda.gdc_launch_dependents()
     if KIND == FP8_ROWS or KIND == INT8_ROWS:
         if KIND == FP8_ROWS:
@@ -258,19 +214,13 @@ def _grouped_gemm_kernel(
 
 @jit
 def _block_pairs(
-    p_pairs,
-    p_block_experts,
-    i_block,
-    num_rows,
-    IS_SORTED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_M: constexpr,
-):
-    """The expert of a block, -1 for none, and its pairs; padding (-1) is multiplied with the first row, and written nowhere.
+    p_pairs, p_block_experts, i_block, num_rows,
+    IS_SORTED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr, BLOCK_M: constexpr,
+):  # fmt: skip
+    """Return the expert of a block, -1 for none, and its pairs; padding (-1) reads the first row and is not stored.
 
-    Where nothing is sorted, a block is a pair, and takes all rows of its expert if no pair before it does; of a row that names
-    it more than once, the first time, the second, as the pair itself is.
+    If unsorted, a block is a pair, and takes all rows of its expert unless an earlier pair does. If a row names the expert
+    n times, the n-th occurrence belongs to the block of the n-th pair.
     """
     o_m = tl.arange(0, BLOCK_M)
     expert = tl.load(p_block_experts + i_block).to(tl.int64)
@@ -281,7 +231,7 @@ def _block_pairs(
         o_p = o_m[:, None] * TOP_K + o_s[None, :]
         m_p = (o_m < num_rows)[:, None] & (o_s < TOP_K)[None, :]
         m_mine = tl.load(p_pairs + o_p, mask=m_p, other=-1) == expert
-        # A token may name an expert twice: each time belongs to a block of its own.
+        # A token may name an expert twice: each occurrence has its own block.
         b_times = tl.cumsum(m_mine.to(tl.int32), axis=1)
         time = tl.max(tl.max(tl.where(o_p == i_block, b_times, 0), axis=1), axis=0)
         b_pairs = tl.max(tl.where(m_mine & (b_times == time), o_p, -1), axis=1)
@@ -294,7 +244,7 @@ def _block_pairs(
 def _store_outputs(
     p_out, b_y, b_up_y, b_pairs, o_n, m_n, size_n, GATED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr
 ):
-    """Products [N, M], gated by the second where it is so, to the rows of their pairs."""
+    """Store products [N, M], gated if GATED, to the rows of their pairs."""
     if GATED:
         b_y = gated_numbers(b_y, b_up_y, LIMIT, IS_SCALED)
     o_y = b_pairs[None, :].to(tl.int64) * size_n + o_n[:, None]
@@ -303,7 +253,7 @@ def _store_outputs(
 
 @jit
 def _loaded(p_numbers, m_numbers, KIND: constexpr, PLAIN: constexpr):
-    """Operands: numbers as they are, e4m3 in the interpreter as half precision."""
+    """Load an operand; the interpreter converts e4m3 to half precision."""
     if m_numbers is None:
         b_numbers = tl.load(p_numbers)
     else:
@@ -315,7 +265,7 @@ def _loaded(p_numbers, m_numbers, KIND: constexpr, PLAIN: constexpr):
 
 @jit
 def _block_scales(p_s, i_n, scale_columns, size_n, INTERLEAVED: constexpr, BLOCK_ROWS: constexpr, BLOCK_N: constexpr):
-    """Scales of a tile's outputs for one block of columns: one where the tile lies within a block of rows."""
+    """Load the scales of a tile's outputs for one block of columns: one if the tile lies within a block of rows."""
     STEP: constexpr = 2 if INTERLEAVED else 1
     if BLOCK_ROWS % (STEP * BLOCK_N) == 0:
         return tl.load(p_s + i_n * (STEP * BLOCK_N) // BLOCK_ROWS * scale_columns)
@@ -326,36 +276,12 @@ def _block_scales(p_s, i_n, scale_columns, size_n, INTERLEAVED: constexpr, BLOCK
 
 @jit_counting("num_rows")
 def _mxfp4_grouped_gemm_kernel(
-    p_x,
-    p_x_scales,
-    p_weight,
-    p_scales,
-    p_bias,
-    p_pairs,
-    p_block_experts,
-    p_out,
-    num_rows,
-    size_n,
-    size_k,
-    GATED: constexpr,
-    INTERLEAVED: constexpr,
-    LIMIT: constexpr,
-    IS_SCALED: constexpr,
-    HAS_BIAS: constexpr,
-    IS_SORTED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    PAIRS_PER_ROW: constexpr,
-    EVEN_N: constexpr,
-    EVEN_K: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    NUM_STAGES: constexpr,
-    BY_HAND: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_x, p_x_scales, p_weight, p_scales, p_bias, p_pairs, p_block_experts, p_out, num_rows, size_n, size_k,
+    GATED: constexpr, INTERLEAVED: constexpr, LIMIT: constexpr, IS_SCALED: constexpr, HAS_BIAS: constexpr,
+    IS_SORTED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr, PAIRS_PER_ROW: constexpr, EVEN_N: constexpr,
+    EVEN_K: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr, NUM_STAGES: constexpr,
+    BY_HAND: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_n = tl.program_id(0)
     i_block = tl.program_id(1)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -422,7 +348,7 @@ def _mxfp4_grouped_gemm_kernel(
 
 @jit
 def _dot_halves(p_w, p_s, m_n, o_b, row_bytes, b_even, b_odd, b_y, PLAIN: constexpr):
-    """Lower halves of bytes by inputs of even number, upper ones by those of odd number."""
+    """Multiply low nibbles by even inputs and high nibbles by odd ones."""
     m_w = m_n[:, None] & (o_b < row_bytes)[None, :]
     b_codes = tl.load(p_w + o_b[None, :], mask=m_w, other=0)
     b_factors = e8m0_numbers(tl.load(p_s + o_b[None, :] // 16, mask=m_w, other=0))
@@ -433,9 +359,9 @@ def _dot_halves(p_w, p_s, m_n, o_b, row_bytes, b_even, b_odd, b_y, PLAIN: conste
 
 @jit
 def _word_of_halves(p_scales, b_first, k, m_n, size_k):
-    """Four exponents of each row from column k on, 0 beyond the last, where rows may begin in the middle of a word.
+    """Load four exponents of each row from column k on, 0 after the last; a row may begin in the middle of a word.
 
-    Whole words are loaded, since shorter loads would not be on their way while others are multiplied.
+    Loads are whole words: Triton does not pipeline shorter ones.
     """
     p_words = p_scales.to(tl.pointer_type(tl.int32)) + (b_first // 4 + k // 128)
     m_high = k + 64 < size_k
@@ -448,7 +374,7 @@ def _word_of_halves(p_scales, b_first, k, m_n, size_k):
 
 @jit
 def _decoded(b_codes, b_words, BLOCK_N: constexpr):
-    """Bytes of codes [N, 64] and words of four exponents [N] as bfloat16 [N, 128], which holds every such number."""
+    """Decode bytes of codes [N, 64] and words of four exponents [N] to bfloat16 [N, 128], which holds them exactly."""
     b_low, b_high = e2m1_wide_parts(b_codes)
     b_w = tl.reshape(tl.join(b_low, b_high), (BLOCK_N, 4, 32))
     b_exponents = b_words[:, None] >> (8 * tl.arange(0, 4))[None, :] & 255

@@ -1,9 +1,10 @@
-"""Routing by a table (hash routing): a token's experts stand in the row of its id, and their shares are of the router's scores.
+"""Hash routing: a table gives a token's experts by its id; the router's scores give their shares.
 
 T tokens, S experts of a token, E experts, V vocabulary
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.moe.routing import (
     Routing,
@@ -14,12 +15,14 @@ from holdfast.kernels.moe.routing import (
     scores_of,
     shares_of,
 )
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
+    check_dense,
     constexpr,
     jit,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -27,8 +30,8 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 
 
-def table_problem(table_VS: torch.Tensor, num_experts: int) -> str | None:
-    """None, or what is wrong with a table, in words: an entry that is no expert would be read from other memory."""
+def table_problem(table_VS: Tensor, num_experts: int) -> str | None:
+    """Return None or a message about the table: an id that is no expert would read out of bounds."""
     if table_VS.dtype not in (torch.int32, torch.int64):
         return f"the table of experts by token holds {table_VS.dtype}; it takes int32 or int64"
     if not table_VS.numel():
@@ -44,33 +47,19 @@ def table_problem(table_VS: torch.Tensor, num_experts: int) -> str | None:
     )
 
 
-def route_by_table(
-    logits_TE: torch.Tensor,
-    table_VS: torch.Tensor,
-    token_ids_T: torch.Tensor,
-    routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
-) -> None:
-    """The experts of each token as the table has them, and shares of their scores, in float32, as `route_tokens` gives them.
-
-    An expert that is named twice counts twice. Ids beyond the table, as padding may have, are those of its nearest end.
-    """
-    launch = route_by_table_triton if can_run(logits_TE) else route_by_table_reference
-    launch(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
-
-
 def route_by_table_reference(
-    logits_TE: torch.Tensor,
-    table_VS: torch.Tensor,
-    token_ids_T: torch.Tensor,
+    logits_TE: Tensor,
+    table_VS: Tensor,
+    token_ids_T: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
 ) -> None:
-    """The same in plain torch."""
+    """Like `route_tokens`, with the experts that the table has for each token.
+
+    A repeated expert counts twice. Token ids outside the table (padding) are clamped to it.
+    """
     _check(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
     if bias_E is not None:
         logits_TE = logits_TE + bias_E.float()
@@ -80,88 +69,62 @@ def route_by_table_reference(
 
 
 def route_by_table_triton(
-    logits_TE: torch.Tensor,
-    table_VS: torch.Tensor,
-    token_ids_T: torch.Tensor,
+    logits_TE: Tensor,
+    table_VS: Tensor,
+    token_ids_T: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
 ) -> None:
-    """The same as a Triton kernel, a program for each token."""
+    """Launch one program a token."""
     _check(logits_TE, table_VS, token_ids_T, routing, expert_ids_TS, shares_TS, bias_E)
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:
         return
     pdl = supports_pdl(logits_TE)
     _route_by_table_kernel[(num_rows,)](
-        logits_TE,
-        logits_TE if bias_E is None else bias_E,
-        table_VS,
-        token_ids_T,
-        expert_ids_TS,
-        shares_TS,
-        len(table_VS),
-        num_experts,
-        HAS_BIAS=bias_E is not None,
-        NORMALIZE=routing.normalizes,
-        SCORING=routing.scoring,
-        SHARE_SCALE=routing.share_scale,
-        TOP_K=top_k,
-        BLOCK_E=next_power_of_two(num_experts),
-        BLOCK_S=next_power_of_two(top_k),
-        PDL=pdl,
-        num_warps=1,
-        **pdl_launch(pdl),
-    )
+        logits_TE, logits_TE if bias_E is None else bias_E, table_VS, token_ids_T, expert_ids_TS, shares_TS,
+        len(table_VS), num_experts,
+        HAS_BIAS=bias_E is not None, NORMALIZE=routing.normalizes, SCORING=routing.scoring,
+        SHARE_SCALE=routing.share_scale, TOP_K=top_k, BLOCK_E=next_power_of_two(num_experts),
+        BLOCK_S=next_power_of_two(top_k), PDL=pdl, num_warps=1, **pdl_launch(pdl),
+    )  # fmt: skip
+
+
+route_by_table = operation(reference=route_by_table_reference, triton=route_by_table_triton)
 
 
 def _check(
-    logits_TE: torch.Tensor,
-    table_VS: torch.Tensor,
-    token_ids_T: torch.Tensor,
+    logits_TE: Tensor,
+    table_VS: Tensor,
+    token_ids_T: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None,
 ) -> None:
     check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, None)
     num_rows, top_k = expert_ids_TS.shape
-    assert not routing.limits_groups, f"{routing}: a table knows no groups"
+    assert not routing.limits_groups, f"{routing}: a table has no groups"
     assert table_VS.shape[1:] == (top_k,), f"{table_VS.shape=}, and {top_k} experts of a token"
     assert len(table_VS), f"{table_VS.shape=}: no token has experts"
     assert table_VS.dtype in (torch.int32, torch.int64), f"{table_VS.dtype=}, not int32 or int64"
-    assert table_VS.is_contiguous(), f"{table_VS.shape} with strides {table_VS.stride()}"
     assert token_ids_T.shape == (num_rows,), f"{token_ids_T.shape=} for {num_rows} tokens"
     assert token_ids_T.dtype in (torch.int32, torch.int64), f"{token_ids_T.dtype=}, not int32 or int64"
-    assert token_ids_T.is_contiguous(), f"{token_ids_T.shape} with strides {token_ids_T.stride()}"
+    check_dense(table_VS, token_ids_T)
 
 
 @jit
 def _route_by_table_kernel(
-    p_logits,
-    p_bias,
-    p_table,
-    p_tokens,
-    p_ids,
-    p_shares,
-    vocab_size,
-    num_experts,
-    HAS_BIAS: constexpr,
-    NORMALIZE: constexpr,
-    SCORING: constexpr,
-    SHARE_SCALE: constexpr,
-    TOP_K: constexpr,
-    BLOCK_E: constexpr,
-    BLOCK_S: constexpr,
-    PDL: constexpr,
-):
+    p_logits, p_bias, p_table, p_tokens, p_ids, p_shares, vocab_size, num_experts,
+    HAS_BIAS: constexpr, NORMALIZE: constexpr, SCORING: constexpr, SHARE_SCALE: constexpr, TOP_K: constexpr,
+    BLOCK_E: constexpr, BLOCK_S: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     o_s = tl.arange(0, BLOCK_S)
     m_s = o_s < TOP_K
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     token = tl.load(p_tokens + i_row).to(tl.int64)
     token = tl.maximum(tl.minimum(token, vocab_size - 1), 0)
     b_ids = tl.load(p_table + token * TOP_K + o_s, mask=m_s, other=0).to(tl.int64)

@@ -1,13 +1,14 @@
-"""Routing on the fused decode path: the router's product over rows whose RMSNorm is deferred, their experts and shares, and the rows as experts take them.
+"""Routing on the fused decode path: the router's product over rows with a deferred RMSNorm, experts and shares, and finished rows.
 
 T tokens, S experts of a token, E experts, K columns, J blocks of K
 
-One token takes one launch: each program has some experts' logits, and whoever finishes last chooses. More tokens take a
-product and a launch that chooses, a program for each token. In either launch others finish the norm meanwhile: rows as
-experts take them, which is as codes where their weights are e4m3 with scales by row, and in the type of the model elsewhere.
+One token takes one launch: each program computes some experts' logits, and the last to finish chooses. More tokens take a
+product and a launch with one program a token. Other programs of these launches finish the norm: as e4m3 codes if the
+experts' weights are e4m3 with scales by row, else in the model's type.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import e4m3_code, kernel_codes, quantized_numbers
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
@@ -15,8 +16,9 @@ from holdfast.kernels.gemm.gemv import LEAST_SCALE
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.kernels.moe.routing import Routing, choose_experts, route_tokens_reference
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
+    check_dense,
     constexpr,
     is_interpreted,
     jit,
@@ -24,6 +26,7 @@ from holdfast.kernels.triton_compat import (
     pdl_launch,
     supports_pdl,
     tl,
+    wait_then_release,
 )
 from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 
@@ -33,49 +36,34 @@ from holdfast.quant.weight_quantize import E4M3_MAX, LEAST_E4M3_SCALE
 
 
 ROUTER_BLOCK = 1
-"""Experts of a program of one token's launch: few, so that many processors read the router."""
+"""Experts of a program of one token's launch: few, so that many multiprocessors read the router."""
 COLUMNS_PER_WARP = 2048
-"""The choice is a chain of maxima, and within one warp none of them waits at a barrier: no more than registers ask for."""
-
-
-def route_normed(
-    rows: NormedRows,
-    router_EK: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    normalize: bool,
-    logits_TE: torch.Tensor,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    finished: QuantizedRows | torch.Tensor,
-    scratch: SmallBatchScratch,
-) -> None:
-    """Experts and shares of each row by plain routing (`Routing.is_plain`), and its finished norm, as codes with a scale a row or as numbers.
-
-    `finished` is not where the rows lie. `logits_TE` are the router's products without the bias.
-    """
-    launch = route_normed_triton if can_run(router_EK) else route_normed_reference
-    launch(rows, router_EK, bias_E, normalize, logits_TE, expert_ids_TS, shares_TS, finished, scratch)
+"""Few warps: the choice is a chain of maxima, which need no barrier within one warp."""
 
 
 def route_normed_reference(
     rows: NormedRows,
-    router_EK: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    router_EK: Tensor,
+    bias_E: Tensor | None,
     normalize: bool,
-    logits_TE: torch.Tensor,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    finished: QuantizedRows | torch.Tensor,
+    logits_TE: Tensor,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    finished: QuantizedRows | Tensor,
     scratch: SmallBatchScratch,
 ) -> None:
-    """The same in plain torch."""
+    """Choose experts and shares of each row by plain routing (`Routing.is_plain`), and finish the norm of the rows.
+
+    `finished` takes codes with a scale a row, or numbers; it must not alias the rows. `logits_TE` are the router's products
+    without the bias.
+    """
     num_rows, size_k = rows.scaled_MK.shape
     scaled_TK = rows.scaled_MK.float()
     squares_TJ = scratch.squares[: num_rows * rows.num_squares].view(num_rows, rows.num_squares)
     rms_T1 = (squares_TJ.sum(-1, keepdim=True) / size_k + rows.eps).rsqrt()
     logits_TE.copy_(scaled_TK @ router_EK.float().t() * rms_T1)
     route_tokens_reference(logits_TE, Routing(normalize), expert_ids_TS, shares_TS, bias_E)
-    if isinstance(finished, torch.Tensor):
+    if isinstance(finished, Tensor):
         finished.copy_((scaled_TK * rms_T1).to(finished.dtype))
         return
     assert scratch.amax is not None, "rows that become codes need amax"
@@ -88,51 +76,33 @@ def route_normed_reference(
 
 def route_normed_triton(
     rows: NormedRows,
-    router_EK: torch.Tensor,
-    bias_E: torch.Tensor | None,
+    router_EK: Tensor,
+    bias_E: Tensor | None,
     normalize: bool,
-    logits_TE: torch.Tensor,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    finished: QuantizedRows | torch.Tensor,
+    logits_TE: Tensor,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    finished: QuantizedRows | Tensor,
     scratch: SmallBatchScratch,
 ) -> None:
-    """The same as Triton kernels."""
     (num_rows, size_k), (num_experts, top_k) = rows.scaled_MK.shape, (len(router_EK), expert_ids_TS.shape[1])
     _check(rows, router_EK, logits_TE, expert_ids_TS, shares_TS, finished)
-    is_coded, pdl = not isinstance(finished, torch.Tensor), supports_pdl(router_EK)
+    is_coded, pdl = not isinstance(finished, Tensor), supports_pdl(router_EK)
     assert not is_coded or scratch.amax is not None, "rows that become codes need amax"
     arguments = (
-        rows.scaled_MK,
-        router_EK,
-        logits_TE if bias_E is None else bias_E,
-        logits_TE,
-        expert_ids_TS,
-        shares_TS,
+        rows.scaled_MK, router_EK, logits_TE if bias_E is None else bias_E, logits_TE, expert_ids_TS, shares_TS,
         kernel_codes(finished.codes_TK) if isinstance(finished, QuantizedRows) else finished,
         finished.scales_TB if isinstance(finished, QuantizedRows) else logits_TE,
-        scratch.squares,
-        scratch.squares if scratch.amax is None else scratch.amax.normed,
-        scratch.arrived,
-        num_experts,
-        size_k,
-        rows.num_squares,
-        rows.eps,
-    )
+        scratch.squares, scratch.squares if scratch.amax is None else scratch.amax.normed, scratch.arrived,
+        num_experts, size_k, rows.num_squares, rows.eps,
+    )  # fmt: skip
     flags = {
-        "HAS_BIAS": bias_E is not None,
-        "NORMALIZE": normalize,
-        "IS_CODED": is_coded,
-        "TOP_K": top_k,
-        "BLOCK_S": next_power_of_two(top_k),
-        "BLOCK_E": next_power_of_two(num_experts),
-        "BLOCK_K": next_power_of_two(size_k),
-        "BLOCK_J": next_power_of_two(rows.num_squares),
-        "PLAIN": is_interpreted(),
-        "PDL": pdl,
+        "HAS_BIAS": bias_E is not None, "NORMALIZE": normalize, "IS_CODED": is_coded, "TOP_K": top_k,
+        "BLOCK_S": next_power_of_two(top_k), "BLOCK_E": next_power_of_two(num_experts),
+        "BLOCK_K": next_power_of_two(size_k), "BLOCK_J": next_power_of_two(rows.num_squares),
+        "PLAIN": is_interpreted(), "PDL": pdl, **pdl_launch(pdl),
         "num_warps": max(1, next_power_of_two(size_k) // COLUMNS_PER_WARP),
-        **pdl_launch(pdl),
-    }
+    }  # fmt: skip
     if num_rows == 1:
         _route_one_kernel[(-(-num_experts // ROUTER_BLOCK) + 1,)](*arguments, BLOCK_R=ROUTER_BLOCK, **flags)
     else:
@@ -140,63 +110,43 @@ def route_normed_triton(
         _route_rows_kernel[(num_rows, 2)](*arguments, **flags)
 
 
+route_normed = operation(reference=route_normed_reference, triton=route_normed_triton)
+
+
 def _check(
     rows: NormedRows,
-    router_EK: torch.Tensor,
-    logits_TE: torch.Tensor,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    finished: QuantizedRows | torch.Tensor,
+    router_EK: Tensor,
+    logits_TE: Tensor,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    finished: QuantizedRows | Tensor,
 ) -> None:
     num_rows, size_k = rows.scaled_MK.shape
     num_experts, top_k = len(router_EK), expert_ids_TS.shape[1]
     own = finished.codes_TK if isinstance(finished, QuantizedRows) else finished
     assert top_k <= num_experts, f"{top_k} experts of a token, and there are {num_experts}"
     assert own.shape == (num_rows, size_k), f"{own.shape=}, not {(num_rows, size_k)}"
-    assert own.data_ptr() != rows.scaled_MK.data_ptr(), "others still read the rows while their norm is finished"
+    assert own.data_ptr() != rows.scaled_MK.data_ptr(), (
+        "other programs still read the rows while their norm is finished"
+    )
     assert router_EK.shape[1] == size_k, f"{router_EK.shape=} for rows of {size_k}"
     assert logits_TE.shape == (num_rows, num_experts), f"{logits_TE.shape=}, not {(num_rows, num_experts)}"
     assert expert_ids_TS.shape == shares_TS.shape == (num_rows, top_k), f"{expert_ids_TS.shape=} {shares_TS.shape=}"
-    for tensor in (rows.scaled_MK, router_EK, logits_TE, expert_ids_TS, shares_TS, own):
-        assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+    check_dense(rows.scaled_MK, router_EK, logits_TE, expert_ids_TS, shares_TS, own)
 
 
 @jit
 def _route_one_kernel(
-    p_scaled,
-    p_router,
-    p_bias,
-    p_logits,
-    p_ids,
-    p_shares,
-    p_finished,
-    p_finished_scales,
-    p_squares,
-    p_amax,
-    p_arrived,
-    num_experts,
-    size_k,
-    num_squares,
-    eps,
-    HAS_BIAS: constexpr,
-    NORMALIZE: constexpr,
-    IS_CODED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_E: constexpr,
-    BLOCK_K: constexpr,
-    BLOCK_J: constexpr,
-    BLOCK_R: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
-    # The first program finishes the row, the others have logits.
+    p_scaled, p_router, p_bias, p_logits, p_ids, p_shares, p_finished, p_finished_scales, p_squares, p_amax, p_arrived,
+    num_experts, size_k, num_squares, eps,
+    HAS_BIAS: constexpr, NORMALIZE: constexpr, IS_CODED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr,
+    BLOCK_E: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, BLOCK_R: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
+    # The first program finishes the row, the others compute logits.
     i_r = tl.program_id(0) - 1
     o_k = tl.arange(0, BLOCK_K)
     if i_r < 0:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_then_release(PDL)
         _finish_row(
             p_scaled, p_squares, p_amax, p_finished, p_finished_scales, 0, size_k, num_squares, eps, IS_CODED, BLOCK_K,
             BLOCK_J, PLAIN,
@@ -205,11 +155,9 @@ def _route_one_kernel(
         o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
         m_r = o_r < num_experts
         m_k = o_k < size_k
-        # The router waits for nobody: it is on the way before the producer of the row has ended.
+        # Load the router before the wait: it is a constant.
         b_w = tl.load(p_router + o_r[:, None] * size_k + o_k[None, :], mask=m_r[:, None] & m_k[None, :], other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+        wait_then_release(PDL)
         b_x = tl.load(p_scaled + o_k, mask=m_k, other=0.0).to(tl.float32)
         rms = _row_rms(p_squares, 0, size_k, num_squares, eps, BLOCK_J)
         b_y = tl.sum(b_w.to(tl.float32) * b_x[None, :], axis=1) * rms
@@ -228,36 +176,13 @@ def _route_one_kernel(
 
 @jit
 def _route_rows_kernel(
-    p_scaled,
-    p_router,
-    p_bias,
-    p_logits,
-    p_ids,
-    p_shares,
-    p_finished,
-    p_finished_scales,
-    p_squares,
-    p_amax,
-    p_arrived,
-    num_experts,
-    size_k,
-    num_squares,
-    eps,
-    HAS_BIAS: constexpr,
-    NORMALIZE: constexpr,
-    IS_CODED: constexpr,
-    TOP_K: constexpr,
-    BLOCK_S: constexpr,
-    BLOCK_E: constexpr,
-    BLOCK_K: constexpr,
-    BLOCK_J: constexpr,
-    PLAIN: constexpr,
-    PDL: constexpr,
-):
+    p_scaled, p_router, p_bias, p_logits, p_ids, p_shares, p_finished, p_finished_scales, p_squares, p_amax, p_arrived,
+    num_experts, size_k, num_squares, eps,
+    HAS_BIAS: constexpr, NORMALIZE: constexpr, IS_CODED: constexpr, TOP_K: constexpr, BLOCK_S: constexpr,
+    BLOCK_E: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, PLAIN: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_release(PDL)
     if tl.program_id(1) == 1:
         _finish_row(
             p_scaled, p_squares, p_amax, p_finished, p_finished_scales, i_row, size_k, num_squares, eps, IS_CODED,
@@ -275,7 +200,7 @@ def _route_rows_kernel(
 
 @jit
 def _row_rms(p_squares, i_row, size_k, num_squares, eps, BLOCK_J: constexpr):
-    """What the norm multiplies a row by."""
+    """Return the factor of a row's norm."""
     o_j = tl.arange(0, BLOCK_J)
     b_squares = tl.load(p_squares + i_row * num_squares + o_j, mask=o_j < num_squares, other=0.0)
     return tl.rsqrt(tl.sum(b_squares, axis=0) / size_k + eps)
@@ -283,21 +208,10 @@ def _row_rms(p_squares, i_row, size_k, num_squares, eps, BLOCK_J: constexpr):
 
 @jit
 def _finish_row(
-    p_scaled,
-    p_squares,
-    p_amax,
-    p_finished,
-    p_finished_scales,
-    i_row,
-    size_k,
-    num_squares,
-    eps,
-    IS_CODED: constexpr,
-    BLOCK_K: constexpr,
-    BLOCK_J: constexpr,
-    PLAIN: constexpr,
-):
-    """The norm of a row as codes and their scale, or in the type of the model."""
+    p_scaled, p_squares, p_amax, p_finished, p_finished_scales, i_row, size_k, num_squares, eps,
+    IS_CODED: constexpr, BLOCK_K: constexpr, BLOCK_J: constexpr, PLAIN: constexpr,
+):  # fmt: skip
+    """Store the norm of a row as codes and their scale, or in the model's type."""
     o_k = tl.arange(0, BLOCK_K)
     m_k = o_k < size_k
     b_x = tl.load(p_scaled + i_row * size_k + o_k, mask=m_k, other=0.0).to(tl.float32)

@@ -2,9 +2,9 @@
 
 T tokens, S experts of a token, E experts, P = T * S pairs (pair t * S + s), B blocks, R rows of a block, C cuts of the pairs
 
-Pairs are sorted into blocks of rows that one expert multiplies. A small batch is not sorted: each pair finds its expert by
-itself (kernels/moe/expert_gemv.py), or an expert its rows (kernels/moe/grouped_gemm.py). Sizes follow from the number of tokens alone, so that a graph can hold the launches
-whatever experts are chosen.
+Pairs are sorted into blocks of rows that one expert multiplies. A small batch is not sorted: each pair reads its expert's
+weight (kernels/moe/expert_gemv.py), or each expert finds its rows (kernels/moe/grouped_gemm.py). Shapes depend on the
+number of tokens only, so a CUDA graph can hold the launches.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from holdfast.kernels.geometry import (
     CUT_PAIRS,
@@ -22,14 +23,16 @@ from holdfast.kernels.geometry import (
     order_specs,
     sorts_pairs,
 )
+from holdfast.kernels.operation import operation
 from holdfast.kernels.triton_compat import (
-    can_run,
+    check_dense,
     constexpr,
     jit,
     jit_counting,
     kernel_constant,
     next_power_of_two,
     pdl_launch,
+    release_then_wait,
     supports_pdl,
     tl,
 )
@@ -38,68 +41,52 @@ from holdfast.kernels.triton_compat import (
 
 
 class Routing(NamedTuple):
-    """How a token's experts are chosen from its logits, and what their shares are."""
+    """How experts are chosen from a token's logits, and how their shares are computed."""
 
     normalizes: bool = False
-    """The shares of a token are divided by their sum."""
+    """Divide the shares of a token by their sum."""
     scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """What makes a score of a logit: over all experts, or of each by itself; the last is sqrt(log(1 + exp(logit)))."""
+    """The last is sqrt(log(1 + exp(logit)))."""
     num_groups: int = 1
-    """Experts stand in so many equal groups, and a token takes its experts from the best `groups_taken` of them."""
+    """Equal groups of experts; a token takes its experts from the best `groups_taken`."""
     groups_taken: int = 1
     group_score: Literal["largest", "two_largest"] = "largest"
-    """How good a group is: its largest score, or the sum of its two largest."""
+    """Rank groups by their largest score, or by the sum of their two largest."""
     share_scale: float = 1.0
-    """What shares are multiplied by in the end."""
 
     @property
     def is_plain(self) -> bool:
-        """The largest of all logits, and their softmax: what the fused decode path computes too."""
+        """True for top-k of a softmax over all experts, which the fused decode path computes too."""
         return self.scoring == "softmax" and not self.limits_groups and self.share_scale == 1.0
 
     @property
     def limits_groups(self) -> bool:
-        """Whether there are groups that a token does not take."""
         return self.groups_taken < self.num_groups
 
     def ranks_by_logits(self, has_score_bias: bool) -> bool:
-        """Whether logits rank experts and groups as their scores do; they tell apart what scores round to one number."""
+        """True if logits rank experts and groups as scores do. Logits differ where scores round to one number."""
         sums_scores = self.limits_groups and self.group_score == "two_largest"
         return self.scoring == "softmax" and not has_score_bias and not sums_scores
 
 
 LEAST_SUM = 1e-20
-"""Added to the sum that shares are divided by where scores are of each expert by itself: all of them may be zero."""
+"""Added to the divisor of normalized shares unless the scoring is softmax: all scores may be zero."""
 KERNEL_LEAST_SUM = kernel_constant(LEAST_SUM)
 
 
-def route_tokens(
-    logits_TE: torch.Tensor,
-    routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
-    score_bias_E: torch.Tensor | None = None,
-) -> None:
-    """The S experts with the largest scores in the groups taken, ties to the lower id, and their shares, in float32.
-
-    `bias_E` is added to the logits before anything else, `score_bias_E` to the scores by which experts and groups are chosen:
-    shares are of the scores without it. Of plain routing, normalized shares are the softmax over the chosen alone. A score that is
-    NaN counts as the lowest; it makes the shares of its token NaN, and the ids are still those of experts, each once.
-    """
-    launch = route_tokens_triton if can_run(logits_TE) else route_tokens_reference
-    launch(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
-
-
 def route_tokens_reference(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
-    score_bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
+    score_bias_E: Tensor | None = None,
 ) -> None:
-    """The same in plain torch."""
+    """Find the S experts with the largest scores in the groups taken, ties to the lower id, and their float32 shares.
+
+    `bias_E` is added to the logits. `score_bias_E` is added to the scores that rank experts and groups, not to those that
+    shares come from. A NaN score ranks lowest and makes the token's shares NaN; ids stay valid and distinct.
+    """
     check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
     if bias_E is not None:
         logits_TE = logits_TE + bias_E.float()
@@ -113,24 +100,24 @@ def route_tokens_reference(
     shares_TS.copy_(shares_of(scores_TE.gather(1, ids_TS), routing).masked_fill(is_nan_T1, torch.nan))
 
 
-def scores_of(logits_TE: torch.Tensor, scoring: str) -> torch.Tensor:
-    """In plain torch."""
+def scores_of(logits_TE: Tensor, scoring: str) -> Tensor:
+    """Return the scores of logits."""
     if scoring == "softmax":
         return logits_TE.softmax(dim=1)
     return logits_TE.sigmoid() if scoring == "sigmoid" else F.softplus(logits_TE).sqrt()
 
 
-def shares_of(chosen_TS: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """What becomes of the scores of a token's experts, in plain torch."""
+def shares_of(chosen_TS: Tensor, routing: Routing) -> Tensor:
+    """Return the shares of a token's experts from their scores."""
     if routing.normalizes:
         sum_T1 = chosen_TS.sum(dim=1, keepdim=True)
         chosen_TS = chosen_TS / (sum_T1 if routing.scoring == "softmax" else sum_T1 + LEAST_SUM)
     return chosen_TS * routing.share_scale
 
 
-def _rank_experts(choice_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """Ids from the best: all experts of groups that are taken come before those of others."""
-    ranked_TE = _withnan_lowest(choice_TE)
+def _rank_experts(choice_TE: Tensor, routing: Routing) -> Tensor:
+    """Sort experts by score, those of the groups taken first."""
+    ranked_TE = _with_nan_lowest(choice_TE)
     order_TE = ranked_TE.sort(dim=1, descending=True, stable=True).indices
     if not routing.limits_groups:
         return order_TE
@@ -138,33 +125,33 @@ def _rank_experts(choice_TE: torch.Tensor, routing: Routing) -> torch.Tensor:
     if routing.group_score == "largest":
         groups_TG = ranked_TGM.amax(dim=2)
     else:
-        groups_TG = _withnan_lowest(ranked_TGM.topk(2, dim=2).values.sum(dim=2))
+        groups_TG = _with_nan_lowest(ranked_TGM.topk(2, dim=2).values.sum(dim=2))
     best_TG = groups_TG.sort(dim=1, descending=True, stable=True).indices[:, : routing.groups_taken]
     is_left_TG = torch.ones_like(groups_TG, dtype=torch.int32).scatter_(1, best_TG, 0)
     is_left_TE = is_left_TG.repeat_interleave(ranked_TGM.shape[2], dim=1)
     return order_TE.gather(1, is_left_TE.gather(1, order_TE).sort(dim=1, stable=True).indices)
 
 
-def _withnan_lowest(x: torch.Tensor) -> torch.Tensor:
+def _with_nan_lowest(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def check_routing(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None,
-    score_bias_E: torch.Tensor | None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None,
+    score_bias_E: Tensor | None,
 ) -> None:
-    """Sizes go together, and rows lie one after the other."""
+    """Assert that shapes match and rows are dense."""
     num_rows, num_experts = logits_TE.shape
     top_k = expert_ids_TS.shape[1]
     assert top_k <= num_experts, f"{top_k} experts of a token, and there are {num_experts}"
     for tensor, dtype in ((logits_TE, torch.float32), (expert_ids_TS, torch.int32), (shares_TS, torch.float32)):
         assert tensor.dtype == dtype, f"{tensor.dtype}, not {dtype}"
         assert tensor.shape[0] == num_rows, f"{tensor.shape=} for {num_rows} tokens"
-        assert tensor.is_contiguous(), f"{tensor.shape} with strides {tensor.stride()}"
+    check_dense(logits_TE, expert_ids_TS, shares_TS)
     assert shares_TS.shape == expert_ids_TS.shape, f"{shares_TS.shape=} {expert_ids_TS.shape=}"
     for bias in (bias_E, score_bias_E):
         assert bias is None or bias.shape == (num_experts,), f"{bias.shape=} for {num_experts} experts"
@@ -179,14 +166,14 @@ def check_routing(
 
 
 def route_tokens_triton(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     routing: Routing,
-    expert_ids_TS: torch.Tensor,
-    shares_TS: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
-    score_bias_E: torch.Tensor | None = None,
+    expert_ids_TS: Tensor,
+    shares_TS: Tensor,
+    bias_E: Tensor | None = None,
+    score_bias_E: Tensor | None = None,
 ) -> None:
-    """The same as a Triton kernel, a program for each token."""
+    """Launch one program a token."""
     check_routing(logits_TE, routing, expert_ids_TS, shares_TS, bias_E, score_bias_E)
     (num_rows, num_experts), top_k = logits_TE.shape, expert_ids_TS.shape[1]
     if not num_rows:
@@ -195,68 +182,38 @@ def route_tokens_triton(
     group_size = num_experts // num_groups
     pdl, block_g, block_m = supports_pdl(logits_TE), next_power_of_two(num_groups), next_power_of_two(group_size)
     _route_kernel[(num_rows,)](
-        logits_TE,
-        logits_TE if bias_E is None else bias_E,
-        logits_TE if score_bias_E is None else score_bias_E,
-        expert_ids_TS,
-        shares_TS,
-        num_experts,
-        IS_PLAIN=routing.is_plain and score_bias_E is None,
-        HAS_BIAS=bias_E is not None,
-        HAS_SCORE_BIAS=score_bias_E is not None,
-        NORMALIZE=routing.normalizes,
-        SCORING=routing.scoring,
-        BY_LOGITS=routing.ranks_by_logits(score_bias_E is not None),
-        SUMS_TWO=routing.group_score == "two_largest",
-        SHARE_SCALE=routing.share_scale,
-        GROUP_SIZE=group_size,
-        GROUPS_TAKEN=routing.groups_taken if routing.limits_groups else 0,
-        TOP_K=top_k,
-        BLOCK_G=block_g,
-        BLOCK_M=block_m,
-        BLOCK_S=next_power_of_two(top_k),
-        PDL=pdl,
-        num_warps=max(1, min(4, block_g * block_m // 256)),
+        logits_TE, logits_TE if bias_E is None else bias_E, logits_TE if score_bias_E is None else score_bias_E,
+        expert_ids_TS, shares_TS, num_experts,
+        IS_PLAIN=routing.is_plain and score_bias_E is None, HAS_BIAS=bias_E is not None,
+        HAS_SCORE_BIAS=score_bias_E is not None, NORMALIZE=routing.normalizes, SCORING=routing.scoring,
+        BY_LOGITS=routing.ranks_by_logits(score_bias_E is not None), SUMS_TWO=routing.group_score == "two_largest",
+        SHARE_SCALE=routing.share_scale, GROUP_SIZE=group_size,
+        GROUPS_TAKEN=routing.groups_taken if routing.limits_groups else 0, TOP_K=top_k, BLOCK_G=block_g,
+        BLOCK_M=block_m, BLOCK_S=next_power_of_two(top_k), PDL=pdl, num_warps=max(1, min(4, block_g * block_m // 256)),
         **pdl_launch(pdl),
-    )
+    )  # fmt: skip
+
+
+route_tokens = operation(reference=route_tokens_reference, triton=route_tokens_triton)
 
 
 @jit
 def _route_kernel(
-    p_logits,
-    p_bias,
-    p_score_bias,
-    p_ids,
-    p_shares,
-    num_experts,
-    IS_PLAIN: constexpr,
-    HAS_BIAS: constexpr,
-    HAS_SCORE_BIAS: constexpr,
-    NORMALIZE: constexpr,
-    SCORING: constexpr,
-    BY_LOGITS: constexpr,
-    SUMS_TWO: constexpr,
-    SHARE_SCALE: constexpr,
-    GROUP_SIZE: constexpr,
-    GROUPS_TAKEN: constexpr,
-    TOP_K: constexpr,
-    BLOCK_G: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_S: constexpr,
-    PDL: constexpr,
-):
+    p_logits, p_bias, p_score_bias, p_ids, p_shares, num_experts,
+    IS_PLAIN: constexpr, HAS_BIAS: constexpr, HAS_SCORE_BIAS: constexpr, NORMALIZE: constexpr, SCORING: constexpr,
+    BY_LOGITS: constexpr, SUMS_TWO: constexpr, SHARE_SCALE: constexpr, GROUP_SIZE: constexpr, GROUPS_TAKEN: constexpr,
+    TOP_K: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr, BLOCK_S: constexpr, PDL: constexpr,
+):  # fmt: skip
     BLOCK_E: constexpr = BLOCK_G * BLOCK_M
     i_row = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < num_experts
     if GROUPS_TAKEN:
-        # A group is a row of a power of two; ids still rise with places.
+        # Each group is padded to a power of two; ids still rise with positions.
         o_m = o_e % BLOCK_M
         o_e = o_e // BLOCK_M * GROUP_SIZE + o_m
         m_e = (o_m < GROUP_SIZE) & (o_e < num_experts)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     b_logits = tl.load(p_logits + i_row * num_experts + o_e, mask=m_e, other=float("-inf"))
     if HAS_BIAS:
         b_logits += tl.load(p_bias + o_e, mask=m_e, other=0.0).to(tl.float32)
@@ -276,24 +233,12 @@ def _route_kernel(
 
 @jit
 def _choose_by_scores(
-    b_logits,
-    b_bias,
-    p_ids,
-    p_shares,
-    m_e,
-    NORMALIZE: constexpr,
-    SCORING: constexpr,
-    BY_LOGITS: constexpr,
-    SUMS_TWO: constexpr,
-    SHARE_SCALE: constexpr,
-    GROUP_SIZE: constexpr,
-    GROUPS_TAKEN: constexpr,
-    TOP_K: constexpr,
-    BLOCK_G: constexpr,
-    BLOCK_M: constexpr,
+    b_logits, b_bias, p_ids, p_shares, m_e,
+    NORMALIZE: constexpr, SCORING: constexpr, BY_LOGITS: constexpr, SUMS_TWO: constexpr, SHARE_SCALE: constexpr,
+    GROUP_SIZE: constexpr, GROUPS_TAKEN: constexpr, TOP_K: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr,
     BLOCK_S: constexpr,
-):
-    """Ids and shares of one token from its logits, by scores and groups."""
+):  # fmt: skip
+    """Store ids and shares of one token, by scores and groups."""
     BLOCK_E: constexpr = BLOCK_G * BLOCK_M
     o_e = tl.arange(0, BLOCK_E)
     o_s = tl.arange(0, BLOCK_S)
@@ -308,7 +253,7 @@ def _choose_by_scores(
     if not BY_LOGITS:
         b_choice = b_scores + b_bias
     is_nan = tl.max((m_e & (b_choice != b_choice)).to(tl.int32), axis=0)
-    # Places without an expert are behind everything, so behind experts that are NaN too.
+    # Padding sorts after everything, NaN experts included.
     b_order = tl.where(m_e, _order_of(nan_lowest(b_choice)), -2147483648)
     if GROUPS_TAKEN:
         m_taken = _best_groups(b_choice, b_order, SUMS_TWO, GROUPS_TAKEN, BLOCK_G, BLOCK_M)
@@ -332,11 +277,11 @@ def _choose_by_scores(
 
 @jit
 def lone_scores(b_logits, SCORING: constexpr):
-    """Scores that are of each expert by itself; 0 of a logit that is -inf."""
+    """Return sigmoid or sqrtsoftplus scores; 0 for a logit of -inf."""
     if SCORING == "sigmoid":
         b_scores = tl.sigmoid(b_logits)
     else:
-        # log(1 + u) of a small u: what rounding took from 1 + u is divided out again.
+        # log1p(u): dividing by (1 + u) - 1 cancels the rounding of 1 + u.
         b_u = tl.exp(tl.where(b_logits > 20.0, 0.0, b_logits))
         b_w = 1.0 + b_u
         b_log = tl.where(b_w == 1.0, b_u, tl.log(b_w) * (b_u / tl.where(b_w == 1.0, 1.0, b_w - 1.0)))
@@ -346,7 +291,7 @@ def lone_scores(b_logits, SCORING: constexpr):
 
 @jit
 def finished_shares(b_chosen, NORMALIZE: constexpr, SCORING: constexpr, SHARE_SCALE: constexpr):
-    """Of the scores of a token's experts; places without one are 0."""
+    """Return the shares of a token's experts from their scores; padding is 0."""
     if NORMALIZE:
         total = tl.sum(b_chosen, axis=0)
         if SCORING != "softmax":
@@ -359,7 +304,7 @@ def finished_shares(b_chosen, NORMALIZE: constexpr, SCORING: constexpr, SHARE_SC
 def _best_groups(
     b_choice, b_order, SUMS_TWO: constexpr, GROUPS_TAKEN: constexpr, BLOCK_G: constexpr, BLOCK_M: constexpr
 ):
-    """Which places are of the groups that a token takes."""
+    """Mask the positions of the groups that a token takes."""
     o_g = tl.arange(0, BLOCK_G)
     b_order_gm = tl.reshape(b_order, (BLOCK_G, BLOCK_M))
     b_first = tl.max(b_order_gm, axis=1)
@@ -368,7 +313,7 @@ def _best_groups(
         b_place = tl.min(tl.where(b_order_gm == b_first[:, None], o_m, BLOCK_M), axis=1)
         b_second = tl.max(tl.where(o_m == b_place[:, None], -2147483648, b_order_gm), axis=1)
         b_sums = _number_of(b_first) + _number_of(b_second)
-        # A group of the padding has places without an expert only.
+        # A padding group holds only padding.
         b_groups = tl.where(b_first == -2147483648, -2147483648, _order_of(nan_lowest(b_sums)))
     else:
         b_groups = b_first
@@ -384,20 +329,20 @@ def _best_groups(
 
 @jit
 def nan_lowest(b_x):
-    """-inf in the place of NaN, and 0 in that of -0."""
+    """Replace NaN by -inf, and -0 by 0."""
     return tl.where(b_x != b_x, float("-inf"), b_x) + 0.0
 
 
 @jit
 def _order_of(b_x):
-    """Bits that rank as their numbers do: a maximum of whole numbers is one instruction of a warp."""
+    """Return int32 keys that sort like the numbers: an integer maximum is one instruction of a warp."""
     b_bits = b_x.to(tl.int32, bitcast=True)
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
 
 
 @jit
 def _number_of(b_order):
-    """Back from `_order_of`."""
+    """Invert `_order_of`."""
     return tl.where(b_order < 0, b_order ^ 0x7FFFFFFF, b_order).to(tl.float32, bitcast=True)
 
 
@@ -405,7 +350,7 @@ def _number_of(b_order):
 def choose_experts(
     b_logits, p_ids, p_shares, m_e, NORMALIZE: constexpr, TOP_K: constexpr, BLOCK_E: constexpr, BLOCK_S: constexpr
 ):
-    """Ids and shares of one token from its logits."""
+    """Store ids and shares of one token by plain routing."""
     o_e = tl.arange(0, BLOCK_E)
     o_s = tl.arange(0, BLOCK_S)
     b_ranked = nan_lowest(b_logits)
@@ -420,7 +365,7 @@ def choose_experts(
         b_order = tl.where(o_e == expert, -2147483648, b_order)
         b_ids = tl.where(o_s == s, expert, b_ids)
         b_chosen_order = tl.where(o_s == s, best, b_chosen_order)
-    # Where a logit is NaN, so are the total and all shares.
+    # A NaN logit makes the total and all shares NaN.
     b_chosen = tl.where(o_s < TOP_K, tl.exp(_number_of(b_chosen_order) - largest), 0.0) / total
     if NORMALIZE:
         b_chosen = b_chosen / tl.sum(b_chosen, axis=0)
@@ -430,33 +375,32 @@ def choose_experts(
 
 
 PADDING = -1
-"""In the place of a pair: a row that nobody writes. In the place of an expert: a block without rows."""
+"""In place of a pair: an unused row of a block. In place of an expert: an unused block, or an expert of another rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """Which rows each expert multiplies."""
+    """The rows that each expert multiplies."""
 
-    expert_ids_TS: torch.Tensor
-    """PADDING where another rank has the expert (expert parallelism): nobody here writes the row of such a pair."""
+    expert_ids_TS: Tensor
+    """PADDING if another rank has the expert: the row of such a pair is not written."""
     num_experts: int
-    """Those that are here."""
+    """Experts of this rank."""
     block_rows: int
-    """1: a GEMV for each pair, and the tensors below are empty."""
-    pairs_BR: torch.Tensor
-    """int32: pairs by expert, and in their own order for each; PADDING behind the last one of an expert. Blocks that have no
-    expert hold anything."""
-    block_experts_B: torch.Tensor
-    """int32: the expert of a block; PADDING behind the last block."""
+    """1: one GEMV a pair, and the tensors below are empty."""
+    pairs_BR: Tensor
+    """int32: pairs by expert, in order; PADDING after the last of an expert. Undefined in unused blocks."""
+    block_experts_B: Tensor
+    """int32: the expert of a block; PADDING after the last block."""
 
     @property
     def is_sorted(self) -> bool:
-        """Else the tensors are empty: all tokens fit into one block, and an expert's are looked up."""
+        """False if all tokens fit into one block: then the tensors are empty, and kernels search an expert's rows."""
         return sorts_pairs(len(self.expert_ids_TS))
 
     @property
     def num_blocks(self) -> int:
-        """Of a launch over blocks. Where nothing is sorted, one for each pair: the first pair of an expert works, others end."""
+        """Blocks of a launch. If unsorted, one a pair: the first pair of an expert does the work."""
         return len(self.block_experts_B) if self.is_sorted else self.num_pairs
 
     @property
@@ -468,29 +412,23 @@ class ExpertOrder:
         return self.expert_ids_TS.shape[1]
 
 
-def local_ids(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
-    """Ids of experts as a rank numbers its own, which are `num_local` from `first_expert` on; PADDING for those of other ranks."""
-    if not can_run(ids_TS):
-        return local_ids_reference(ids_TS, first_expert, num_local, out_TS)
-    return local_ids_triton(ids_TS, first_expert, num_local, out_TS)
-
-
-def local_ids_reference(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
+def local_ids_reference(ids_TS: Tensor, first_expert: int, num_local: int, out_TS: Tensor) -> Tensor:
+    """Subtract `first_expert` from expert ids; PADDING for ids outside this rank's `num_local` experts."""
     own_TS = ids_TS - first_expert
     return out_TS.copy_(own_TS.masked_fill((own_TS < 0) | (own_TS >= num_local), PADDING))
 
 
-def local_ids_triton(ids_TS: torch.Tensor, first_expert: int, num_local: int, out_TS: torch.Tensor) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some pairs."""
-    assert ids_TS.is_contiguous(), f"{ids_TS.shape} with strides {ids_TS.stride()}"
-    assert out_TS.is_contiguous(), f"{out_TS.shape} with strides {out_TS.stride()}"
+def local_ids_triton(ids_TS: Tensor, first_expert: int, num_local: int, out_TS: Tensor) -> Tensor:
+    check_dense(ids_TS, out_TS)
     num_pairs = ids_TS.numel()
     if num_pairs:
         _local_ids_kernel[(-(-num_pairs // LARGE_BATCH_PAIRS),)](
             ids_TS, out_TS, num_pairs, FIRST=first_expert, COUNT=num_local, BLOCK=LARGE_BATCH_PAIRS, num_warps=4
         )
     return out_TS
+
+
+local_ids = operation(reference=local_ids_reference, triton=local_ids_triton)
 
 
 @jit_counting("num_pairs")
@@ -502,50 +440,32 @@ def _local_ids_kernel(p_ids, p_out, num_pairs, FIRST: constexpr, COUNT: constexp
 
 
 def order_experts(
-    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None = None
+    expert_ids_TS: Tensor, num_experts: int, tensors: Sequence[Tensor], num_local: int | None = None
 ) -> ExpertOrder:
-    """Sort the pairs into `tensors`, which are shaped as `order_specs` says; the same ids give the same order to the bit.
+    """Sort the pairs into `tensors` of `order_specs`; the same ids always give the same order.
 
-    With `num_local` ids are those of `local_ids`: of the `num_experts` only so many are here.
+    If `num_local` is given, ids are those of `local_ids`, and this rank has so many of the `num_experts`.
     """
-    order = _empty_order(expert_ids_TS, num_experts, tensors, num_local)
-    if order.is_sorted:
-        if can_run(expert_ids_TS):
-            order_experts_triton(order, tensors[2])
-        else:
-            _fill_reference(order)
-    return order
-
-
-def order_experts_reference(
-    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None = None
-) -> ExpertOrder:
-    """The same in plain torch."""
-    order = _empty_order(expert_ids_TS, num_experts, tensors, num_local)
-    if order.is_sorted:
-        _fill_reference(order)
-    return order
-
-
-def _empty_order(
-    expert_ids_TS: torch.Tensor, num_experts: int, tensors: Sequence[torch.Tensor], num_local: int | None
-) -> ExpertOrder:
     num_rows, top_k = expert_ids_TS.shape
     assert expert_ids_TS.dtype == torch.int32, f"{expert_ids_TS.dtype}, not int32"
-    assert expert_ids_TS.is_contiguous(), f"{expert_ids_TS.shape} with strides {expert_ids_TS.stride()}"
+    check_dense(expert_ids_TS)
     for spec, tensor in zip(order_specs(num_rows, top_k, num_experts, num_local), tensors, strict=True):
         assert tuple(tensor.shape) == spec.shape, f"{tensor.shape=}, not {spec}"
         assert tensor.dtype == torch.int32, f"{tensor.dtype=}, not {spec}"
-    pairs_BR, block_experts_B, _ = tensors
+    pairs_BR, block_experts_B, counts_CE = tensors
     block_rows = expert_block_rows(num_rows, top_k, num_experts)
     num_own = num_experts if num_local is None else num_local
-    return ExpertOrder(expert_ids_TS, num_own, block_rows, pairs_BR, block_experts_B)
+    order = ExpertOrder(expert_ids_TS, num_own, block_rows, pairs_BR, block_experts_B)
+    if order.is_sorted:
+        fill_order(order, counts_CE)
+    return order
 
 
-def _fill_reference(order: ExpertOrder) -> None:
+def fill_order_reference(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int = CUT_PAIRS) -> None:
+    """Fill `pairs_BR` and `block_experts_B` from the ids of an order."""
     ids_P = order.expert_ids_TS.flatten().long()
     num_padding = int((ids_P == PADDING).sum())
-    sorted_P = ids_P.sort(stable=True).indices[num_padding:]  # those of no expert come first
+    sorted_P = ids_P.sort(stable=True).indices[num_padding:]  # PADDING sorts first
     counts_E = ids_P[sorted_P].bincount(minlength=order.num_experts)
     blocks_E = -(-counts_E // order.block_rows)
     first_row_E = (blocks_E.cumsum(0) - blocks_E) * order.block_rows
@@ -558,8 +478,8 @@ def _fill_reference(order: ExpertOrder) -> None:
     order.block_experts_B[: len(experts_B)] = experts_B.to(torch.int32)
 
 
-def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs: int = CUT_PAIRS) -> None:
-    """Fill the order by Triton kernels: a program for each expert and cut of the pairs, after a count where there are cuts."""
+def fill_order_triton(order: ExpertOrder, counts_CE: Tensor, cut_pairs: int = CUT_PAIRS) -> None:
+    """Launch one program an expert and cut of the pairs; if there are several cuts, count them first."""
     num_pairs, num_experts = order.num_pairs, order.num_experts
     num_cuts = max(1, len(counts_CE))
     assert num_cuts == -(-num_pairs // cut_pairs), f"{num_pairs} pairs in {num_cuts} cuts of {cut_pairs}"
@@ -572,30 +492,25 @@ def order_experts_triton(order: ExpertOrder, counts_CE: torch.Tensor, cut_pairs:
     if num_cuts > 1:
         _count_kernel[(num_cuts,)](order.expert_ids_TS, counts_CE, num_pairs, num_experts, num_warps=4, **flags)
     _order_kernel[(num_experts, num_cuts)](
-        order.expert_ids_TS,
-        counts_CE,
-        order.pairs_BR,
-        order.block_experts_B,
-        num_pairs,
-        num_experts,
-        num_cuts,
+        order.expert_ids_TS, counts_CE, order.pairs_BR, order.block_experts_B, num_pairs, num_experts, num_cuts,
         len(order.block_experts_B),
-        COUNTED=num_cuts > 1,
-        BLOCK_C=form.block_cuts,
-        BLOCK_P=form.block_pairs,
-        BLOCK_ROWS=form.block_rows,
-        num_warps=4 if form.block_cuts * block_e <= 8192 else 8,
-        **flags,
-    )
+        COUNTED=num_cuts > 1, BLOCK_C=form.block_cuts, BLOCK_P=form.block_pairs, BLOCK_ROWS=form.block_rows,
+        num_warps=4 if form.block_cuts * block_e <= 8192 else 8, **flags,
+    )  # fmt: skip
+
+
+fill_order = operation(
+    reference=fill_order_reference,
+    triton=fill_order_triton,
+    place=lambda order, counts_CE, cut_pairs=CUT_PAIRS: order.expert_ids_TS,
+)
 
 
 @jit
 def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, CUT_PAIRS: constexpr, PDL: constexpr):
     i_cut = tl.program_id(0)
     o_e = tl.arange(0, BLOCK_E)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_then_wait(PDL)
     o_p = i_cut * CUT_PAIRS + tl.arange(0, CUT_PAIRS)
     m_p = o_p < num_pairs
     b_ids = tl.load(p_ids + o_p, mask=m_p, other=-1)
@@ -605,30 +520,16 @@ def _count_kernel(p_ids, p_counts, num_pairs, num_experts, BLOCK_E: constexpr, C
 
 @jit_counting("num_cuts", "num_blocks")
 def _order_kernel(
-    p_ids,
-    p_counts,
-    p_pairs,
-    p_block_experts,
-    num_pairs,
-    num_experts,
-    num_cuts,
-    num_blocks,
-    COUNTED: constexpr,
-    BLOCK_C: constexpr,
-    BLOCK_P: constexpr,
-    BLOCK_ROWS: constexpr,
-    BLOCK_E: constexpr,
-    CUT_PAIRS: constexpr,
-    PDL: constexpr,
-):
+    p_ids, p_counts, p_pairs, p_block_experts, num_pairs, num_experts, num_cuts, num_blocks,
+    COUNTED: constexpr, BLOCK_C: constexpr, BLOCK_P: constexpr, BLOCK_ROWS: constexpr, BLOCK_E: constexpr,
+    CUT_PAIRS: constexpr, PDL: constexpr,
+):  # fmt: skip
     i_expert = tl.program_id(0)
     i_cut = tl.program_id(1)
     o_e = tl.arange(0, BLOCK_E)
     o_p = tl.arange(0, BLOCK_P)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    # Pairs of every expert, and of this one in the cuts before.
+    release_then_wait(PDL)
+    # Count the pairs of every expert, and those of this one in earlier cuts.
     before = 0
     if COUNTED:
         o_c = tl.arange(0, BLOCK_C)

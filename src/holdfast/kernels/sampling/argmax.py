@@ -1,67 +1,52 @@
-"""Argmax: the most likely token of each row of logits; and LogitScratch, which all kernels over logits work in.
+"""Argmax of each row of logits, and LogitScratch, the scratch buffers of all kernels over logits.
 
 S rows of a step, R rows that are worked on together, V vocabulary, P chunks of it, B buckets, C candidates
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, NO_TOKEN, num_chunks
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
 @dataclass(frozen=True, slots=True)
 class LogitScratch:
-    """Shapes and types as `logit_scratch_specs` says. Nothing in it outlives a call."""
+    """Scratch buffers of `logit_scratch_specs`. No content outlives a call."""
 
     chunk_tokens: int
     """A power of two."""
-    chunk_largest_SP: torch.Tensor
-    chunk_argmax_SP: torch.Tensor
-    chunk_weights_RP: torch.Tensor
-    chunk_nearer_RP: torch.Tensor
-    chunk_counts_RPB: torch.Tensor
-    num_listed_R: torch.Tensor
-    listed_logits_RC: torch.Tensor
-    listed_ids_RC: torch.Tensor
+    chunk_largest_SP: Tensor
+    chunk_argmax_SP: Tensor
+    chunk_weights_RP: Tensor
+    chunk_nearer_RP: Tensor
+    chunk_counts_RPB: Tensor
+    num_listed_R: Tensor
+    listed_logits_RC: Tensor
+    listed_ids_RC: Tensor
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], chunk_tokens: int = CHUNK_TOKENS) -> "LogitScratch":
-        """From tensors by the names of their specs."""
-        return cls(
-            chunk_tokens,
-            tensors["chunk_largest"],
-            tensors["chunk_argmax"],
-            tensors["chunk_weights"],
-            tensors["chunk_nearer"],
-            tensors["chunk_counts"],
-            tensors["num_listed"],
-            tensors["listed_logits"],
-            tensors["listed_ids"],
-        )
+    def of(cls, tensors: Mapping[str, Tensor], chunk_tokens: int = CHUNK_TOKENS) -> "LogitScratch":
+        """Take tensors by the names of their specs: those of the fields without shape suffixes."""
+        names = [field.name.rpartition("_")[0] for field in fields(cls)]
+        return cls(chunk_tokens, *(tensors[name] for name in names[1:]))
 
 
-def argmax(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
-    """out = the id of a row's largest logit, the smallest among equals; NO_TOKEN in a row that holds NaN or only -inf."""
-    if can_run(logits_SV):
-        argmax_triton(logits_SV, out_S, scratch)
-    else:
-        argmax_reference(logits_SV, out_S, scratch)
-
-
-def argmax_reference(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
-    """The same in plain torch."""
+def argmax_reference(logits_SV: Tensor, out_S: Tensor, scratch: LogitScratch) -> None:
+    """out = the id of a row's largest logit, the smallest among equals; NO_TOKEN if the row holds NaN or only -inf."""
     largest_S = logits_SV.amax(dim=1)
     ids_S = (logits_SV == largest_S.unsqueeze(1)).to(torch.int8).argmax(dim=1)
     out_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
 
 
-def argmax_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitScratch) -> None:
-    """The same as two Triton kernels: a program a chunk of a row, then a program a row."""
+def argmax_triton(logits_SV: Tensor, out_S: Tensor, scratch: LogitScratch) -> None:
+    """Launch a program a chunk of a row, then a program a row."""
     num_rows, vocab_size = logits_SV.shape
     assert out_S.shape == (num_rows,), f"{out_S.shape=} must be a number a row"
     chunks = argmax_chunks(logits_SV, scratch)
@@ -73,8 +58,11 @@ def argmax_triton(logits_SV: torch.Tensor, out_S: torch.Tensor, scratch: LogitSc
     )
 
 
-def argmax_chunks(logits_SV: torch.Tensor, scratch: LogitScratch) -> int:
-    """The first half: the largest logit of every chunk and its id, into the scratch; how many chunks a row has."""
+argmax = operation(reference=argmax_reference, triton=argmax_triton)
+
+
+def argmax_chunks(logits_SV: Tensor, scratch: LogitScratch) -> int:
+    """Write the largest logit of every chunk and its id into the scratch; return the chunks a row."""
     num_rows, vocab_size = logits_SV.shape
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     held = scratch.chunk_largest_SP.shape
@@ -84,31 +72,17 @@ def argmax_chunks(logits_SV: torch.Tensor, scratch: LogitScratch) -> int:
     if not num_rows:
         return chunks
     _chunk_kernel[(num_rows, chunks)](
-        logits_SV,
-        scratch.chunk_largest_SP,
-        scratch.chunk_argmax_SP,
-        logits_SV.stride(0),
-        vocab_size,
-        chunks,
-        NO_TOKEN=NO_TOKEN,
-        CHUNK=scratch.chunk_tokens,
-        num_warps=8,
-    )
+        logits_SV, scratch.chunk_largest_SP, scratch.chunk_argmax_SP, logits_SV.stride(0), vocab_size, chunks,
+        NO_TOKEN=NO_TOKEN, CHUNK=scratch.chunk_tokens, num_warps=8,
+    )  # fmt: skip
     return chunks
 
 
 @jit
 def _chunk_kernel(
-    p_logits,
-    p_largest,
-    p_argmax,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    NO_TOKEN: constexpr,
-    CHUNK: constexpr,
+    p_logits, p_largest, p_argmax, row_stride, vocab_size, num_chunks, NO_TOKEN: constexpr, CHUNK: constexpr
 ):
-    """The largest logit of a chunk and its id; NO_TOKEN says that the chunk holds NaN."""
+    """Store the largest logit of a chunk and its id, or NO_TOKEN if the chunk holds NaN."""
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
@@ -116,7 +90,7 @@ def _chunk_kernel(
     m_nan = b_logits != b_logits
     b_logits = tl.where(m_nan, float("-inf"), b_logits)
     largest = tl.max(b_logits, axis=0)
-    # A lane beyond the vocabulary is no larger than any token, and comes after all of them.
+    # A lane beyond the vocabulary is no larger than any token and sorts after all of them.
     token = tl.min(tl.where(b_logits == largest, o_token, vocab_size), axis=0)
     token = tl.where(tl.max(m_nan.to(tl.int32), axis=0) > 0, NO_TOKEN, token)
     tl.store(p_largest + i_row * num_chunks + i_chunk, largest)
@@ -124,15 +98,7 @@ def _chunk_kernel(
 
 
 @jit
-def _row_kernel(
-    p_largest,
-    p_argmax,
-    p_out,
-    vocab_size,
-    num_chunks,
-    NO_TOKEN: constexpr,
-    CHUNKS: constexpr,
-):
+def _row_kernel(p_largest, p_argmax, p_out, vocab_size, num_chunks, NO_TOKEN: constexpr, CHUNKS: constexpr):
     i_row = tl.program_id(0).to(tl.int64)
     o_chunk = tl.arange(0, CHUNKS)
     m_chunk = o_chunk < num_chunks

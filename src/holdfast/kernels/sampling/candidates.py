@@ -1,23 +1,23 @@
-"""The tokens of a row that can matter, listed: the most likely ones, as far as top_k, top_p or log-probabilities may reach.
+"""Candidate lists: the most likely tokens of a row, as far as top_k, top_p or log-probabilities can reach.
 
 X rows of logits, R rows of a table, F fields, V vocabulary
 
-distance   how far a logit lies below the largest one of its row: 0 or more, inf for a token that cannot be
-key        the bits of a distance as int32: they sort as the distances do
-weight     exp(-distance / temperature), the p of a softmax before it is divided by their sum, in units of 2**-40: whole numbers,
-           whose sums are exact in any order
+distance   the largest logit of the row minus this one: 0 or more, inf for a forbidden token
+key        the bits of a distance as int32, which sort like distances
+weight     exp(-distance / temperature) in units of 2**-40: an integer, so that sums are exact in any order
 bucket     a range of keys, sixteen to an octave
 
-One pass over a row counts its tokens by bucket and adds up their weights. From that a bucket follows which is surely far
-enough, and a second pass lists the tokens up to it in the order of the vocabulary. Where they are too many the row has
-no list, and whoever needs it reads the row. A list may hold more tokens than are needed, never fewer.
+The first pass over a row counts tokens by bucket and adds up their weights. From that follows the last bucket that can
+matter. The second pass lists the tokens up to it in vocabulary order. A row with too many has no list, and its readers
+scan the row. A list may hold more tokens than needed, never fewer.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import NUM_BUCKETS, NUM_FIELDS, num_chunks
 from holdfast.kernels.sampling.argmax import LogitScratch
-from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
@@ -25,28 +25,24 @@ WEIGHT_BITS = 40
 LARGEST = torch.finfo(torch.float32).max
 
 
-def reference_distances(logits_V: torch.Tensor, token_id: int) -> torch.Tensor:
-    """Distances of one row below its most likely token, in plain torch."""
+def reference_distances(logits_V: Tensor, token_id: int) -> Tensor:
+    """Return the distances of one row."""
     return logits_V[token_id].clamp(max=LARGEST) + 0.0 - logits_V.clamp(max=LARGEST)
 
 
-def reference_weights(distance_V: torch.Tensor, negative_temperature: float, min_p: float) -> torch.Tensor:
-    """Weights of one row, in plain torch."""
+def reference_weights(distance_V: Tensor, negative_temperature: float, min_p: float) -> Tensor:
+    """Return the weights of one row."""
     temperature, least = torch.tensor([negative_temperature, min_p], dtype=torch.float32, device=distance_V.device)
     share_V = torch.div(distance_V, temperature).exp_()
     return share_V.masked_fill_(share_V < least, 0).mul_(2.0**WEIGHT_BITS).to(torch.int64)
 
 
 def list_near_tokens(
-    logits_XV: torch.Tensor,
-    argmax_X: torch.Tensor,
-    rows_RF: torch.Tensor,
-    tokens_S: torch.Tensor | None,
-    scratch: LogitScratch,
+    logits_XV: Tensor, argmax_X: Tensor, rows_RF: Tensor, tokens_S: Tensor | None, scratch: LogitScratch
 ) -> None:
-    """Fill the scratch for each row of the table: weights by chunk, and a list where the row has a top_k or a top_p.
+    """Fill the scratch for each row of the table: weights by chunk, and a list if the row has a top_k or a top_p.
 
-    With tokens, also how many tokens of each chunk are nearer than tokens[target].
+    If `tokens_S` is given, also count the tokens of each chunk that are nearer than tokens[target].
     """
     num_rows, vocab_size = rows_RF.shape[0], logits_XV.shape[1]
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
@@ -54,56 +50,33 @@ def list_near_tokens(
     assert num_rows <= held[0], f"{num_rows=} exceeds the scratch for {held[0]}"
     assert chunks == held[1], f"{chunks=} of {vocab_size} tokens differ from the scratch for {held[1]}"
     assert logits_XV.stride(1) == 1, f"{logits_XV.stride()=}: the logits of a row must lie side by side"
-    assert rows_RF.is_contiguous(), f"{rows_RF.stride()=}: a table must be dense"
+    check_dense(rows_RF)
     grid = (num_rows, chunks)
     _count_kernel[grid](
-        logits_XV,
-        argmax_X,
-        rows_RF,
-        argmax_X if tokens_S is None else tokens_S,
-        scratch.chunk_weights_RP,
-        scratch.chunk_nearer_RP,
-        scratch.chunk_counts_RPB,
-        logits_XV.stride(0),
-        vocab_size,
-        chunks,
-        HAS_TOKEN=tokens_S is not None,
-        FIELDS=NUM_FIELDS,
-        NUM_BUCKETS=NUM_BUCKETS,
-        CHUNK=scratch.chunk_tokens,
+        logits_XV, argmax_X, rows_RF, argmax_X if tokens_S is None else tokens_S, scratch.chunk_weights_RP,
+        scratch.chunk_nearer_RP, scratch.chunk_counts_RPB, logits_XV.stride(0), vocab_size, chunks,
+        HAS_TOKEN=tokens_S is not None, FIELDS=NUM_FIELDS, NUM_BUCKETS=NUM_BUCKETS, CHUNK=scratch.chunk_tokens,
         num_warps=8,
-    )
+    )  # fmt: skip
     _list_kernel[grid](
-        logits_XV,
-        argmax_X,
-        rows_RF,
-        scratch.chunk_weights_RP,
-        scratch.chunk_counts_RPB,
-        scratch.num_listed_R,
-        scratch.listed_logits_RC,
-        scratch.listed_ids_RC,
-        logits_XV.stride(0),
-        vocab_size,
-        chunks,
+        logits_XV, argmax_X, rows_RF, scratch.chunk_weights_RP, scratch.chunk_counts_RPB, scratch.num_listed_R,
+        scratch.listed_logits_RC, scratch.listed_ids_RC, logits_XV.stride(0), vocab_size, chunks,
         scratch.listed_ids_RC.shape[1],
-        FIELDS=NUM_FIELDS,
-        NUM_BUCKETS=NUM_BUCKETS,
-        CHUNKS=next_power_of_two(chunks),
-        CHUNK=scratch.chunk_tokens,
+        FIELDS=NUM_FIELDS, NUM_BUCKETS=NUM_BUCKETS, CHUNKS=next_power_of_two(chunks), CHUNK=scratch.chunk_tokens,
         num_warps=16,
-    )
+    )  # fmt: skip
 
 
 @jit
 def largest_logit(p_row, token):
-    """The logit that distances are measured from; -0.0 becomes 0.0, since -0.0 - 0.0 has bits that sort before 0.0."""
+    """Return the logit at distance 0; -0.0 becomes 0.0, because the bits of -0.0 - 0.0 sort before 0.0."""
     largest = tl.minimum(tl.load(p_row + token), 3.4028234663852886e38)
     return tl.where(largest == 0.0, 0.0, largest)
 
 
 @jit
 def distances(b_logits, largest):
-    """+inf is taken for the largest finite number, so that its distance is 0 and not NaN."""
+    """Subtract from the largest; +inf counts as the largest finite number, so that its distance is 0 and not NaN."""
     return largest - tl.minimum(b_logits, 3.4028234663852886e38)
 
 
@@ -120,41 +93,29 @@ def weights(b_distance, negative_temperature, min_p):
 
 @jit
 def nucleus_weight(total, top_p):
-    """The weight that the most likely tokens have to reach: ceil(top_p * total), and all of it where top_p is 1."""
+    """Return the weight that the kept tokens must reach: ceil(top_p * total), or the total if top_p is 1."""
     needed = tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
     return tl.where(top_p < 1.0, tl.minimum(needed, total), total)
 
 
 @jit
 def buckets(b_key):
-    """The first bucket holds everything below 1/4, whose bits are 0x3E800000; the last one everything from 61 on."""
+    """Map keys to buckets: the first holds distances below 1/4 (bits 0x3E800000), the last those from 61 on."""
     return tl.minimum(tl.maximum((b_key - 0x3E800000) >> 19, -1), 126) + 1
 
 
 @jit
 def bucket_starts(o_bucket):
-    """The smallest distance of each bucket."""
+    """Return the smallest distance of each bucket."""
     b_key = tl.where(o_bucket == 0, 0, 0x3E800000 + ((o_bucket - 1) << 19))
     return b_key.to(tl.float32, bitcast=True)
 
 
 @jit
 def _count_kernel(
-    p_logits,
-    p_argmax,
-    p_rows,
-    p_tokens,
-    p_weights,
-    p_nearer,
-    p_counts,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    HAS_TOKEN: constexpr,
-    FIELDS: constexpr,
-    NUM_BUCKETS: constexpr,
-    CHUNK: constexpr,
-):
+    p_logits, p_argmax, p_rows, p_tokens, p_weights, p_nearer, p_counts, row_stride, vocab_size, num_chunks,
+    HAS_TOKEN: constexpr, FIELDS: constexpr, NUM_BUCKETS: constexpr, CHUNK: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     p_row = p_rows + i_row * FIELDS
@@ -166,7 +127,7 @@ def _count_kernel(
     p_source = p_logits + source * row_stride
     largest = largest_logit(p_source, top_token)
     o_token = i_chunk * CHUNK + tl.arange(0, CHUNK)
-    # A lane beyond the vocabulary is as far as can be: without weight, and in the last bucket.
+    # A lane beyond the vocabulary has no weight and falls into the last bucket.
     b_logits = tl.load(p_source + o_token, mask=o_token < vocab_size, other=float("-inf"))
     b_distance = distances(b_logits, largest)
     b_weight = weights(b_distance, negative_temperature, tl.load(p_row + 3).to(tl.float32))
@@ -186,23 +147,10 @@ def _count_kernel(
 
 @jit
 def _list_kernel(
-    p_logits,
-    p_argmax,
-    p_rows,
-    p_weights,
-    p_counts,
-    p_num_listed,
-    p_listed_logits,
-    p_listed_ids,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    max_listed,
-    FIELDS: constexpr,
-    NUM_BUCKETS: constexpr,
-    CHUNKS: constexpr,
-    CHUNK: constexpr,
-):
+    p_logits, p_argmax, p_rows, p_weights, p_counts, p_num_listed, p_listed_logits, p_listed_ids,
+    row_stride, vocab_size, num_chunks, max_listed,
+    FIELDS: constexpr, NUM_BUCKETS: constexpr, CHUNKS: constexpr, CHUNK: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     i_chunk = tl.program_id(1)
     p_row = p_rows + i_row * FIELDS
@@ -223,7 +171,7 @@ def _list_kernel(
     if top_k > 0:
         last = tl.sum((tl.cumsum(b_count, axis=0) < top_k).to(tl.int32), axis=0)
     else:
-        # No token weighs more than the start of its bucket, so what is dropped is surely little enough.
+        # No token weighs more than the start of its bucket, so this bounds the dropped weight.
         total = tl.sum(tl.load(p_weights + i_row * num_chunks + o_chunk, mask=m_chunk, other=0), axis=0)
         b_start_weight = weights(bucket_starts(o_bucket), negative_temperature, tl.load(p_row + 3).to(tl.float32))
         b_most = b_start_weight * b_count.to(tl.int64)

@@ -1,25 +1,27 @@
-"""Changes to single logits, from a list, in copies of the rows that they belong to.
+"""Edits of single logits, from a list, in copies of their rows.
 
 S rows of a step, R rows of a block, F fields, V vocabulary, E edits, each (place in the flat block, bits of a float32)
 
-The raw logits stay: log-probabilities are of them, whatever is done to a row before a token is chosen.
+The raw logits do not change: log-probabilities are computed from them.
 """
 
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, EDITS_PER_PROGRAM, NUM_FIELDS, num_chunks
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
+from holdfast.kernels.operation import operation
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 PADDING = (-1, 0x3F800000)
-"""An edit that is skipped: no place, and the bits of 1.0."""
+"""An edit that does nothing: no place, and the bits of 1.0."""
 
 
 class EditKind(IntEnum):
-    """What an edit does with its number; kinds are applied in this order."""
+    """How an edit applies its number; kinds run in this order."""
 
     REPETITION = 0
     """Divide a positive logit, multiply another."""
@@ -28,79 +30,47 @@ class EditKind(IntEnum):
     REPLACE = 3
 
 
-def copy_rows(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
-    """block[i] = logits[target] for row i of the table, or -inf everywhere where the row is blank."""
-    if can_run(logits_SV):
-        copy_rows_triton(logits_SV, rows_RF, block_RV)
-    else:
-        copy_rows_reference(logits_SV, rows_RF, block_RV)
-
-
-def copy_rows_reference(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
-    """The same in plain torch."""
+def copy_rows_reference(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor) -> None:
+    """block[i] = logits[target] for row i of the table; all -inf if the row is blank."""
     block_RV.copy_(logits_SV.index_select(0, rows_RF[:, 1].to(torch.int64)))
     block_RV.masked_fill_(rows_RF[:, NUM_FIELDS - 1 :].to(block_RV.device) != 0, -torch.inf)
 
 
-def copy_rows_triton(logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor) -> None:
-    """The same as a Triton kernel, a program a chunk of a row."""
+def copy_rows_triton(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor) -> None:
     num_rows, vocab_size = block_RV.shape
     assert rows_RF.shape[0] == num_rows, f"{rows_RF.shape=} must name a row for each of {num_rows}"
     assert logits_SV.stride(1) == 1, f"{logits_SV.stride()=}: the logits of a row must lie side by side"
-    assert rows_RF.is_contiguous(), f"{rows_RF.stride()=}: a table must be dense"
-    assert block_RV.is_contiguous(), f"{block_RV.stride()=}: a block must be dense"
+    check_dense(rows_RF, block_RV)
     if num_rows:
         grid = (num_rows, num_chunks(vocab_size))
         strides = logits_SV.stride(0), vocab_size
         _copy_kernel[grid](logits_SV, rows_RF, block_RV, *strides, FIELDS=NUM_FIELDS, CHUNK=CHUNK_TOKENS, num_warps=8)
 
 
-def restore_logits(
-    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
-) -> None:
-    """block.flat[place] = the raw logit that `copy_rows` left out there, for each edit; the edits' numbers do not matter."""
-    if can_run(logits_SV):
-        restore_logits_triton(logits_SV, rows_RF, block_RV, edits_E2)
-    else:
-        restore_logits_reference(logits_SV, rows_RF, block_RV, edits_E2)
+copy_rows = operation(reference=copy_rows_reference, triton=copy_rows_triton)
 
 
-def restore_logits_reference(
-    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
-) -> None:
-    """The same in plain torch."""
+def restore_logits_reference(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor, edits_E2: Tensor) -> None:
+    """block.flat[place] = the raw logit there, for each edit, whose number is ignored: undoes the -inf of `copy_rows`."""
     place_E = edits_E2[edits_E2[:, 0] != PADDING[0], 0].to(torch.int64)
     row_E, token_E = place_E // block_RV.shape[1], place_E % block_RV.shape[1]
     block_RV[row_E, token_E] = logits_SV[rows_RF[:, 1].to(torch.int64)[row_E], token_E]
 
 
-def restore_logits_triton(
-    logits_SV: torch.Tensor, rows_RF: torch.Tensor, block_RV: torch.Tensor, edits_E2: torch.Tensor
-) -> None:
-    """The same as a Triton kernel."""
-    num_edits = edits_E2.shape[0]
-    assert num_edits % EDITS_PER_PROGRAM == 0, f"{num_edits=} is not a multiple of {EDITS_PER_PROGRAM}"
-    assert edits_E2.is_contiguous(), f"{edits_E2.stride()=}: edits must be dense"
-    assert block_RV.is_contiguous(), f"{block_RV.stride()=}: a block must be dense"
+def restore_logits_triton(logits_SV: Tensor, rows_RF: Tensor, block_RV: Tensor, edits_E2: Tensor) -> None:
+    grid = _grid(block_RV, edits_E2)
     assert logits_SV.stride(1) == 1, f"{logits_SV.stride()=}: the logits of a row must lie side by side"
-    if num_edits:
+    if grid[0]:
         strides = logits_SV.stride(0), block_RV.shape[1]
         sizes = {"FIELDS": NUM_FIELDS, "EDITS": EDITS_PER_PROGRAM}
-        _restore_kernel[(num_edits // EDITS_PER_PROGRAM,)](
-            logits_SV, rows_RF, block_RV, edits_E2, *strides, **sizes, num_warps=4
-        )
+        _restore_kernel[grid](logits_SV, rows_RF, block_RV, edits_E2, *strides, **sizes, num_warps=4)
 
 
-def edit_logits(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: EditKind) -> None:
-    """block.flat[place] = what the kind makes of it and the number, for each edit; no place may occur twice."""
-    if can_run(block_RV):
-        edit_logits_triton(block_RV, edits_E2, kind)
-    else:
-        edit_logits_reference(block_RV, edits_E2, kind)
+restore_logits = operation(reference=restore_logits_reference, triton=restore_logits_triton)
 
 
-def edit_logits_reference(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: EditKind) -> None:
-    """The same in plain torch."""
+def edit_logits_reference(block_RV: Tensor, edits_E2: Tensor, kind: EditKind) -> None:
+    """Apply each edit to block.flat[place]; no place may occur twice."""
     edits_E2 = edits_E2[edits_E2[:, 0] != PADDING[0]]
     place_E, number_E = edits_E2[:, 0].to(torch.int64), edits_E2[:, 1].contiguous().view(torch.float32)
     logits_E = block_RV.view(-1)[place_E]
@@ -113,15 +83,20 @@ def edit_logits_reference(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: 
     block_RV.view(-1)[place_E] = number_E
 
 
-def edit_logits_triton(block_RV: torch.Tensor, edits_E2: torch.Tensor, kind: EditKind) -> None:
-    """The same as a Triton kernel."""
+def edit_logits_triton(block_RV: Tensor, edits_E2: Tensor, kind: EditKind) -> None:
+    grid = _grid(block_RV, edits_E2)
+    if grid[0]:
+        _edit_kernel[grid](block_RV, edits_E2, KIND=int(kind), EDITS=EDITS_PER_PROGRAM, num_warps=4)
+
+
+edit_logits = operation(reference=edit_logits_reference, triton=edit_logits_triton)
+
+
+def _grid(block_RV: Tensor, edits_E2: Tensor) -> tuple[int]:
     num_edits = edits_E2.shape[0]
     assert num_edits % EDITS_PER_PROGRAM == 0, f"{num_edits=} is not a multiple of {EDITS_PER_PROGRAM}"
-    assert edits_E2.is_contiguous(), f"{edits_E2.stride()=}: edits must be dense"
-    assert block_RV.is_contiguous(), f"{block_RV.stride()=}: a block must be dense"
-    if num_edits:
-        grid = (num_edits // EDITS_PER_PROGRAM,)
-        _edit_kernel[grid](block_RV, edits_E2, KIND=int(kind), EDITS=EDITS_PER_PROGRAM, num_warps=4)
+    check_dense(edits_E2, block_RV)
+    return (num_edits // EDITS_PER_PROGRAM,)
 
 
 @jit

@@ -1,11 +1,12 @@
-"""What log-probabilities are made of: for a token of each row its distance and rank, the total weight, and the nearest tokens.
+"""Log-probabilities: for one token of each row its distance and rank, the total weight, and the nearest tokens.
 
 S rows of a step, R rows of a table, F fields, V vocabulary, C columns, K nearest tokens
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import NO_TOKEN, NUM_FIELDS, num_chunks
+from holdfast.kernels.operation import operation
 from holdfast.kernels.sampling.argmax import LogitScratch
 from holdfast.kernels.sampling.candidates import (
     distances,
@@ -15,44 +16,24 @@ from holdfast.kernels.sampling.candidates import (
     reference_distances,
     reference_weights,
 )
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 FIXED_COLUMNS = 4
-"""Before the K token ids and K distances: can be chosen from, total weight, the token's distance, its rank."""
+"""Before K token ids and K distances: 1 if the row has a token, total weight, the token's distance, its rank."""
 ROW_TILE = 4096
-"""Tokens that are looked at together in a row without a list."""
-
-
-def logprob_rows(
-    logits_SV: torch.Tensor,
-    argmax_S: torch.Tensor,
-    tokens_S: torch.Tensor,
-    rows_RF: torch.Tensor,
-    columns_RC: torch.Tensor,
-    scratch: LogitScratch,
-) -> None:
-    """columns[i] = numbers about tokens[target] in logits[source] for row i of the table, and its top_k nearest tokens.
-
-    Rows have a temperature of 1 and no top_p. In a row that nothing can be chosen from the first column is 0, and no
-    other is written. NO_TOKEN is taken for token 0.
-    """
-    if can_run(logits_SV):
-        logprob_rows_triton(logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, scratch)
-    else:
-        logprob_rows_reference(logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, scratch)
+"""Tokens read at a time from a row without a list."""
 
 
 def logprob_rows_reference(
-    logits_SV: torch.Tensor,
-    argmax_S: torch.Tensor,
-    tokens_S: torch.Tensor,
-    rows_RF: torch.Tensor,
-    columns_RC: torch.Tensor,
-    scratch: LogitScratch,
+    logits_SV: Tensor, argmax_S: Tensor, tokens_S: Tensor, rows_RF: Tensor, columns_RC: Tensor, scratch: LogitScratch
 ) -> None:
-    """The same in plain torch, by sorting."""
+    """columns[i] = numbers about tokens[target] in logits[source] for row i of the table, and its top_k nearest tokens.
+
+    Rows have a temperature of 1 and no top_p. If the argmax is NO_TOKEN, only the first column is written, as 0. A target
+    of NO_TOKEN reads token 0.
+    """
     max_top = (columns_RC.shape[1] - FIXED_COLUMNS) // 2
     for (source, target, _, _, _, num_top, *_), column_C in zip(rows_RF.tolist(), columns_RC, strict=True):
         top_token = int(argmax_S[int(source)])
@@ -71,70 +52,35 @@ def logprob_rows_reference(
 
 
 def logprob_rows_triton(
-    logits_SV: torch.Tensor,
-    argmax_S: torch.Tensor,
-    tokens_S: torch.Tensor,
-    rows_RF: torch.Tensor,
-    columns_RC: torch.Tensor,
-    scratch: LogitScratch,
+    logits_SV: Tensor, argmax_S: Tensor, tokens_S: Tensor, rows_RF: Tensor, columns_RC: Tensor, scratch: LogitScratch
 ) -> None:
-    """The same as Triton kernels: two passes over each row by many programs, then a program a row."""
+    """Launch two passes over each row by many programs, then one program a row."""
     num_rows, vocab_size = rows_RF.shape[0], logits_SV.shape[1]
     assert columns_RC.shape[0] == num_rows, f"{columns_RC.shape=} must have a row for each of {num_rows}"
-    assert columns_RC.is_contiguous(), f"{columns_RC.stride()=}: columns must be dense"
+    check_dense(columns_RC)
     if not num_rows:
         return
     list_near_tokens(logits_SV, argmax_S, rows_RF, tokens_S, scratch)
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     max_listed = scratch.listed_ids_RC.shape[1]
     _logprob_kernel[(num_rows,)](
-        logits_SV,
-        argmax_S,
-        tokens_S,
-        rows_RF,
-        columns_RC,
-        scratch.chunk_weights_RP,
-        scratch.chunk_nearer_RP,
-        scratch.num_listed_R,
-        scratch.listed_logits_RC,
-        scratch.listed_ids_RC,
-        logits_SV.stride(0),
-        vocab_size,
-        chunks,
+        logits_SV, argmax_S, tokens_S, rows_RF, columns_RC, scratch.chunk_weights_RP, scratch.chunk_nearer_RP,
+        scratch.num_listed_R, scratch.listed_logits_RC, scratch.listed_ids_RC, logits_SV.stride(0), vocab_size, chunks,
         max_listed,
-        FIELDS=NUM_FIELDS,
-        COLUMNS=columns_RC.shape[1],
-        FIXED=FIXED_COLUMNS,
-        LISTED=next_power_of_two(max_listed),
-        CHUNKS=next_power_of_two(chunks),
-        TILE=ROW_TILE,
-        num_warps=8,
-    )
+        FIELDS=NUM_FIELDS, COLUMNS=columns_RC.shape[1], FIXED=FIXED_COLUMNS, LISTED=next_power_of_two(max_listed),
+        CHUNKS=next_power_of_two(chunks), TILE=ROW_TILE, num_warps=8,
+    )  # fmt: skip
+
+
+logprob_rows = operation(reference=logprob_rows_reference, triton=logprob_rows_triton)
 
 
 @jit
 def _logprob_kernel(
-    p_logits,
-    p_argmax,
-    p_tokens,
-    p_rows,
-    p_columns,
-    p_weights,
-    p_nearer,
-    p_num_listed,
-    p_listed_logits,
-    p_listed_ids,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    max_listed,
-    FIELDS: constexpr,
-    COLUMNS: constexpr,
-    FIXED: constexpr,
-    LISTED: constexpr,
-    CHUNKS: constexpr,
-    TILE: constexpr,
-):
+    p_logits, p_argmax, p_tokens, p_rows, p_columns, p_weights, p_nearer, p_num_listed, p_listed_logits, p_listed_ids,
+    row_stride, vocab_size, num_chunks, max_listed,
+    FIELDS: constexpr, COLUMNS: constexpr, FIXED: constexpr, LISTED: constexpr, CHUNKS: constexpr, TILE: constexpr,
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     p_row = p_rows + i_row * FIELDS
     p_column = p_columns + i_row * COLUMNS
@@ -176,7 +122,7 @@ def _logprob_kernel(
 
 @jit
 def _places(b_logits, b_id, largest, m_token):
-    """Where tokens stand among all: the nearer first, and the smaller id among equals; no two places are equal."""
+    """Return unique sort keys of tokens: by distance, then by id."""
     b_place = (keys(distances(b_logits, largest)).to(tl.int64) << 32) | b_id.to(tl.int64)
     return tl.where(m_token, b_place, 0x7FFFFFFFFFFFFFFF)
 
@@ -189,7 +135,7 @@ def _store_top(p_top, place, MAX_TOP: constexpr):
 
 @jit
 def _next_place(p_row, vocab_size, largest, place, TILE: constexpr):
-    """The first place behind this one, by a pass over the whole row."""
+    """Find the smallest place after this one by a pass over the whole row."""
     b_next = tl.full([TILE], 0x7FFFFFFFFFFFFFFF, tl.int64)
     for start in range(0, vocab_size, TILE):
         o_token = start + tl.arange(0, TILE)

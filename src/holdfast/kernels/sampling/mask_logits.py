@@ -1,43 +1,32 @@
-"""Tokens that may not be chosen ruled out of rows of logits, by one bit a token.
+"""Token masks, one bit a token: logits of the tokens that a grammar forbids become -inf.
 
-R rows of a block, V vocabulary, W words of 32 bits: bit t % 32 of word t // 32 is 1 where token t may be chosen
+R rows of a block, V vocabulary, W words of 32 bits: bit t % 32 of word t // 32 is 1 if token t is allowed
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import CHUNK_TOKENS, num_chunks
 from holdfast.kernels.native_library import native_for
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, tl
+from holdfast.kernels.operation import DECLINED, operation
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 WORD_BITS = 32
 
 
-def mask_logits(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
-    """block[i, t] = -inf wherever bit t of masks[i] is 0; all other logits stay as they are, to the bit."""
-    if can_run(block_RV):
-        mask_logits_triton(block_RV, masks_RW)
-        return
-    library = native_for(block_RV)
-    if library is None:
-        mask_logits_reference(block_RV, masks_RW)
-        return
-    num_rows, vocab_size = block_RV.shape
-    _check(block_RV, masks_RW)
-    library.holdfast_mask_logits(block_RV.data_ptr(), masks_RW.data_ptr(), num_rows, vocab_size)
-
-
-def mask_logits_reference(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
-    """The same in plain torch, through bytes, which lie in order on every machine that runs this."""
+def mask_logits_reference(block_RV: Tensor, masks_RW: Tensor) -> None:
+    """block[i, t] = -inf if bit t of masks[i] is 0; other logits keep their bits."""
+    # Through bytes: all supported machines are little-endian.
     bytes_RB1 = masks_RW.contiguous().view(torch.uint8).unsqueeze(-1)
     places_8 = torch.arange(8, dtype=torch.uint8, device=block_RV.device)
     allowed_RX = bytes_RB1.bitwise_right_shift(places_8).bitwise_and_(1).flatten(1)
     block_RV.masked_fill_(allowed_RX[:, : block_RV.shape[1]] == 0, -torch.inf)
 
 
-def mask_logits_triton(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
-    """The same as a Triton kernel, a program a chunk of a row. Nothing is read but bits, and only -inf is written."""
+def mask_logits_triton(block_RV: Tensor, masks_RW: Tensor) -> None:
+    """Launch one program a chunk of a row. It reads no logits and writes only -inf."""
     num_rows, vocab_size = block_RV.shape
     _check(block_RV, masks_RW)
     if num_rows:
@@ -46,12 +35,22 @@ def mask_logits_triton(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
         _mask_kernel[grid](block_RV, masks_RW, vocab_size, masks_RW.shape[1], **sizes, num_warps=8)
 
 
-def _check(block_RV: torch.Tensor, masks_RW: torch.Tensor) -> None:
+def mask_logits_native(block_RV: Tensor, masks_RW: Tensor) -> None:
+    library = native_for(block_RV)
+    if library is None:
+        return DECLINED
+    _check(block_RV, masks_RW)
+    return library.holdfast_mask_logits(block_RV.data_ptr(), masks_RW.data_ptr(), *block_RV.shape)
+
+
+mask_logits = operation(reference=mask_logits_reference, triton=mask_logits_triton, native=mask_logits_native)
+
+
+def _check(block_RV: Tensor, masks_RW: Tensor) -> None:
     num_rows, num_words = block_RV.shape[0], -(-block_RV.shape[1] // WORD_BITS)
     assert masks_RW.shape == (num_rows, num_words), f"{masks_RW.shape=} must be {num_words} words a row of {num_rows}"
     assert masks_RW.dtype == torch.int32, f"{masks_RW.dtype=} must be int32"
-    assert masks_RW.is_contiguous(), f"{masks_RW.stride()=}: masks must be dense"
-    assert block_RV.is_contiguous(), f"{block_RV.stride()=}: a block must be dense"
+    check_dense(masks_RW, block_RV)
 
 
 @jit

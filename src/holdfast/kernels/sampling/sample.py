@@ -1,15 +1,17 @@
-"""One random token a row: temperature, min_p, top_k, top_p, and the place where a random number falls.
+"""Sampling: one random token a row by temperature, min_p, top_k and top_p.
 
 X rows of logits, S rows of a step, R rows of a table, F fields, V vocabulary
 
-Filters keep the first tokens of one order, the likelier first and the smaller id among equals: top_k of them, then as many
-as reach a weight of top_p of what is left. The token is looked up among the kept weights in the order of the vocabulary.
-All sums are of whole numbers, so a row gives the same token alone and in any company.
+Tokens are ordered by probability, and by id among equals. top_k keeps the first k; top_p keeps as many of those as reach
+its share of their weight. The token is looked up among the kept weights in vocabulary order. All sums are of integers, so
+a row gives the same token whatever else is in the batch.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import NO_TOKEN, NUM_FIELDS, LogitRow, num_chunks
+from holdfast.kernels.operation import operation
 from holdfast.kernels.sampling.argmax import LogitScratch
 from holdfast.kernels.sampling.candidates import (
     distances,
@@ -21,43 +23,23 @@ from holdfast.kernels.sampling.candidates import (
     reference_weights,
     weights,
 )
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, next_power_of_two, tl
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 ROW_TILE = 2048
-"""Tokens that are looked at together in a row without a list."""
+"""Tokens read at a time from a row without a list."""
 NUM_WAYS = 8
-"""Parts into which a pass over such a row divides the range of its cutoff."""
-
-
-def sample_tokens(
-    logits_XV: torch.Tensor,
-    argmax_X: torch.Tensor,
-    rows_RF: torch.Tensor,
-    raw_argmax_S: torch.Tensor,
-    chosen_S: torch.Tensor,
-    scratch: LogitScratch,
-) -> None:
-    """chosen[target] = a token of logits[source] for each row of the table; a temperature of 0 takes the argmax.
-
-    A row whose most likely token is NO_TOKEN, here or in its raw form, gives NO_TOKEN. Other places of `chosen` stay.
-    """
-    if can_run(logits_XV):
-        sample_tokens_triton(logits_XV, argmax_X, rows_RF, raw_argmax_S, chosen_S, scratch)
-    else:
-        sample_tokens_reference(logits_XV, argmax_X, rows_RF, raw_argmax_S, chosen_S, scratch)
+"""Each pass over such a row divides the range of its cutoff by this."""
 
 
 def sample_tokens_reference(
-    logits_XV: torch.Tensor,
-    argmax_X: torch.Tensor,
-    rows_RF: torch.Tensor,
-    raw_argmax_S: torch.Tensor,
-    chosen_S: torch.Tensor,
-    scratch: LogitScratch,
+    logits_XV: Tensor, argmax_X: Tensor, rows_RF: Tensor, raw_argmax_S: Tensor, chosen_S: Tensor, scratch: LogitScratch
 ) -> None:
-    """The same in plain torch, by sorting."""
+    """chosen[target] = a token of logits[source] for each row of the table; a temperature of 0 takes the argmax.
+
+    The token is NO_TOKEN if the argmax, here or of the raw logits, is. Other elements of `chosen` do not change.
+    """
     for fields in rows_RF.tolist():
         row = LogitRow(*fields)._replace(source=int(fields[0]), target=int(fields[1]), top_k=int(fields[5]))
         top_token = int(argmax_X[row.source])
@@ -69,7 +51,7 @@ def sample_tokens_reference(
             chosen_S[row.target] = _reference_choice(reference_distances(logits_XV[row.source], top_token), row)
 
 
-def _reference_choice(distance_V: torch.Tensor, row: LogitRow) -> int:
+def _reference_choice(distance_V: Tensor, row: LogitRow) -> int:
     weight_V = reference_weights(distance_V, row.negative_temperature, row.min_p)
     order_V = distance_V.argsort(stable=True)
     if row.top_k:
@@ -85,14 +67,9 @@ def _reference_choice(distance_V: torch.Tensor, row: LogitRow) -> int:
 
 
 def sample_tokens_triton(
-    logits_XV: torch.Tensor,
-    argmax_X: torch.Tensor,
-    rows_RF: torch.Tensor,
-    raw_argmax_S: torch.Tensor,
-    chosen_S: torch.Tensor,
-    scratch: LogitScratch,
+    logits_XV: Tensor, argmax_X: Tensor, rows_RF: Tensor, raw_argmax_S: Tensor, chosen_S: Tensor, scratch: LogitScratch
 ) -> None:
-    """The same as Triton kernels: two passes over each row by many programs, then a program a row."""
+    """Launch two passes over each row by many programs, then one program a row."""
     num_rows, vocab_size = rows_RF.shape[0], logits_XV.shape[1]
     if not num_rows:
         return
@@ -100,53 +77,23 @@ def sample_tokens_triton(
     chunks = num_chunks(vocab_size, scratch.chunk_tokens)
     max_listed = scratch.listed_ids_RC.shape[1]
     _choose_kernel[(num_rows,)](
-        logits_XV,
-        argmax_X,
-        rows_RF,
-        raw_argmax_S,
-        chosen_S,
-        scratch.chunk_weights_RP,
-        scratch.num_listed_R,
-        scratch.listed_logits_RC,
-        scratch.listed_ids_RC,
-        logits_XV.stride(0),
-        vocab_size,
-        chunks,
-        max_listed,
-        NO_TOKEN=NO_TOKEN,
-        FIELDS=NUM_FIELDS,
-        LISTED=next_power_of_two(max_listed),
-        CHUNKS=next_power_of_two(chunks),
-        CHUNK=scratch.chunk_tokens,
-        TILE=ROW_TILE,
-        WAYS=NUM_WAYS,
-        num_warps=16,
-    )
+        logits_XV, argmax_X, rows_RF, raw_argmax_S, chosen_S, scratch.chunk_weights_RP, scratch.num_listed_R,
+        scratch.listed_logits_RC, scratch.listed_ids_RC, logits_XV.stride(0), vocab_size, chunks, max_listed,
+        NO_TOKEN=NO_TOKEN, FIELDS=NUM_FIELDS, LISTED=next_power_of_two(max_listed), CHUNKS=next_power_of_two(chunks),
+        CHUNK=scratch.chunk_tokens, TILE=ROW_TILE, WAYS=NUM_WAYS, num_warps=16,
+    )  # fmt: skip
+
+
+sample_tokens = operation(reference=sample_tokens_reference, triton=sample_tokens_triton)
 
 
 @jit
 def _choose_kernel(
-    p_logits,
-    p_argmax,
-    p_rows,
-    p_raw_argmax,
-    p_chosen,
-    p_weights,
-    p_num_listed,
-    p_listed_logits,
-    p_listed_ids,
-    row_stride,
-    vocab_size,
-    num_chunks,
-    max_listed,
-    NO_TOKEN: constexpr,
-    FIELDS: constexpr,
-    LISTED: constexpr,
-    CHUNKS: constexpr,
-    CHUNK: constexpr,
-    TILE: constexpr,
+    p_logits, p_argmax, p_rows, p_raw_argmax, p_chosen, p_weights, p_num_listed, p_listed_logits, p_listed_ids,
+    row_stride, vocab_size, num_chunks, max_listed,
+    NO_TOKEN: constexpr, FIELDS: constexpr, LISTED: constexpr, CHUNKS: constexpr, CHUNK: constexpr, TILE: constexpr,
     WAYS: constexpr,
-):
+):  # fmt: skip
     i_row = tl.program_id(0).to(tl.int64)
     p_row = p_rows + i_row * FIELDS
     source = tl.load(p_row).to(tl.int64)
@@ -157,7 +104,7 @@ def _choose_kernel(
     top_k = tl.load(p_row + 5).to(tl.int32)
     uniform = tl.load(p_row + 6)
     top_token = tl.load(p_argmax + source)
-    # An edit may hide the only NaN of a row, so the raw logits have the last word.
+    # An edit may hide the only NaN of a row, so check the raw logits too.
     top_token = tl.where(tl.load(p_raw_argmax + target) == NO_TOKEN, NO_TOKEN, top_token)
     if (top_token == NO_TOKEN) | (negative_temperature == 0.0):
         tl.store(p_chosen + target, top_token)
@@ -171,31 +118,12 @@ def _choose_kernel(
         num_listed = tl.load(p_num_listed + i_row)
         if num_listed >= 0:
             token = _choose_listed(
-                p_listed_logits + i_row * max_listed,
-                p_listed_ids + i_row * max_listed,
-                num_listed,
-                largest,
-                negative_temperature,
-                min_p,
-                top_p,
-                top_k,
-                uniform,
-                total,
-                LISTED,
-            )
+                p_listed_logits + i_row * max_listed, p_listed_ids + i_row * max_listed, num_listed, largest,
+                negative_temperature, min_p, top_p, top_k, uniform, total, LISTED,
+            )  # fmt: skip
         if token < 0:
             token = _choose_filtered(
-                p_source,
-                vocab_size,
-                largest,
-                negative_temperature,
-                min_p,
-                top_p,
-                top_k,
-                uniform,
-                total,
-                TILE,
-                WAYS,
+                p_source, vocab_size, largest, negative_temperature, min_p, top_p, top_k, uniform, total, TILE, WAYS
             )
     else:
         looked_for = _looked_for(total, uniform)
@@ -217,25 +145,15 @@ def _chunk_weights(p_weights, num_chunks, CHUNKS: constexpr):
 
 @jit
 def _looked_for(total, uniform):
-    """The token is the first one whose running total exceeds this; the total does so by 1 at least."""
+    """Return the weight that the token's running total is the first to exceed."""
     return tl.minimum((total.to(tl.float64) * uniform).to(tl.int64), total - 1)
 
 
 @jit
 def _choose_listed(
-    p_logits,
-    p_ids,
-    num_listed,
-    largest,
-    negative_temperature,
-    min_p,
-    top_p,
-    top_k,
-    uniform,
-    total,
-    LISTED: constexpr,
+    p_logits, p_ids, num_listed, largest, negative_temperature, min_p, top_p, top_k, uniform, total, LISTED: constexpr
 ):
-    """From the list of a row; -1 where the list proves too short for top_p."""
+    """Choose from the list of a row; return -1 if the list is too short for top_p."""
     o_listed = tl.arange(0, LISTED)
     m_listed = o_listed < num_listed
     b_distance = distances(tl.load(p_logits + o_listed, mask=m_listed, other=float("-inf")), largest)
@@ -266,7 +184,7 @@ def _choose_listed(
 
 @jit
 def _last_key(b_key, b_amount, needed):
-    """The smallest key with which the amounts of all keys up to it reach what is needed."""
+    """Return the smallest key such that the amounts of all keys up to it reach `needed`."""
     low = 0
     high = 0x7F800000
     for _ in range(31):
@@ -279,19 +197,10 @@ def _last_key(b_key, b_amount, needed):
 
 @jit
 def _choose_filtered(
-    p_row,
-    vocab_size,
-    largest,
-    negative_temperature,
-    min_p,
-    top_p,
-    top_k,
-    uniform,
-    total,
-    TILE: constexpr,
-    WAYS: constexpr,
-):
-    """From a row without a list: cutoffs by passes over the whole of it."""
+    p_row, vocab_size, largest, negative_temperature, min_p, top_p, top_k, uniform, total,
+    TILE: constexpr, WAYS: constexpr,
+):  # fmt: skip
+    """Choose from a row without a list: find cutoffs by passes over the whole row."""
     kept = total
     last_key = 0x7F800000
     num_ties = vocab_size
@@ -326,7 +235,7 @@ def _choose_filtered(
 
 @jit
 def _tile(p_row, start, vocab_size, largest, negative_temperature, min_p, TILE: constexpr):
-    """Keys and weights of a piece of a row; a lane beyond the vocabulary comes after every token."""
+    """Return keys and weights of a tile of a row; a lane beyond the vocabulary sorts after every token."""
     o_token = start + tl.arange(0, TILE)
     m_token = o_token < vocab_size
     b_distance = distances(tl.load(p_row + o_token, mask=m_token, other=float("-inf")), largest)
@@ -349,17 +258,10 @@ def _weight_before(p_row, vocab_size, largest, negative_temperature, min_p, last
 
 @jit
 def _last_key_of_row(
-    p_row,
-    vocab_size,
-    largest,
-    negative_temperature,
-    min_p,
-    needed,
-    BY_WEIGHT: constexpr,
-    TILE: constexpr,
-    WAYS: constexpr,
-):
-    """The smallest key with which weights, or mere tokens, up to it reach what is needed; and what comes before it."""
+    p_row, vocab_size, largest, negative_temperature, min_p, needed,
+    BY_WEIGHT: constexpr, TILE: constexpr, WAYS: constexpr,
+):  # fmt: skip
+    """Like `_last_key` over a whole row, by weight or by count; also return the amount before that key."""
     o_way = tl.arange(0, WAYS)
     low = 0
     high = 0x7F800000

@@ -1,17 +1,19 @@
-"""Argmax where each rank has a share of the vocabulary: of a share with its logit, and then of all shares.
+"""Argmax over a vocabulary that ranks share: of each rank's share with its logit, then of all shares.
 
 S rows of a step, V a rank's share of the vocabulary, P chunks of it, N shares, X id and logit
 
-The logit of a share that holds NaN is NaN, so that the row has no token whatever other shares hold.
+A share that holds NaN has NaN as its logit, so its row has no token.
 """
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import NO_TOKEN, num_chunks
+from holdfast.kernels.operation import operation
 from holdfast.kernels.sampling.argmax import LogitScratch, argmax_chunks
-from holdfast.kernels.triton_compat import can_run, constexpr, jit, jit_counting, next_power_of_two, tl
+from holdfast.kernels.triton_compat import check_dense, constexpr, jit, jit_counting, next_power_of_two, tl
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
@@ -19,28 +21,17 @@ BLOCK = 64
 """Rows of a program."""
 
 
-def argmax_share(logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor, scratch: LogitScratch) -> None:
+def argmax_share_reference(logits_SV: Tensor, first_token: int, out_SX: Tensor, scratch: LogitScratch) -> None:
     """out = the id of a row's largest logit, the smallest among equals, counted from `first_token`; and that logit."""
-    if can_run(logits_SV):
-        argmax_share_triton(logits_SV, first_token, out_SX, scratch)
-    else:
-        argmax_share_reference(logits_SV, first_token, out_SX, scratch)
-
-
-def argmax_share_reference(
-    logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor, scratch: LogitScratch
-) -> None:
-    """The same in plain torch."""
-    largest_S, ids_S = logits_SV.max(dim=1)  # NaN counts as the largest, and the first of equals is found
+    largest_S, ids_S = logits_SV.max(dim=1)  # NaN is the largest, and torch returns the first of equals
     out_SX[:, 0] = ids_S + first_token
     out_SX[:, 1] = largest_S
 
 
-def argmax_share_triton(logits_SV: torch.Tensor, first_token: int, out_SX: torch.Tensor, scratch: LogitScratch) -> None:
-    """The same as two Triton kernels; the scratch may be one for more columns."""
+def argmax_share_triton(logits_SV: Tensor, first_token: int, out_SX: Tensor, scratch: LogitScratch) -> None:
     num_rows, share = logits_SV.shape
     assert out_SX.shape == (num_rows, 2), f"{out_SX.shape=} must be id and logit a row of {num_rows}"
-    assert out_SX.is_contiguous(), f"{out_SX.stride()=} is not dense"
+    check_dense(out_SX)
     assert out_SX.dtype == torch.float32, f"{out_SX.dtype=} must be float32"
     if not num_rows:
         return
@@ -48,45 +39,40 @@ def argmax_share_triton(logits_SV: torch.Tensor, first_token: int, out_SX: torch
     chunks = argmax_chunks(logits_SV, own)
     _share_kernel[(num_rows,)](
         *(own.chunk_largest_SP, own.chunk_argmax_SP, out_SX, first_token, share, chunks),
-        NO_TOKEN=NO_TOKEN,
-        CHUNKS=next_power_of_two(chunks),
-        num_warps=1,
-    )
+        NO_TOKEN=NO_TOKEN, CHUNKS=next_power_of_two(chunks), num_warps=1,
+    )  # fmt: skip
+
+
+argmax_share = operation(reference=argmax_share_reference, triton=argmax_share_triton)
 
 
 def _narrowed(scratch: LogitScratch, chunks: int) -> LogitScratch:
-    """The same memory for rows of fewer chunks."""
+    """View the scratch buffer for rows of fewer chunks."""
     rows, held = scratch.chunk_largest_SP.shape
     assert chunks <= held, f"{chunks=} exceed the scratch for {held}"
-    largest, ids = (room.view(-1)[: rows * chunks] for room in (scratch.chunk_largest_SP, scratch.chunk_argmax_SP))
+    largest, ids = (plane.view(-1)[: rows * chunks] for plane in (scratch.chunk_largest_SP, scratch.chunk_argmax_SP))
     return replace(scratch, chunk_largest_SP=largest.view(rows, chunks), chunk_argmax_SP=ids.view(rows, chunks))
 
 
-def first_largest(all_NSX: torch.Tensor, out_S: torch.Tensor) -> None:
-    """out = the id of the first share whose logit is the largest; NO_TOKEN where one is NaN, or all are -inf."""
-    if can_run(all_NSX):
-        first_largest_triton(all_NSX, out_S)
-    else:
-        first_largest_reference(all_NSX, out_S)
-
-
-def first_largest_reference(all_NSX: torch.Tensor, out_S: torch.Tensor) -> None:
-    """The same in plain torch."""
+def first_largest_reference(all_NSX: Tensor, out_S: Tensor) -> None:
+    """out = the id of the first share whose logit is the largest; NO_TOKEN if one is NaN or all are -inf."""
     largest_S, shares_S = all_NSX[:, :, 1].max(dim=0)
     ids_S = all_NSX[:, :, 0].gather(0, shares_S.unsqueeze(0)).squeeze(0).to(torch.int64)
     out_S.copy_(torch.where(largest_S > -torch.inf, ids_S, NO_TOKEN))
 
 
-def first_largest_triton(all_NSX: torch.Tensor, out_S: torch.Tensor) -> None:
-    """The same as a Triton kernel, a program a block of rows."""
+def first_largest_triton(all_NSX: Tensor, out_S: Tensor) -> None:
     num_shares, num_rows, num_fields = all_NSX.shape
     assert num_fields == 2, f"{all_NSX.shape=} must be id and logit of every share and row"
-    assert all_NSX.is_contiguous(), f"{all_NSX.stride()=} is not dense"
+    check_dense(all_NSX)
     assert out_S.shape == (num_rows,), f"{out_S.shape=} must be a number a row of {num_rows}"
     assert out_S.dtype == torch.int64, f"{out_S.dtype=} must be int64"
     if num_rows:
         grid = (-(-num_rows // BLOCK),)
         _largest_kernel[grid](all_NSX, out_S, num_rows, NO_TOKEN=NO_TOKEN, SHARES=num_shares, BLOCK=BLOCK, num_warps=1)
+
+
+first_largest = operation(reference=first_largest_reference, triton=first_largest_triton)
 
 
 @jit

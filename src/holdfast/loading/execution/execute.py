@@ -1,4 +1,4 @@
-"""load_weights carries out a load plan: chunks of rows stream through one arena into their place in another; and reports."""
+"""load_weights executes a load plan: chunks of rows stream through one arena into their place in another; and reports."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.errors import MemoryPlanError, ModelFormatError, shown
+from holdfast.errors import MemoryPlanError, ModelFormatError
 from holdfast.kernels.load.checksum import add_checksum, as_unsigned
 from holdfast.loading.execution.feeds import Feed, HostFeed, PinnedFeed, WriterFeed
 from holdfast.loading.execution.place import ChunkViews, Placer
@@ -28,46 +28,44 @@ from holdfast.quant.weight_schemes import SCALE_SUFFIX
 log = get_logger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Bytes of the checkpoint that are done, and in all."""
+"""progress(done_bytes, total_bytes) of the checkpoint."""
 SECONDS_BETWEEN_PROGRESS = 0.05
 CPU_READERS = 2
-"""Threads that read while another one places on the same processor."""
+"""Reader threads beside the one that places on the same processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Reading, copying and placing go on at the same time, so their seconds need not add up to those of the load."""
+    """Times and peaks of a load. Reading, copying and placing overlap, so their seconds do not add up to `seconds`."""
 
     seconds: float
-    """From the first byte taken to the last weight in place."""
     read_bytes: int
-    """Of the checkpoint, as the plan counts them."""
+    """Bytes of the checkpoint in the plan."""
     read_seconds: float
-    """Spent on reading, summed over the readers; 0 where the source writes the rows itself."""
+    """Summed over the readers; 0 if the source writes the rows itself."""
     num_readers: int
     copy_seconds: float
-    """Spent by the GPU on copies; told from a sample of the chunks."""
+    """GPU time of copies, from a sample of the chunks."""
     place_seconds: float
-    """Spent on converting and quantizing into place; on a GPU told from a sample of the chunks."""
+    """Time of converting and quantizing; on a GPU from a sample of the chunks."""
     final_bytes: int
     staging_bytes: int
     pinned_bytes: int
     peak_allocated_bytes: int | None
-    """The most in live tensors of the process on the device, as its allocator counts; None on a CPU."""
+    """Most bytes of live tensors on the device, by the allocator; None on a CPU."""
     peak_reserved_bytes: int | None
-    """The most that the allocator had taken."""
     device_used_bytes: int | None
-    """Of the whole device, by everybody, when all weights were in place and the staging was still there."""
+    """Used on the whole device, by all processes, with all weights and the staging."""
     peak_anonymous_bytes: int | None
-    """The most anonymous host memory of the process, looked at some times a second; None where it cannot be asked."""
+    """Most anonymous host memory of the process, sampled some times a second; None if unknown."""
 
     @property
     def bytes_per_second(self) -> float:
         return self.read_bytes / max(self.seconds, 1e-9)
 
     @property
-    def words(self) -> str:
-        """One line."""
+    def summary(self) -> str:
+        """One line for the log."""
         parts = [f"{self.read_bytes / 1e9:.2f} GB in {self.seconds:.2f} s, {self.bytes_per_second / 1e9:.1f} GB/s"]
         if self.num_readers:
             parts.append(f"reading {self.read_seconds:.2f} s in {self.num_readers} threads")
@@ -79,12 +77,12 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Every weight by name, on the device, and what it took."""
+    """Every weight by name, on the device, and the report of the load."""
 
     weights: dict[str, torch.Tensor | QuantizedWeight]
     report: LoadReport
     is_finite: bool = True
-    """False where rows hold a NaN or an infinity, and were let through because that was asked."""
+    """False if rows hold a NaN or an infinity, and the user allowed that."""
 
 
 def load_weights(
@@ -97,11 +95,11 @@ def load_weights(
 ) -> LoadedWeights:
     """Read, convert and quantize every weight into one arena; each of its tensors is in the ledger as weights/NAME.
 
-    Whatever stops a load leaves no entry, no tensor and no thread behind.
+    An error leaves no entry, no tensor and no thread.
     """
     target = torch.device(device)
     start = time.perf_counter()
-    with _lack_of_memory_in_words(plan, target, "as much in one piece"):
+    with _out_of_memory_as_error(plan, target, "as much in one piece"):
         arena = Arena("weights", plan.specs, target, ledger, f"{plan.dtype} as the model computes with them")
     try:
         load = _Load(plan, source, target, arena.tensors, on_progress)
@@ -109,17 +107,17 @@ def load_weights(
         _refuse_beyond(plan, source, arena.tensors)
         return LoadedWeights(_assemble(plan, arena.tensors), load.report(time.perf_counter() - start), is_finite)
     except BaseException as error:
-        # Frames that the error has left behind still name rows of the arena.
+        # Frames of the error still hold rows of the arena.
         traceback.clear_frames(error.__traceback__)
         arena.release()
         raise
     finally:
         if target.type == "cuda":
-            torch.cuda.empty_cache()  # what has been freed goes back to the device, not into a hoard
+            torch.cuda.empty_cache()  # give freed memory back to the device
 
 
 class _Load:
-    """One load under way."""
+    """One running load."""
 
     def __init__(
         self,
@@ -140,10 +138,10 @@ class _Load:
         self._peaks: tuple[int, int, int] | None = None
 
     def run(self, ledger: Ledger, allow_nonfinite: bool) -> bool:
-        """Place all rows; whether all of them are finite."""
+        """Place all rows; return True if all of them are finite."""
         plan, device = self._plan, self._device
-        with _lack_of_memory_in_words(plan, device, "the staging to load them through"):
-            staging = Arena("staging", plan.staging_specs(device.type), device, ledger, "rows on their way")
+        with _out_of_memory_as_error(plan, device, "the staging to load them through"):
+            staging = Arena("staging", plan.staging_specs(device.type), device, ledger, "rows in flight")
         try:
             chunks = cut_chunks(plan.moves, plan.tied, plan.chunk_bytes(device.type))
             return self._stream(staging.tensors, chunks, allow_nonfinite)
@@ -153,7 +151,7 @@ class _Load:
     def _stream(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk], allow_nonfinite: bool) -> bool:
         placer = Placer(self._plan.moves, self._plan.tied, self._tensors, staging["findings"], staging["amax"])
         checks = _Checks(self._plan.moves, self._source, staging["checksums"]) if self._plan.is_checked else None
-        self._progress.begin()
+        self._progress.report(0)
         with _current(self._device), closing(self._open_feed(staging, chunks)) as feed:
             for chunk, views in feed:
                 for piece in chunk.pieces:
@@ -163,11 +161,13 @@ class _Load:
                 self._progress.add(chunk.done_bytes)
         self._seconds = feed.read_seconds, feed.copy_seconds, feed.place_seconds
         if self._device.type == "cuda":
-            self._peaks = _device_peaks(self._device)
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+            allocated = torch.cuda.max_memory_allocated(self._device)
+            self._peaks = allocated, torch.cuda.max_memory_reserved(self._device), total_bytes - free_bytes
         if checks is not None:
             checks.judge()
         is_finite = _judge(placer.wrong_rows(), self._source, allow_nonfinite)
-        self._progress.end()
+        self._progress.report(self._plan.read_bytes)
         return is_finite
 
     def _open_feed(self, staging: dict[str, torch.Tensor], chunks: Iterator[Chunk]) -> Feed:
@@ -176,7 +176,7 @@ class _Load:
             return WriterFeed(self._source.writer(staging), self._moves, chunks, places)
         if self._device.type == "cpu":
             return HostFeed(self._source, self._moves, chunks, places, self._num_readers)
-        with _lack_of_memory_in_words(self._plan, self._device, "the pinned host memory to load them through"):
+        with _out_of_memory_as_error(self._plan, self._device, "the pinned host memory to load them through"):
             return PinnedFeed(self._source, self._moves, chunks, places, self._num_readers, PINNED_CHUNKS)
 
     def report(self, seconds: float) -> LoadReport:
@@ -200,7 +200,7 @@ class _Load:
 
 
 class _Checks:
-    """What the bytes of every tensor add up to, where they arrived, against what its source knows."""
+    """Checksums of every tensor, summed on the device and compared with those of the source."""
 
     def __init__(self, moves: Sequence[Move], source: WeightSource, sums_M: torch.Tensor) -> None:
         assert isinstance(source, CheckedSource), f"{type(source).__name__} knows no checksums"
@@ -210,12 +210,12 @@ class _Checks:
         self._sums_M = sums_M
 
     def add(self, piece: Piece, views: ChunkViews) -> None:
-        """A piece is some whole rows of its tensor, as they are stored."""
+        """Add a piece: some whole rows of its tensor, as they are stored."""
         bytes_N = views.raw.narrow(0, piece.offset, piece.num_bytes)
         add_checksum(bytes_N, piece.row * (piece.num_bytes // piece.num_rows), self._sums[piece.move])
 
     def judge(self) -> None:
-        """Raise for the first tensor that is not what was saved."""
+        """Raise for the first tensor with a wrong checksum."""
         wanted = self._source.checksums
         for move, found in zip(self._moves, self._sums_M.tolist(), strict=True):
             if as_unsigned(found) != wanted[move.tensor]:
@@ -223,32 +223,26 @@ class _Checks:
 
 
 class _Progress:
-    """Tells how far a load is, at most some times a second, and looks at the host's memory when it does."""
+    """Reports the progress of a load at most some times a second, and samples the host's memory."""
 
-    def __init__(self, total_bytes: int, tell: Progress) -> None:
+    def __init__(self, total_bytes: int, report: Progress) -> None:
         self._total_bytes = total_bytes
-        self._tell = tell
+        self._report = report
         self._done = 0.0
         self._next_seconds = 0.0
         self.peak_anonymous_bytes: int | None = None
 
-    def begin(self) -> None:
-        self._say(0)
-
     def add(self, num_bytes: float) -> None:
         self._done += num_bytes
         if time.monotonic() >= self._next_seconds:
-            self._say(min(int(self._done), self._total_bytes))
+            self.report(min(int(self._done), self._total_bytes))
 
-    def end(self) -> None:
-        self._say(self._total_bytes)
-
-    def _say(self, done_bytes: int) -> None:
+    def report(self, done_bytes: int) -> None:
         self._next_seconds = time.monotonic() + SECONDS_BETWEEN_PROGRESS
         anonymous = anonymous_bytes()
         if anonymous is not None:
             self.peak_anonymous_bytes = max(anonymous, self.peak_anonymous_bytes or 0)
-        self._tell(done_bytes, self._total_bytes)
+        self._report(done_bytes, self._total_bytes)
 
 
 def _count_readers(plan: LoadPlan, device: torch.device) -> int:
@@ -259,56 +253,44 @@ def _count_readers(plan: LoadPlan, device: torch.device) -> int:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels are started on the current device, whichever has the tensors."""
+    """Make the device current: kernels start there, wherever their tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _device_peaks(device: torch.device) -> tuple[int, int, int]:
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total_bytes - free_bytes
 
 
 def _assemble(plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | QuantizedWeight]:
     weights: dict[str, torch.Tensor | QuantizedWeight] = {}
     for weight in plan.weights:
-        held: torch.Tensor | QuantizedWeight = tensors[weight.name]
-        if weight.scheme is not None:
-            held = QuantizedWeight(weight.scheme, weight.shape, held, tensors[weight.name + SCALE_SUFFIX])
-            held.check()
+        held = tensors[weight.name]
         weights[weight.name] = held
+        if weight.scheme is not None:
+            quantized = QuantizedWeight(weight.scheme, weight.shape, held, tensors[weight.name + SCALE_SUFFIX])
+            quantized.check()
+            weights[weight.name] = quantized
     return weights
 
 
 def _judge(wrong: list[tuple[Move, int | None, int | None]], source: WeightSource, allow_nonfinite: bool) -> bool:
-    """Raise what was found while rows were placed; rows that are not finite may be allowed. Whether all are finite."""
+    """Raise for wrong rows, unless only finiteness fails and `allow_nonfinite`; return True if all are finite."""
     nonfinite = [(move, row) for move, row, _ in wrong if row is not None]
     if nonfinite:
         move, row = nonfinite[0]
-        found = f"{source.entries[move.tensor].file}: {shown(move.tensor)} is not finite in row {row}"
+        file = source.entries[move.tensor].file
         # A stacked tensor comes in many moves.
         num_others = len({other.tensor for other, _ in nonfinite}) - 1
-        others = (
-            f", and {num_others} more {'tensor is' if num_others == 1 else 'tensors are'} not" if num_others else ""
-        )
+        others = f", nor {num_others} more tensor{'s' * (num_others > 1)}" if num_others else ""
+        error = ModelFormatError("weights.not_finite", file=file, tensor=move.tensor, row=row, others=others)
         if not allow_nonfinite:
-            raise ModelFormatError(
-                found + others,
-                f"a NaN or an infinity, or a number too large for {move.target}, makes every result of the model one",
-                "use the model's own weights, or --allow-nonfinite to go on",
-            )
-        log.warning("%s%s; loaded all the same, as was asked", found, others)
+            raise error
+        log.warning("loaded with --allow-nonfinite: %s", error)
     for move, _, row in wrong:
         if row is not None:
-            raise ModelFormatError(
-                f"{source.entries[move.tensor].file}: {shown(move.tensor)} differs from the embedding in row {row}",
-                "the model's settings say that they are one tensor (tie_word_embeddings)",
-                "set tie_word_embeddings to false, or use the model's own weights",
-            )
+            file = source.entries[move.tensor].file
+            raise ModelFormatError("weights.not_tied", file=file, tensor=move.tensor, row=row)
     return not nonfinite
 
 
 def _refuse_beyond(plan: LoadPlan, source: WeightSource, tensors: dict[str, torch.Tensor]) -> None:
-    """Whole numbers that a table must not have: the experts of a token are all there."""
+    """Refuse integers out of range in a table of experts."""
     for weight in plan.weights:
         if not weight.limit:
             continue
@@ -318,23 +300,17 @@ def _refuse_beyond(plan: LoadPlan, source: WeightSource, tensors: dict[str, torc
             continue
         row = int(wrong.any(dim=-1).to(torch.uint8).argmax())
         tensor = next(move.tensor for move in plan.moves if move.target == weight.name)
-        found = next(number for number in table[row].tolist() if not 0 <= number < weight.limit)
-        raise ModelFormatError(
-            f"{source.entries[tensor].file}: {shown(tensor)} names the expert {found} in row {row}",
-            f"the model's settings have {weight.limit} of them, from 0 to {weight.limit - 1}",
-            "use weights and settings of the same model",
-        )
+        expert = next(number for number in table[row].tolist() if not 0 <= number < weight.limit)
+        file, count = source.entries[tensor].file, weight.limit
+        raise ModelFormatError("weights.wrong_expert", file=file, tensor=tensor, expert=expert, row=row, count=count)
 
 
 @contextmanager
-def _lack_of_memory_in_words(plan: LoadPlan, device: torch.device, what: str) -> Iterator[None]:
+def _out_of_memory_as_error(plan: LoadPlan, device: torch.device, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryPlanError(
-            f"the weights need {format_bytes(plan.final_bytes)} on {device}",
-            f"{what} could not be allocated",
-            "free some memory, or take a smaller model or dtype",
-        ) from error
+        needed = format_bytes(plan.final_bytes)
+        raise MemoryPlanError("weights.no_memory", needed=needed, device=str(device), what=what) from error

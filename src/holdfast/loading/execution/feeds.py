@@ -1,7 +1,7 @@
-"""Feeds: how chunks get to where they are placed from: read there, read and copied to a GPU, or written there by the source.
+"""Feeds bring chunks to the device: read there, read and copied to a GPU, or written there by the source.
 
-A feed is an iterator. It yields a chunk and what holds it, and takes the chunk to be placed when it is asked for the next:
-on a GPU that means that its kernels were started.
+A feed is an iterator of chunks and their views. A chunk counts as placed when the next one is requested: on a GPU, its
+kernels have been launched by then.
 """
 
 from __future__ import annotations
@@ -19,28 +19,25 @@ from holdfast.loading.planning.moves import Move
 from holdfast.loading.sources.source import RowRead, RowWriter, TogetherSource, WeightSource
 
 SAMPLED_CHUNKS = 16
-"""One in so many is timed on a GPU; of the first ones more, so that a short load has samples too."""
+"""One chunk in so many is timed on a GPU; more of the first ones, so that a short load has samples too."""
 
 
 class Feed(Protocol):
-    """Seconds are complete when the feed is closed."""
+    """An iterator of chunks; its seconds are complete after `close` (see LoadReport)."""
 
     read_seconds: float
-    """Spent on reading, summed over threads."""
     copy_seconds: float
-    """Spent by a GPU on copies; from samples."""
     place_seconds: float
-    """Spent on placing, and where the source writes rows itself on that; on a GPU from samples."""
 
     def __iter__(self) -> Iterator[tuple[Chunk, ChunkViews]]: ...
 
     def close(self) -> None:
-        """Nobody touches the chunks any more when this returns; may be called twice."""
+        """Stop every use of the chunks. Idempotent."""
         ...
 
 
 class HostFeed:
-    """Chunks are placed from where they were read to, in host memory."""
+    """Chunks in host memory, placed from their read buffers."""
 
     def __init__(
         self,
@@ -69,11 +66,10 @@ class HostFeed:
 
 
 class PinnedFeed:
-    """Chunks are read into pinned memory, copied to a GPU and placed there: all on its current stream, one after the other.
+    """Chunks are read into pinned memory, copied to a GPU and placed there, all on its current stream.
 
-    A copy takes several times as long as placing, so that little would be won by doing both at once, and the thread that
-    starts it all would have to say much more. One chunk on the GPU is enough for that: nothing is copied over it before it
-    was placed. The thread waits for nothing: whoever wants to read into a pinned chunk waits until its copy is done.
+    A copy takes several times as long as placing, so overlapping the two would gain little. One chunk on the GPU is enough
+    for that. This thread never waits: a reader waits for the copy of its pinned chunk before it writes there.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class PinnedFeed:
         buffers = [self._pinned.view[n * chunk_bytes : (n + 1) * chunk_bytes] for n in range(num_pinned)]
         self._fronts = [(_Front(place), chunk_views(place, moves)) for place in places]
         self._ring = ChunkRing(chunks, num_pinned, num_readers, _Reading(source, moves, buffers).fill)
-        # Waiting for a copy sleeps instead of turning round.
+        # A blocking event sleeps instead of spinning.
         self._copied = [torch.cuda.Event(blocking=True) for _ in range(num_pinned)]
         self._waits = [event.synchronize for event in self._copied]
         self._sample = _Sample()
@@ -111,22 +107,20 @@ class PinnedFeed:
             front, views = fronts[number % len(fronts)]
             place, pinned = front.of(num_bytes), self._pinned_fronts[buffer].of(num_bytes)
             sample.num_bytes += num_bytes
-            if number % SAMPLED_CHUNKS and number & (number - 1):
-                place.copy_(pinned, non_blocking=True)
-                self._copied[buffer].record(stream)
-                self._ring.give_back(buffer, self._waits[buffer])
-                yield chunk, views
-                continue
-            sample.begin(num_bytes, stream)
+            is_sampled = not (number % SAMPLED_CHUNKS and number & (number - 1))
+            if is_sampled:
+                sample.begin(num_bytes, stream)
             place.copy_(pinned, non_blocking=True)
             self._copied[buffer].record(stream)
             self._ring.give_back(buffer, self._waits[buffer])
-            sample.copied.record(stream)
+            if is_sampled:
+                sample.copied.record(stream)
             yield chunk, views
-            sample.end(stream)
+            if is_sampled:
+                sample.end(stream)
 
     def close(self) -> None:
-        """Also when half way: copies that are under way end before their memory is let go."""
+        """Wait for running copies before their memory is released. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -140,7 +134,7 @@ class PinnedFeed:
 
 
 class WriterFeed:
-    """Chunks are written by the source on the device where they are placed; in order, on one stream."""
+    """Chunks that the source writes on the device; in order, on one stream."""
 
     def __init__(
         self, write: RowWriter, moves: Sequence[Move], chunks: Iterator[Chunk], places: list[torch.Tensor]
@@ -171,7 +165,7 @@ class WriterFeed:
 
 
 class _Front:
-    """The first bytes of a chunk; of many chunks as many, so that the view is kept."""
+    """The first bytes of a chunk; the view is cached, because many chunks have as many."""
 
     __slots__ = ("_chunk", "_front", "_num_bytes")
 
@@ -186,10 +180,10 @@ class _Front:
 
 
 class _Sample:
-    """What copying and placing take of a GPU's time, looked at in some chunks and told for all, by their bytes.
+    """GPU time of copying and placing, measured in some chunks and extrapolated by bytes.
 
-    Placing lasts from the end of the copy to the end of the last kernel, with the gaps where the GPU waits for the next. The
-    first chunk, in which kernels may be compiled, counts only where it is the only one.
+    Placing lasts from the end of the copy to the end of the last kernel, gaps included. The first chunk, in which kernels
+    may be compiled, counts only if it is the only one.
     """
 
     def __init__(self) -> None:
@@ -200,7 +194,7 @@ class _Sample:
         self._sampled_bytes = 0
         self._bytes_under_way = 0
         self.num_bytes = 0
-        """Of all chunks."""
+        """Bytes of all chunks."""
 
     def begin(self, num_bytes: int, stream: torch.cuda.Stream) -> None:
         self._add_up()
@@ -212,14 +206,14 @@ class _Sample:
         self._is_set = True
 
     def seconds(self) -> tuple[float, float]:
-        """Of copying and of placing, of all chunks."""
+        """Return the seconds of copying and of placing all chunks."""
         self._add_up()
         share = self.num_bytes / max(1, self._sampled_bytes)
         return self._copy_seconds * share, self._place_seconds * share
 
     def _add_up(self) -> None:
         if self._is_set:
-            self._placed.synchronize()  # long ago, but for the first: copies of chunks since have been waited for
+            self._placed.synchronize()  # already over, except for the first: later copies have been waited for
             self._num_samples += 1
             if self._num_samples == 2:
                 self._copy_seconds, self._place_seconds, self._sampled_bytes = 0.0, 0.0, 0
@@ -230,10 +224,7 @@ class _Sample:
 
 
 class _Reading:
-    """How a reader fills a buffer.
-
-    A method, not a closure: an error keeps the functions that it came through, and a closure would keep the buffers with them.
-    """
+    """Fills buffers in a reader thread. A method, not a closure: an error's traceback would keep the buffers of a closure."""
 
     def __init__(self, source: WeightSource, moves: Sequence[Move], buffers: list[memoryview]) -> None:
         self._source = source
@@ -242,7 +233,7 @@ class _Reading:
         self._buffers = buffers
 
     def fill(self, chunk: Chunk, buffer: int) -> None:
-        """All pieces of a chunk to their places in a buffer."""
+        """Read all pieces of a chunk to their places in a buffer."""
         memory, moves = self._buffers[buffer], self._moves
         reads = [
             RowRead(moves[move].tensor, read.row_start, read.row_end, memory[offset : offset + num_bytes], read.columns)

@@ -1,8 +1,8 @@
-"""Placer: a piece of a chunk into its place among the final weights, and what was found wrong with it on the way.
+"""Placer: puts a piece of a chunk into its place among the final weights, and records wrong rows.
 
-There are two ways to the same kernels: by tensors, anywhere, and by addresses, on a GPU (AddressPlacer). A view costs about
-as much as a launch, and a piece would need half a dozen. By address, everything about the moves of a target is worked out
-once, and a piece is some sums of integers and one launch.
+Two paths lead to the same kernels: by tensors, anywhere, and by addresses, on a GPU (AddressPlacer). A view costs about as
+much as a launch, and a piece would need half a dozen. By address, everything about the moves of a target is computed once,
+and a piece costs some additions of integers and one launch.
 
 R rows of a piece, C columns that are read of each
 """
@@ -37,20 +37,20 @@ FINDING_BYTES = AMAX_BYTES = 4
 
 
 class _Lane(NamedTuple):
-    """Rows of one kind on their way to one target."""
+    """Launch of rows of one kind for one target; its pointers are set before every launch."""
 
     launch: RowLaunch
     find_amax: RowLaunch | None
     shift: int
-    """Bytes from the begin of a row to the first column that the kernel sees."""
+    """Bytes from the beginning of a row to the first column that the kernel reads."""
     target: int
-    """The address of row 0; and of its scale."""
+    """Address of row 0."""
     row_bytes: int
     scales: int
     scale_row_bytes: int
     block_rows: int
     leading: tuple[Pointer | None, ...]
-    """As the kernel takes them; these are among them, set before every launch."""
+    """Arguments of the kernel, the pointers below among them."""
     p_x: Pointer
     p_y: Pointer
     p_scales: Pointer | None
@@ -60,7 +60,7 @@ class _Lane(NamedTuple):
 
 
 class AddressPlacer:
-    """Keeps no tensors: whoever has it keeps them, and starts kernels on one stream."""
+    """Launches by address. Keeps no tensors: its owner does, and launches on one stream."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class AddressPlacer:
         findings: torch.Tensor,
         amax: torch.Tensor,
     ) -> None:
-        """`jobs` are the moves, those of tied weights last; `findings` has a row for every one, `amax` for all but those."""
+        """`jobs` are the moves, those of tied weights last; `findings` has a row for each, `amax` for all but those."""
         self._jobs = jobs
         self._num_moves = num_moves
         self._tensors = tensors
@@ -79,7 +79,7 @@ class AddressPlacer:
         self._lanes: dict[object, _Lane] = {}
 
     def place(self, piece: Piece, chunk: int) -> bool:
-        """Start the kernels of a piece in the chunk at this address; False: its rows lie in a way that is not known here."""
+        """Launch the kernels of a piece in the chunk at this address; return False for a layout that is not supported."""
         index = piece.move
         move = self._jobs[index]
         part = move.part
@@ -177,14 +177,14 @@ class AddressPlacer:
 
 
 class ChunkViews(dict[str, torch.Tensor]):
-    """The bytes of a chunk as flat tensors, by the name of their type; as they are; and where they lie."""
+    """A chunk as flat tensors by type name, as raw bytes, and its address."""
 
     raw: torch.Tensor
     address: int
 
 
 def chunk_views(chunk: torch.Tensor, moves: Sequence[Move]) -> ChunkViews:
-    """A chunk of bytes in every type that these moves read."""
+    """Return views of a chunk in every type that these moves read."""
     dtypes = {move.tensor_dtype for move in moves}
     views = ChunkViews({dtype: chunk.view(getattr(torch, dtype)) for dtype in dtypes})
     views.raw, views.address = chunk, chunk.data_ptr()
@@ -192,22 +192,22 @@ def chunk_views(chunk: torch.Tensor, moves: Sequence[Move]) -> ChunkViews:
 
 
 class _Route(NamedTuple):
-    """Where the pieces of one move go: worked out once, so that a piece costs a few views and a kernel."""
+    """Destination of the pieces of one move, computed once, so that a piece costs a few views and a kernel."""
 
     dtype: str
     element_bytes: int
     num_columns: int
-    """That are read."""
+    """Read columns."""
     kept: tuple[int, int]
     is_transposed: bool
     first_row: int
-    """Of the move, in the tensor."""
+    """First row of the move in the tensor."""
     row_start: int
-    """Of the target."""
+    """First row in the target."""
     repeats: int
     scheme: WeightScheme | None
     target: torch.Tensor
-    """All of it, as rows."""
+    """The whole target, as rows."""
     scales: torch.Tensor | None
     findings: Findings
     amax: torch.Tensor | None
@@ -215,7 +215,7 @@ class _Route(NamedTuple):
 
 
 class Placer:
-    """Knows the way of every move. `findings` and `amax` are tensors of the staging, with a row for every move."""
+    """Places the pieces of every move. `findings` and `amax` are staging tensors with a row for every move."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class Placer:
         amax.zero_()
 
     def place(self, piece: Piece, views: ChunkViews) -> None:
-        """Convert or quantize the piece, which lies in the chunk, into its place; or compare it with what lies there."""
+        """Convert or quantize the piece into its place; or compare it with the weight there."""
         if self._by_address is not None and self._by_address.place(piece, views.address):
             return
         if piece.move != self._route_index:
@@ -266,7 +266,7 @@ class Placer:
             _repeat(rows_RC, route, row)
 
     def wrong_rows(self) -> list[tuple[Move, int | None, int | None]]:
-        """Moves with which something was wrong: the first row that is not finite, and that differs, in the tensor's rows."""
+        """Return every wrong move with its first row that is not finite, and its first that differs."""
         found: list[tuple[Move, int | None, int | None]] = []
         findings = self._findings.cpu()
         for index in (findings != UNSEEN).any(dim=1).nonzero().flatten().tolist():
@@ -299,7 +299,7 @@ class Placer:
         )
 
     def _find_planes(self, move: Move) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target and its scales as rows; one scale a row is a vector."""
+        """Return the target and its scales as rows; one scale per row is a vector."""
         scheme, target = move.scheme, self._tensors[move.target]
         num_columns, scales = move.part.num_columns, None
         if scheme is not None:
@@ -313,7 +313,7 @@ class Placer:
 
 
 def _rows_of(piece: Piece, route: _Route, chunk: torch.Tensor) -> torch.Tensor:
-    """The rows as they are meant, whichever way they lie in the chunk."""
+    """Return the rows of a piece, transposed if they are stored so."""
     shape = (piece.num_rows, route.num_columns)
     strides = (1, piece.num_rows) if route.is_transposed else (route.num_columns, 1)
     return chunk.as_strided(shape, strides, chunk.storage_offset() + piece.offset // route.element_bytes)
@@ -331,7 +331,7 @@ def _quantize(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
 
 
 def _repeat(rows_RC: torch.Tensor, route: _Route, row: int) -> None:
-    """Every row several times: stored scales, of which there are few."""
+    """Place every row several times: stored scales, which are few."""
     for index in range(rows_RC.shape[0]):
         same_RC = rows_RC.narrow(0, index, 1).expand(route.repeats, -1)
         out_RK = route.target.narrow(0, route.row_start + (row + index) * route.repeats, route.repeats)

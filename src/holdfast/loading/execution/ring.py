@@ -1,14 +1,14 @@
-"""Moves are cut into chunks, and reader threads fill a few buffers (ChunkRing), chunk after chunk, for one taker.
+"""Cuts moves into chunks; reader threads fill a ring of buffers (ChunkRing) with them for one consumer.
 
-A chunk is what travels at once: pieces of one or several moves, each at an aligned place. A move that fits into a chunk is
+A chunk is the unit of a copy: pieces of one or several moves, each at an aligned offset. A move that fits into a chunk is
 never cut. Rows of a transposed tensor are cut inside each of its matrices, which are read as they are stored: as rows of
-some columns, or of all where that is what the piece takes.
+some columns, or of all.
 
-readers   a free buffer, then the next chunk    ->  wait until the buffer may be written  ->  fill it
-taker     whichever chunk is full and may go    ->  place it                              ->  give the buffer back
+readers    a free buffer, then the next chunk    ->  wait until the buffer may be written  ->  fill it
+consumer   any chunk that is full and may go     ->  place it                              ->  give the buffer back
 
-Buffers are handed out in the order of the chunks, so that a chunk that waits for earlier ones never waits for a buffer that
-it holds itself.
+Buffers are handed out in the order of the chunks, so a chunk that waits for earlier ones never holds the buffer that they
+need.
 """
 
 import mmap
@@ -29,16 +29,16 @@ class Piece(NamedTuple):
     """Some rows of one move, read at once."""
 
     move: int
-    """Index of the move; those of tied weights count on behind the others."""
+    """Index of the move; those of tied weights come after the others."""
     row: int
-    """The first row, as the move counts them: of the tensor, after transposing and joining."""
+    """The first row of the tensor, after transposing and joining."""
     num_rows: int
     read: Read
     offset: int
-    """Where its bytes begin in the chunk."""
+    """Of its bytes in the chunk."""
     num_bytes: int
     finds_amax: bool
-    """Whether the amax of its rows is wanted, before any of the move's rows is placed."""
+    """True if the amax of its rows is needed before any of the move's rows is placed."""
     places: bool
 
 
@@ -49,15 +49,15 @@ class Chunk(NamedTuple):
     pieces: tuple[Piece, ...]
     num_bytes: int
     after: int
-    """Every chunk with a lower number than this must have been placed before this one is."""
+    """Chunks with a lower number than this must be placed before this one."""
     done_bytes: float = 0.0
-    """Of the checkpoint, that are done with when this chunk is placed."""
+    """Bytes of the checkpoint that are done when this chunk is placed."""
 
 
 def cut_chunks(moves: Sequence[Move], tied: Sequence[Move], chunk_bytes: int) -> Iterator[Chunk]:
-    """All moves in order, then those of tied weights, which wait for the others; cut while they are asked for.
+    """Cut all moves in order, lazily, then those of tied weights, which wait for the others.
 
-    Only rows that cannot be apart and have more bytes (`Move.least_bytes`) make a chunk larger than `chunk_bytes`.
+    Only rows that share a scale (`Move.least_bytes`) make a chunk larger than `chunk_bytes`.
     """
     cutter = _Cutter(chunk_bytes)
     for index, move in enumerate(moves):
@@ -70,7 +70,7 @@ def cut_chunks(moves: Sequence[Move], tied: Sequence[Move], chunk_bytes: int) ->
 
 
 class _Cutter:
-    """The chunk in the making."""
+    """The chunk that is being filled."""
 
     def __init__(self, chunk_bytes: int) -> None:
         assert chunk_bytes > 0, f"{chunk_bytes=}"
@@ -83,12 +83,12 @@ class _Cutter:
         self._barrier = 0
 
     def wait_for_all(self) -> None:
-        """What is cut from now on waits for all that has been."""
+        """Make later chunks wait for all chunks so far."""
         assert not self._pieces, f"chunk {self._number} is not complete"
         self._barrier = self._number
 
     def cut(self, index: int, move: Move) -> Iterator[Chunk]:
-        """The chunks that this move fills; its last rows may wait for the next move's."""
+        """Yield the chunks that this move fills; its last rows may share a chunk with the next move."""
         rows, amax_rows = move.part.row_range, move.amax_rows
         if amax_rows is None:
             yield from self._add(index, move, rows, finds_amax=False, places=True)
@@ -96,7 +96,7 @@ class _Cutter:
         if rows == amax_rows and self._is_one_piece(move):
             yield from self._add(index, move, rows, finds_amax=True, places=True)
             return
-        # All of it is looked at before the first row is placed, whatever the move takes of it.
+        # The amax of the whole tensor comes before the first row is placed.
         yield from self._add(index, move, amax_rows, finds_amax=True, places=False)
         before, self._barrier = self._barrier, self._number + 1
         yield from self._add(index, move, rows, finds_amax=False, places=True)
@@ -112,7 +112,7 @@ class _Cutter:
         return next(self._row_ranges(move, move.part.row_range, move.row_bytes)) == move.part.row_range
 
     def _row_ranges(self, move: Move, rows: tuple[int, int], row_bytes: int) -> Iterator[tuple[int, int]]:
-        """As the move cuts them; most are not cut, and found out here because there are many thousands."""
+        """Like `Move.row_ranges`, with a fast path: most of the thousands of moves are not cut."""
         if not move.part.is_transposed and (rows[1] - rows[0]) * row_bytes <= self._chunk_bytes:
             return iter((rows,))
         return move.row_ranges(self._chunk_bytes, rows)
@@ -128,14 +128,14 @@ class _Cutter:
             self._pieces.append(Piece(index, start, end - start, read, self._used, num_bytes, finds_amax, places))
             self._used += aligned(num_bytes)
             self._done_bytes += (end - start) * done_bytes
-            # Pieces of one chunk are placed in order, so that a chunk need not wait for itself.
+            # Pieces of one chunk are placed in order, so a chunk need not wait for itself.
             self._after = max(self._after, min(self._barrier, self._number))
 
 
 Fill = Callable[[Chunk, int], None]
 """fill(chunk, buffer): read the chunk into the buffer of this index; runs in a reader thread."""
 Wait = Callable[[], None]
-"""Returns when a buffer that was given back may be written."""
+"""Blocks until a buffer that was given back may be written."""
 
 
 class _FreeBuffer(NamedTuple):
@@ -144,13 +144,13 @@ class _FreeBuffer(NamedTuple):
 
 
 class _End(NamedTuple):
-    """A reader is done: with everything, or with an error."""
+    """A reader has ended, maybe with an error."""
 
     error: BaseException | None
 
 
 class ChunkRing:
-    """Threads run from the first `take` until `stop`, which whoever takes must call, whatever happens."""
+    """Reader threads run from the first `take` until `stop`, which the consumer must always call."""
 
     def __init__(self, chunks: Iterator[Chunk], num_buffers: int, num_readers: int, fill: Fill) -> None:
         assert num_buffers > 0, f"{num_buffers=}"
@@ -167,8 +167,8 @@ class ChunkRing:
         self._waiting: list[tuple[Chunk, int]] = []
         """Full chunks that must not be placed yet."""
         self._taken: set[int] = set()
-        """Chunks that were taken out of turn."""
-        self._num_in_turn = 0
+        """Chunks that were taken out of order."""
+        self._num_in_order = 0
         """All chunks with a lower number were taken."""
         self._read_seconds: list[float] = []
         for index in range(num_buffers):
@@ -176,20 +176,20 @@ class ChunkRing:
 
     @property
     def read_seconds(self) -> float:
-        """Time that readers spent filling buffers, summed over all."""
+        """Seconds of filling buffers, summed over all readers."""
         return sum(self._read_seconds)
 
     def take(self) -> tuple[Chunk, int] | None:
-        """A chunk and the buffer that holds it; None when all were taken. What stops a reader is raised here.
+        """Return a chunk and its buffer; None after the last. Raises the error of a reader.
 
-        The chunk that was taken before counts as placed.
+        The chunk before it counts as placed.
         """
         if not self._is_started:
             self._is_started = True
             for thread in self._threads:
                 thread.start()
         for place, (chunk, buffer) in enumerate(self._waiting):
-            if chunk.after <= self._num_in_turn:
+            if chunk.after <= self._num_in_order:
                 del self._waiting[place]
                 self._count(chunk.number)
                 return chunk, buffer
@@ -199,7 +199,7 @@ class ChunkRing:
                 self._num_ended += 1
                 if full.error is not None:
                     raise full.error
-            elif full[0].after <= self._num_in_turn:
+            elif full[0].after <= self._num_in_order:
                 self._count(full[0].number)
                 return full
             else:
@@ -208,11 +208,11 @@ class ChunkRing:
         return None
 
     def give_back(self, buffer: int, wait: Wait | None = None) -> None:
-        """A reader may have the buffer; it calls `wait` before it writes there."""
+        """Return a buffer to the readers; one calls `wait` before it writes there."""
         self._free.put(_FreeBuffer(buffer, wait))
 
     def stop(self) -> None:
-        """No more chunks; returns when no thread touches a buffer any more. May be called twice."""
+        """Stop the readers and wait for them. Idempotent."""
         self._is_stopped = True
         for _ in self._threads:
             self._free.put(None)
@@ -221,17 +221,17 @@ class ChunkRing:
                 thread.join()
 
     def _count(self, number: int) -> None:
-        if number != self._num_in_turn:
+        if number != self._num_in_order:
             self._taken.add(number)
             return
         number += 1
         while number in self._taken:
             self._taken.remove(number)
             number += 1
-        self._num_in_turn = number
+        self._num_in_order = number
 
     def _read(self) -> None:
-        """What a reader thread does."""
+        """Run a reader thread."""
         try:
             while (work := self._next()) is not None:
                 chunk, free = work
@@ -242,14 +242,14 @@ class ChunkRing:
                 self._read_seconds.append(time.perf_counter() - start)
                 self._full.put((chunk, free.buffer))
         except BaseException as error:
-            # Raised where chunks are taken; no name here may keep it, its frames keep buffers.
+            # `take` raises it; no name here may keep it, because its frames keep buffers.
             self._is_stopped = True
             self._full.put(_End(error))
         else:
             self._full.put(_End(None))
 
     def _next(self) -> tuple[Chunk, _FreeBuffer] | None:
-        """A buffer, then a chunk: one reader at a time, so that buffers go to chunks in order."""
+        """Take a buffer, then a chunk: one reader at a time, so that buffers go to chunks in order."""
         with self._turn:
             free = self._free.get()
             if free is None or self._is_stopped:
@@ -265,15 +265,15 @@ HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class PinnedMemory:
-    """One mapping, pinned while it lasts. Whoever has copies under way must wait for them before `release`.
+    """One pinned mapping. Wait for running copies before `release`.
 
-    torch's own pinned memory is rounded up to a power of two and kept for the life of the process.
+    torch's own pinned memory is rounded up to a power of two and kept until the process ends.
     """
 
     def __init__(self, num_bytes: int) -> None:
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if HUGE_PAGES is not None:
-            with suppress(OSError):  # few large pages are pinned, and filled, faster; not every system has them
+            with suppress(OSError):  # huge pages are pinned and filled faster; not every system has them
                 mapping.madvise(HUGE_PAGES)
         self.view = memoryview(mapping)
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -287,7 +287,7 @@ class PinnedMemory:
         self._address = self.tensor.data_ptr()
 
     def release(self) -> None:
-        """Pinned no more; the memory is free as soon as nobody has a view. Again is nothing."""
+        """Unpin; the memory is freed with its last view. Idempotent."""
         if self._address is not None:
             self._runtime.cudaHostUnregister(self._address)
             self._address = None

@@ -2,7 +2,7 @@
 
 A block holds codes and one or two float16 scales, or a power of two. Scale times code is exact in float32 for every type
 (11 bits of scale times at most 13 of sub-scale and code), so the only rounding is the last addition and the order of work
-is free. MXFP4 alone may leave float32's range, where one product rounds as any other does.
+is free. Only MXFP4 may leave float32's range; there one product rounds.
 
 N blocks, S sub-blocks in a block, E elements in a block
 """
@@ -31,7 +31,7 @@ def dequantize(raw: torch.Tensor, ggml_type: GGMLType, out: torch.Tensor) -> tor
 
 
 def _scale(blocks: torch.Tensor, index: int) -> torch.Tensor:
-    """The float16 at this place of every block, as float32 [N, 1]."""
+    """Return the float16 at this place of every block, as float32 [N, 1]."""
     return blocks.view(torch.float16)[:, index : index + 1].float()
 
 
@@ -128,7 +128,7 @@ def _fill_q3_k(blocks: torch.Tensor, out_NE: torch.Tensor) -> None:
     """32 bytes of third bits, two-bit codes, 12 bytes of sub-scales, a float16 scale; by 16 elements.
 
     Bit s of byte i is the third bit of element 32s + i; value = scale * (sub-scale - 32) * (code - 4). The low four bits
-    of sub-scales are in the halves of eight bytes, and their high two bits in the quarters of the four bytes behind.
+    of sub-scales are in the halves of eight bytes, and their high two bits in the quarters of the next four bytes.
     """
     third_bits = blocks[:, :32].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
     codes = third_bits.bitwise_and_(1).bitwise_left_shift_(2).view(-1, 2, 4, 32).bitwise_or_(_two_bit_codes(blocks, 32))

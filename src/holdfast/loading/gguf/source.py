@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from threading import local
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from holdfast.loading.gguf.config import ROPE_FACTORS, SCORE_BIAS
 from holdfast.loading.gguf.file import GGUFData, GGUFFile, GGUFTensor
-from holdfast.loading.sources.source import TensorEntry
+from holdfast.loading.sources.source import TensorEntry, check_read, table_shape
 from holdfast.models.parameters import LLAMA_NAMES, CheckpointNames
 
 if TYPE_CHECKING:
@@ -23,11 +22,11 @@ MODULES: Mapping[str, str] = {
     "output": LLAMA_NAMES.lm_head,
 }
 SHARED_GATE = "ffn_gate_inp_shexp"
-"""Hugging Face has a matrix of one row there; conversions write a vector."""
+"""A matrix of one row in Hugging Face's files; conversions write a vector."""
 
 
 def layer_modules(names: CheckpointNames) -> dict[str, str]:
-    """What a family calls the modules of a layer, by their names in a file.
+    """Return a family's names of the modules of a layer, by their names in a file.
 
     Stacked experts [E, N, K] are the layout by kind: gate, up and down of all experts are one tensor each.
     """
@@ -70,9 +69,9 @@ def layer_modules(names: CheckpointNames) -> dict[str, str]:
 NATIVE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that torch holds as they are; all others are read as float32."""
 STEP_ELEMENTS = 2**18
-"""Elements that are read and dequantized at a time: what one pass leaves in cache, the next one finds there."""
+"""Elements per step: small enough that each pass finds the last one's results in cache."""
 DEQUANT_BYTES = 2 * 2**20
-"""Most that dequantizing a step holds beside blocks and results: codes and scales that were taken apart."""
+"""Most that dequantizing a step holds beside blocks and results: unpacked codes and scales."""
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", re.ASCII)
 _DRAFT_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(nextn\..+)", re.ASCII)
 _INTERLEAVED = re.compile(r"blk\.[0-9]+\.attn_[qk]\.(weight|bias)", re.ASCII)
@@ -82,11 +81,11 @@ LAYER_MODULES: Mapping[str, str] = layer_modules(LLAMA_NAMES)
 
 
 def hugging_face_name(name: str, modules: Mapping[str, str] = LAYER_MODULES) -> str:
-    """What Hugging Face calls a tensor. A name without a counterpart stays, and is unused under it."""
+    """Return the Hugging Face name of a tensor. A name without a counterpart stays, and is unused."""
     module, _, kind = name.rpartition(".")
     if module in MODULES and kind in ("weight", "bias"):
         return f"{MODULES[module]}.{kind}"
-    if match := _DRAFT_TENSOR.fullmatch(name):  # so that a layer that drafts has one prefix for all it holds
+    if match := _DRAFT_TENSOR.fullmatch(name):  # one prefix for all that a draft layer holds
         return f"{LLAMA_NAMES.layer.format(match[1])}{match[2]}"
     match = _LAYER_TENSOR.fullmatch(name)
     if match is None or match[2] not in modules:
@@ -96,7 +95,7 @@ def hugging_face_name(name: str, modules: Mapping[str, str] = LAYER_MODULES) -> 
 
 
 class GGUFSource:
-    """Implements WeightSource. Every thread has buffers of its own, as large as a step of the widest tensor that it read."""
+    """Implements WeightSource. Every thread has its own buffers, as large as a step of the widest tensor that it read."""
 
     def __init__(
         self,
@@ -105,9 +104,9 @@ class GGUFSource:
         names: CheckpointNames = LLAMA_NAMES,
         unread: Sequence[str] = (),
     ) -> None:
-        """With an interleaved head, rows 2i and 2i+1 of a query or key head are what Hugging Face has at i and i + half.
+        """With an interleaved head, rows 2i and 2i+1 of a query or key head are Hugging Face's rows i and i + half.
 
-        `unread` are prefixes of names of what nobody asks for.
+        `unread` are prefixes of tensors that the model skips.
         """
         modules = layer_modules(names)
         self._unread = tuple(unread)
@@ -138,112 +137,101 @@ class GGUFSource:
     def ignorable(self) -> frozenset[str]:
         """Rotary tables, which are read into the spec or computed; and halves of kv_b beside the whole."""
         tables = {name for name in self._entries if name == ROPE_FACTORS or name.endswith(".attn_rot_embd.weight")}
-        return self.unread | tables | self._spare_halves
+        # Some conversions write kv_b whole and in halves, for programs that read the one or the other.
+        whole = f"{self._latent.kv_b}.weight"
+        layers = [name.removesuffix(whole) for name in self._entries if name.endswith(whole)]
+        halves = {f"{layer}{half}.weight" for layer in layers for half in (self._latent.k_b, self._latent.v_b)}
+        return self.unread | tables | (halves & self._entries.keys())
 
     @property
     def unread(self) -> frozenset[str]:
-        """Tensors of parts of the model that are not run."""
+        """Tensors of parts of the model that do not run."""
         return frozenset(name for name in self._entries if self._unread and name.startswith(self._unread))
 
     @property
-    def _spare_halves(self) -> frozenset[str]:
-        """Some conversions write kv_b whole and in halves, for programs that want the one or the other."""
-        whole = f"{self._latent.kv_b}.weight"
-        layers = [name.removesuffix(whole) for name in self._entries if name.endswith(whole)]
-        halves = (f"{self._latent.k_b}.weight", f"{self._latent.v_b}.weight")
-        return frozenset(layer + half for layer in layers for half in halves if layer + half in self._entries)
-
-    @property
     def scratch_bytes_per_reader(self) -> int:
-        """Blocks of a step twice, as stored and as picked from interleaved heads; their values; what dequantizing takes."""
+        """Blocks of a step twice, as stored and as picked from interleaved heads; their values; unpacked codes."""
         return max((self._step_bytes(tensor) for tensor in self._tensors.values()), default=0)
 
     @property
     def held_bytes(self) -> int:
-        """What this thread's buffers hold now: at most the scratch without what dequantizing takes."""
+        """Bytes of this thread's buffers: at most the scratch without the unpacked codes."""
         raw, values = (getattr(self._buffers, name, None) for name in ("raw", "values"))
         return (0 if raw is None else len(raw)) + (0 if values is None else values.nbytes)
 
     def read_into(
         self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
     ) -> None:
-        """Rows [row_start, row_end), dequantized step by step into `out`; native types go straight where they can."""
+        """Dequantize rows [row_start, row_end) step by step into `out`; whole rows of native types go straight there."""
         import torch
 
         tensor, entry = self._tensors[name], self._entries[name]
-        table = _table(tensor)
-        first, last = columns or (0, table.num_columns)
-        assert 0 <= row_start <= row_end <= table.num_rows, f"{name}: rows {row_start} to {row_end} of {table.num_rows}"
-        assert 0 <= first < last <= table.num_columns, f"{name}: columns {first} to {last} of {table.num_columns}"
-        dtype = getattr(torch, entry.dtype)
-        num_bytes = (row_end - row_start) * (last - first) * dtype.itemsize
-        assert len(out) == num_bytes, f"{name}: {len(out)=} for {num_bytes} bytes of rows {row_start} to {row_end}"
+        first, last = check_read(entry, row_start, row_end, out, columns)
         if row_start == row_end:
             return
+        num_columns = table_shape(tensor.shape)[1]
+        dtype = getattr(torch, entry.dtype)
         head_dim = self._head_dim if _INTERLEAVED.fullmatch(tensor.name) else None
         if tensor.type.name in NATIVE_DTYPES and head_dim is None and columns is None:
-            self._data.read_into(tensor, row_start * table.num_columns * dtype.itemsize, out)
+            self._data.read_into(tensor, row_start * num_columns * dtype.itemsize, out)
             return
         values = torch.frombuffer(out, dtype=dtype).view(row_end - row_start, last - first)
-        step = max(1, STEP_ELEMENTS // table.num_columns)
+        step = max(1, STEP_ELEMENTS // num_columns)
         for start in range(row_start, row_end, step):
-            end = min(start + step, row_end)
-            self._read_step(table, start, end, head_dim, (first, last), values[start - row_start : end - row_start])
+            rows = start, min(start + step, row_end)
+            self._read_step(tensor, rows, head_dim, (first, last), values[start - row_start : rows[1] - row_start])
 
     def close(self) -> None:
-        """Let go of the file and the buffers; may be called twice."""
+        """Drop the file and the buffers. Idempotent."""
         self._data.close()
         self._buffers = local()
 
     def _read_step(
         self,
-        table: _Table,
-        start: int,
-        end: int,
+        tensor: GGUFTensor,
+        rows: tuple[int, int],
         head_dim: int | None,
         columns: tuple[int, int],
         out: torch.Tensor,
     ) -> None:
-        """A few rows of a tensor: their blocks are read and put in order, the wanted ones become values."""
+        """Read the blocks of a few rows, put them in order, and dequantize the wanted ones."""
         import torch
 
         from holdfast.loading.gguf.dequantize import dequantize
 
-        ggml_type = table.tensor.type
-        if table.is_quantized_vector:
-            # Elements have no bytes of their own: the blocks around them, as one row.
+        (start, end), (first, last), kind = rows, columns, tensor.type
+        if len(tensor.shape) == 1 and kind.block_elements > 1:
+            # Elements of a quantized vector have no bytes of their own: read the blocks around them, as one row.
             places = torch.arange(start, end) if head_dim is None else _places(start, end, head_dim)
             low, high = int(places.min()), int(places.max()) + 1
-            first_block, last_block = low // ggml_type.block_elements, -(-high // ggml_type.block_elements)
-            blocks = self._read_blocks(table.tensor, first_block, last_block)
-            whole = self._values((last_block - first_block) * ggml_type.block_elements)
-            dequantize(blocks, ggml_type, whole)
-            out.copy_(whole.index_select(0, places - first_block * ggml_type.block_elements).unsqueeze(1))
+            first_block, last_block = low // kind.block_elements, -(-high // kind.block_elements)
+            whole = self._values((last_block - first_block) * kind.block_elements)
+            dequantize(self._read_blocks(tensor, first_block, last_block), kind, whole)
+            out.copy_(whole.index_select(0, places - first_block * kind.block_elements).unsqueeze(1))
             return
         first_row, last_row = start, end
         if head_dim is not None:
             first_row, last_row = start // head_dim * head_dim, -(-end // head_dim) * head_dim
-        row_blocks = table.num_columns // ggml_type.block_elements
-        blocks = self._read_blocks(table.tensor, first_row * row_blocks, last_row * row_blocks)
-        blocks = blocks.view(last_row - first_row, row_blocks, ggml_type.block_bytes)
-        first, last = columns
-        first_block, last_block = first // ggml_type.block_elements, -(-last // ggml_type.block_elements)
+        row_blocks = table_shape(tensor.shape)[1] // kind.block_elements
+        blocks = self._read_blocks(tensor, first_row * row_blocks, last_row * row_blocks)
+        blocks = blocks.view(last_row - first_row, row_blocks, kind.block_bytes)
+        first_block, last_block = first // kind.block_elements, -(-last // kind.block_elements)
         blocks = blocks[:, first_block:last_block]
         if head_dim is not None:
             blocks = blocks.index_select(0, _places(start, end, head_dim) - first_row)
         blocks = blocks.contiguous()
-        if ggml_type.name in NATIVE_DTYPES:
+        if kind.name in NATIVE_DTYPES:
             out.copy_(blocks.view(out.dtype).view(out.shape))
-        elif (last_block - first_block) * ggml_type.block_elements == last - first:
-            dequantize(blocks, ggml_type, out)
+        elif (last_block - first_block) * kind.block_elements == last - first:
+            dequantize(blocks, kind, out)
         else:
-            whole = self._values(blocks.shape[0] * blocks.shape[1] * ggml_type.block_elements)
-            dequantize(blocks, ggml_type, whole)
-            skipped = first_block * ggml_type.block_elements
+            whole = self._values(blocks.shape[0] * blocks.shape[1] * kind.block_elements)
+            dequantize(blocks, kind, whole)
+            skipped = first_block * kind.block_elements
             out.copy_(whole.view(blocks.shape[0], -1)[:, first - skipped : last - skipped])
 
     def _read_blocks(self, tensor: GGUFTensor, first: int, last: int) -> torch.Tensor:
-        """Blocks [first, last) of a tensor as bytes; valid until this thread's next read."""
+        """Read blocks [first, last) of a tensor as bytes; valid until this thread's next read."""
         import torch
 
         num_bytes = (last - first) * tensor.type.block_bytes
@@ -254,7 +242,7 @@ class GGUFSource:
         return torch.frombuffer(raw, dtype=torch.uint8, count=num_bytes)
 
     def _values(self, num_elements: int) -> torch.Tensor:
-        """Room for float32 values; valid until this thread's next read."""
+        """Return a buffer of float32 values; valid until this thread's next read."""
         import torch
 
         values: torch.Tensor | None = getattr(self._buffers, "values", None)
@@ -263,46 +251,28 @@ class GGUFSource:
         return values[:num_elements]
 
     def _step_bytes(self, tensor: GGUFTensor) -> int:
-        """What a step of this tensor takes: rows of a step, and up to a head more before and behind them."""
-        table = _table(tensor)
-        num_rows = max(1, STEP_ELEMENTS // table.num_columns)
+        """Return the scratch bytes of a step of this tensor: its rows, and up to a head more on either side."""
+        all_rows, num_columns = table_shape(tensor.shape)
+        num_rows = max(1, STEP_ELEMENTS // num_columns)
         if self._head_dim is not None and _INTERLEAVED.fullmatch(tensor.name):
             num_rows += 2 * self._head_dim
-        num_elements = min(num_rows, table.num_rows) * table.num_columns + 2 * tensor.type.block_elements
+        num_elements = min(num_rows, all_rows) * num_columns + 2 * tensor.type.block_elements
         raw_bytes = -(-num_elements // tensor.type.block_elements) * tensor.type.block_bytes
         if tensor.type.name in NATIVE_DTYPES:
             return 2 * raw_bytes
         return 2 * raw_bytes + 4 * num_elements + DEQUANT_BYTES
 
 
-class _Table(NamedTuple):
-    """A tensor as rows and columns, as WeightSource counts them."""
-
-    tensor: GGUFTensor
-    num_rows: int
-    num_columns: int
-
-    @property
-    def is_quantized_vector(self) -> bool:
-        return len(self.tensor.shape) == 1 and self.tensor.type.block_elements > 1
-
-
 def _as_expected(tensor: GGUFTensor) -> GGUFTensor:
-    """The tensor with the dimensions that Hugging Face gives it."""
+    """Return the tensor with Hugging Face's dimensions."""
     match = _LAYER_TENSOR.fullmatch(tensor.name)
     if len(tensor.shape) == 1 and match is not None and match[2] == SHARED_GATE and match[3] == "weight":
         return replace(tensor, shape=(1, *tensor.shape))
     return tensor
 
 
-def _table(tensor: GGUFTensor) -> _Table:
-    if len(tensor.shape) == 1:
-        return _Table(tensor, tensor.shape[0], 1)
-    return _Table(tensor, prod(tensor.shape[:-1]), tensor.shape[-1])
-
-
 def _places(start: int, end: int, head_dim: int) -> torch.Tensor:
-    """Where the file has rows [start, end) of interleaved heads."""
+    """Return the file's places of rows [start, end) of interleaved heads."""
     import torch
 
     rows, half = torch.arange(start, end), head_dim // 2

@@ -1,6 +1,6 @@
-"""The local Hugging Face cache: where it is, the snapshot of a revision, what of a model is in it; no network, no torch.
+"""The local Hugging Face cache: its folder, the snapshot of a revision, the files of a model in it; no network, no torch.
 
-HF_HUB_CACHE/models--owner--name/refs/main             the commit that a branch or a tag was when it was last downloaded
+HF_HUB_CACHE/models--owner--name/refs/main             the commit of a branch or a tag at its last download
                                 /snapshots/COMMIT/...  links to
                                 /blobs/CHECKSUM        the files themselves
 """
@@ -34,7 +34,7 @@ _FOLDER = "models--"
 
 
 def cache_folder() -> Path:
-    """Where the client of the Hub keeps its files, by the variables that it reads."""
+    """Return the folder of the Hub's client, from the variables that it reads."""
     folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if not folder:
         home = os.environ.get("HF_HOME")
@@ -44,18 +44,18 @@ def cache_folder() -> Path:
 
 
 def is_offline() -> bool:
-    """Whether somebody has forbidden the network, as the client reads it."""
+    """Return True if a variable of the client forbids the network."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.lower() in _TRUE
 
 
 def repo_folder(repo: str) -> Path:
-    """The cache's folder of a repository, whether it exists or not."""
+    """Return the cache's folder of a repository, whether it exists or not."""
     return cache_folder() / f"{_FOLDER}{repo.replace('/', '--')}"
 
 
 def cached_repos() -> Iterator[str]:
-    """Every owner/name of which the cache holds something."""
+    """List every owner/name in the cache."""
     try:
         names = sorted(entry.name for entry in os.scandir(cache_folder()))
     except OSError:
@@ -68,18 +68,16 @@ def cached_repos() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One commit of a repository, as far as it was downloaded."""
+    """The downloaded files of one commit, and the links whose file is gone."""
 
     folder: Path
     commit: str
     files: frozenset[str]
-    """Paths of what is there."""
     broken: tuple[str, ...]
-    """Links whose file is gone."""
 
 
 def find_snapshot(name: HubName) -> Snapshot | None:
-    """What the cache has of a revision; None where it has nothing."""
+    """Return the cached snapshot of a revision, or None."""
     folder = repo_folder(name.repo)
     commit = _commit(folder, name.wanted_revision)
     if commit is None or not (folder / "snapshots" / commit).is_dir():
@@ -88,7 +86,7 @@ def find_snapshot(name: HubName) -> Snapshot | None:
 
 
 def read_snapshot(folder: Path) -> Snapshot:
-    """What is in the folder of a snapshot, links followed."""
+    """List the folder of a snapshot, following links."""
     files: set[str] = set()
     broken: list[str] = []
     for path in _walk(folder, MAX_DEPTH):
@@ -107,7 +105,7 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def known_revisions(repo: str) -> tuple[str, ...]:
-    """Commits of which the cache has a snapshot, and names that lead to one."""
+    """List the refs with a snapshot in the cache, then the commits without a ref."""
     folder = repo_folder(repo)
     try:
         commits = {path.name for path in (folder / "snapshots").iterdir() if COMMIT.fullmatch(path.name)}
@@ -120,7 +118,7 @@ def known_revisions(repo: str) -> tuple[str, ...]:
 
 
 def _commit(folder: Path, revision: str) -> str | None:
-    """The commit that a revision was when it was last asked for."""
+    """Return the commit of a revision at its last download; a short hash works if it is unique."""
     if COMMIT.fullmatch(revision):
         return revision
     commit = _read_ref(folder / "refs" / revision)
@@ -143,18 +141,18 @@ def _read_ref(path: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a snapshot has of a model: where to open it, and what is still missing."""
+    """The files of a model in a snapshot: the path to open, and what is still missing."""
 
     path: Path
     """The snapshot's folder, or the first GGUF file in it."""
     missing: tuple[str, ...] = ()
-    """Files without which it does not open, in words where their names are not known."""
+    """Required files that are absent, or a description if their names are unknown."""
     others: tuple[str, ...] = ()
-    """Tags of other quantizations beside it, where none was asked for."""
+    """Tags of other quantizations beside it, if the name has none."""
 
 
 def find_config(snapshot: Snapshot, name: HubName) -> Path | None:
-    """What a plan is read from: the folder of a config.json, or a GGUF file."""
+    """Return what a plan is read from: the folder of a config.json, or a GGUF file."""
     if name.is_gguf or (CONFIG_FILE not in snapshot.files and gguf_models(snapshot.files)):
         found = find_files(snapshot, name, "gguf")
         return None if found.missing else found.path
@@ -162,7 +160,7 @@ def find_config(snapshot: Snapshot, name: HubName) -> Path | None:
 
 
 def find_files(snapshot: Snapshot, name: HubName, load_format: str) -> Found:
-    """What is needed to open a model, as far as the snapshot itself can tell."""
+    """Find the files that opening a model needs, as far as the snapshot itself shows."""
     names = {*snapshot.files, *snapshot.broken}
     if takes_gguf(name, names, load_format):
         try:
@@ -183,13 +181,13 @@ def find_files(snapshot: Snapshot, name: HubName, load_format: str) -> Found:
 
 
 def find_tokenizer(snapshot: Snapshot) -> Found:
-    """The same for a tokenizer alone."""
+    """Like `find_files`, for a tokenizer alone."""
     needed = {TOKENIZER_FILE, *(file for file in SETTINGS_FILES if file in snapshot.broken)}
     return Found(snapshot.folder, tuple(sorted(needed - snapshot.files)))
 
 
 def _shards(snapshot: Snapshot) -> tuple[str, ...]:
-    """Files that the index names; none where there is no index, or one that the opening will refuse."""
+    """Return the files of the index; none without an index, or with one that opening will refuse."""
     if INDEX_FILE not in snapshot.files:
         return ()
     try:
@@ -199,7 +197,7 @@ def _shards(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def write_ref(repo: str, revision: str, commit: str) -> None:
-    """Note which commit a branch or a tag is, once all of it is there."""
+    """Record the commit of a branch or a tag, once all of it is there."""
     if revision == commit or not COMMIT.fullmatch(commit):
         return
     path = repo_folder(repo) / "refs" / (revision or MAIN)

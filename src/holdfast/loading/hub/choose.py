@@ -21,16 +21,16 @@ SETTINGS_FILES = (
     "chat_template.jinja",
     *POOLING_FILES,
 )
-"""All that is read beside weights."""
+"""Every file that is read beside weights."""
 PREFERRED_TAGS = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0")
-"""Where a repository has several quantizations and none is named, the first of these that it has."""
+"""Default among several quantizations: the first of these that a repository has."""
 _PARTS = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})", re.IGNORECASE)
 _TAG = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:[IT]?Q[0-9][A-Z0-9_]*|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4))$", re.IGNORECASE
 )
 _NO_MODEL = re.compile(r"(?:mmproj|imatrix)", re.IGNORECASE)
 MAX_TAGS = 12
-"""Tags that a message lists."""
+"""Most tags in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class GGUFModel:
 
     @property
     def tag(self) -> str:
-        """Q4_K_M and the like, from the file's name or its folder's; nothing where neither says."""
+        """Q4_K_M and the like, from the name of the file or its folder; empty if neither has one."""
         *folders, name = self.stem.split("/")
         match = _TAG.search(name) or next((found for part in folders[::-1] if (found := _TAG.search(part))), None)
         return match[1].upper() if match else ""
@@ -55,13 +55,13 @@ class GGUFModel:
         return len(self.files) == self.num_parts
 
     def is_called(self, tag: str) -> bool:
-        """Whether a person who writes this tag means it."""
+        """Return True if this tag, as users write it, means the model."""
         stem, wanted = self.stem.lower(), tag.lower()
         return self.tag.lower() == wanted or (stem.endswith(wanted) and stem[: -len(wanted)][-1:] in ("-", ".", "/"))
 
 
 def gguf_models(names: Iterable[str]) -> tuple[GGUFModel, ...]:
-    """Every GGUF model among files; projectors of images and importance matrices are none."""
+    """Find every GGUF model among files; image projectors and importance matrices are none."""
     found: dict[tuple[str, int], dict[int, str]] = {}
     for name in names:
         if not name.lower().endswith(".gguf") or _NO_MODEL.search(name.rpartition("/")[2]):
@@ -77,15 +77,14 @@ def gguf_models(names: Iterable[str]) -> tuple[GGUFModel, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GGUFChoice:
-    """The GGUF model that is taken, and what else there was to take."""
+    """The chosen GGUF model, and the tags of the others if the name has none."""
 
     model: GGUFModel
     others: tuple[str, ...] = ()
-    """Tags of those that were not asked about."""
 
 
 def choose_gguf(name: HubName, models: Collection[GGUFModel], where: str) -> GGUFChoice:
-    """The model that a name means among those that there are; an error lists them."""
+    """Choose the model that a name means; an error lists those that there are."""
     if name.file is not None:
         wanted = [model for model in models if name.file in model.files]
     elif name.tag is not None:
@@ -102,15 +101,13 @@ def choose_gguf(name: HubName, models: Collection[GGUFModel], where: str) -> GGU
         return GGUFChoice(best, tuple(dict.fromkeys(others)))
     tags = list(dict.fromkeys(model.tag or model.stem for model in models))
     more = f" and {len(tags) - MAX_TAGS} more" if len(tags) > MAX_TAGS else ""
-    raise ModelNotFoundError(
-        f"model '{name.text}' was asked for",
-        f"{where} has {', '.join(tags[:MAX_TAGS])}{more}" if tags else f"{where} has no GGUF file",
-        f"write {name.repo}:{tags[0]}" if tags else f"write {name.repo} for its safetensors",
-    )
+    found = f"{', '.join(tags[:MAX_TAGS])}{more}" if tags else "no GGUF file"
+    example = f"{name.repo}:{tags[0]}" if tags else f"{name.repo} for its safetensors"
+    raise ModelNotFoundError("hub.no_quantization", model=name.text, where=where, found=found, example=example)
 
 
 def preferred_tag(models: Sequence[GGUFModel]) -> str:
-    """The quantization to advise where none is named: one that many take, else the first; nothing where there is none."""
+    """Return the quantization to suggest: a common one, else the first; empty without models."""
     usual = (tag for tag in PREFERRED_TAGS if _has(models, tag))
     return next(usual, models[0].tag if models else "")
 
@@ -120,25 +117,25 @@ def _has(models: Collection[GGUFModel], tag: str) -> bool:
 
 
 def has_folder_weights(names: Collection[str]) -> bool:
-    """Whether files are a model in a folder: safetensors, or what was saved quantized."""
+    """Return True if files are a model in a folder: safetensors, or weights that were saved quantized."""
     return any(file in names for file in (SINGLE_FILE, INDEX_FILE, MANIFEST_FILE))
 
 
 def takes_gguf(name: HubName, names: Collection[str], load_format: str = "auto") -> bool:
-    """Whether a GGUF file of the repository is meant, not its folder."""
+    """Return True if a GGUF file of the repository is meant, not its folder."""
     if name.is_gguf or load_format == "gguf":
         return True
     return load_format in ("auto", "dummy") and not has_folder_weights(names) and bool(gguf_models(names))
 
 
 def settings_files(names: Collection[str]) -> tuple[str, ...]:
-    """The small files of a folder."""
+    """Return the small files of a folder."""
     return tuple(file for file in SETTINGS_FILES if file in names)
 
 
 def weight_files(names: Collection[str], shards: Collection[str]) -> tuple[str, ...]:
-    """The weights of a folder; `shards` are what its index names, where it has one."""
-    if MANIFEST_FILE in names:  # saved quantized: whatever lies beside the manifest belongs to it
+    """Return the weight files of a folder; `shards` are those that its index names."""
+    if MANIFEST_FILE in names:  # saved quantized: every file beside the manifest belongs to it
         kept = (MANIFEST_FILE, *(name for name in sorted(names) if name.endswith(".safetensors") and "/" not in name))
         return tuple(dict.fromkeys(kept))
     if SINGLE_FILE in names:
@@ -147,18 +144,10 @@ def weight_files(names: Collection[str], shards: Collection[str]) -> tuple[str, 
 
 
 def refuse_without_weights(name: HubName, names: Collection[str]) -> None:
-    """An error for a repository that has nothing to run, before anything of it is downloaded."""
+    """Refuse a repository without loadable weights, before anything of it is downloaded."""
     if has_folder_weights(names):
         return
     pickles = sorted(file for file in names if file.endswith(PICKLE_ENDINGS))
     if pickles:
-        raise UnsupportedModelError(
-            f"model '{name.text}' was asked for",
-            f"the Hub has its weights as {listed(pickles)} alone, and such files run code when they are opened",
-            "look for a copy in safetensors or GGUF",
-        )
-    raise ModelNotFoundError(
-        f"model '{name.text}' was asked for",
-        f"the Hub has neither {SINGLE_FILE} nor {INDEX_FILE} nor a GGUF file of it",
-        "name a model in one of these formats",
-    )
+        raise UnsupportedModelError("weights.pickle", path=f"{name.text} ({listed(pickles)})")
+    raise ModelNotFoundError("hub.no_weights", model=name.text, single=SINGLE_FILE, index=INDEX_FILE)

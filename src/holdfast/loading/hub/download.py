@@ -1,7 +1,7 @@
-"""Downloads from the Hugging Face Hub with its own client: only files that are needed, counted, with room checked first; no torch.
+"""Downloads from the Hugging Face Hub with its own client: only needed files, counted, with disk space checked first; no torch.
 
-The client, huggingface_hub, is an extra that is imported here and nowhere else, when something has to be fetched. It
-resumes where a connection is cut, and does not fetch again what an earlier download has finished.
+The client, huggingface_hub, is an extra. It is imported only here, when a file has to be fetched. It resumes broken
+downloads and skips files that an earlier download has finished.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -47,44 +46,44 @@ CLIENT = "huggingface_hub"
 INSTALL = "pip install huggingface_hub"
 SITE = "https://huggingface.co"
 PATIENCE_SECONDS = 10.0
-"""How long the list of a repository's files may take."""
+"""Timeout for the list of a repository's files."""
 SHORT_PATIENCE_SECONDS = 3.0
-"""The same for a plan, which should answer at once."""
+"""Timeout for a plan, which should answer at once."""
 NUM_WORKERS = 8
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_TO_STOP = 2.0
 _LEFTOVER = re.compile(r"\.[0-9a-f]{8}\.incomplete")
-"""The end of a partial file that no later download takes up again."""
+"""End of a partial file that no later download resumes."""
 
 
 class Download(NamedTuple):
-    """What is about to be fetched."""
+    """Files that are about to be fetched, and their size in all."""
 
     name: str
     num_files: int
     num_bytes: int
-    """Of all these files."""
     folder: Path
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
+        """One line for the log."""
         files = "1 file" if self.num_files == 1 else f"{self.num_files} files"
         return f"{self.name}: {files}, {format_bytes(self.num_bytes)}, into {self.folder}"
 
 
 Watch = Callable[[Download], AbstractContextManager[Callable[[int], None]]]
-"""Shows a download to whoever waits; what it gives is told the bytes that are on disk, again and again."""
+"""Shows a download: its context yields a function that receives the bytes on disk, again and again."""
 CheckConfig = Callable[[Path], object]
-"""Raises where the config.json in a folder describes what does not run, before weights are fetched."""
+"""Raises if the config.json in a folder does not run, before weights are fetched."""
 
 
 def unwatched(download: Download) -> AbstractContextManager[Callable[[int], None]]:
-    """Nobody waits; the log has a line."""
+    """Watch nothing; the log has a line."""
     return nullcontext(lambda num_bytes: None)
 
 
 def why_not() -> str | None:
-    """Why nothing can be downloaded, in words; None where it can."""
+    """Return the reason why nothing can be downloaded; None if it can."""
     if is_offline():
         return "HF_HUB_OFFLINE forbids the network"
     if importlib.util.find_spec(CLIENT) is None:
@@ -93,35 +92,32 @@ def why_not() -> str | None:
 
 
 class _File(NamedTuple):
-    """A file of a repository as the Hub lists it."""
+    """A file of a repository as the Hub lists it; `blob` is its name in the cache's folder of blobs."""
 
     name: str
     num_bytes: int
     blob: str
-    """Its name in the cache's folder of blobs."""
 
 
 def fetch_config(name: HubName) -> Path:
-    """A snapshot with a config.json and nothing else, for a plan."""
-    if not _answers():  # the client takes longer to import than a plan takes
-        raise _unreachable(name)
+    """Fetch a snapshot with a config.json and nothing else, for a plan."""
+    if not _answers():  # importing the client takes longer than a plan
+        raise hub_error(name, ConnectionError())
     with _quiet_client():
         repo = _Repository(name, SHORT_PATIENCE_SECONDS)
         if CONFIG_FILE not in repo.files:
-            models = gguf_models(repo.files)
-            get = replace(name, tag=preferred_tag(models) or None).download
-            raise ModelNotFoundError(
-                f"a plan of '{name.text}' was asked for",
-                f"the Hub has no {CONFIG_FILE} of it" + (", only GGUF files" if models else ""),
-                f"plan the model that it was made from{f', or download it: {get}' if models else ''}",
-            )
+            error = ModelNotFoundError("hub.no_config", model=name.text)
+            if models := gguf_models(repo.files):
+                get = replace(name, tag=preferred_tag(models) or None).download
+                error.hinting(f"It has only GGUF files: download one with {get}.")
+            raise error
         folder = repo.fetch((CONFIG_FILE,), unwatched)
         repo.note()
         return folder
 
 
 def fetch_tokenizer(name: HubName, watch: Watch) -> Path:
-    """A snapshot with a tokenizer and nothing else."""
+    """Fetch a snapshot with a tokenizer and nothing else."""
     with _quiet_client():
         repo = _Repository(name)
         folder = repo.fetch(tuple(file for file in settings_files(repo.files) if file != CONFIG_FILE), watch)
@@ -130,22 +126,18 @@ def fetch_tokenizer(name: HubName, watch: Watch) -> Path:
 
 
 def fetch_model(name: HubName, load_format: str, watch: Watch, check_config: CheckConfig) -> Path:
-    """The snapshot's folder, or the first GGUF file in it, with all that is needed to open it."""
+    """Fetch all files of a model; return the snapshot's folder, or the first GGUF file in it."""
     with _quiet_client():
         repo = _Repository(name)
         if takes_gguf(name, repo.files, load_format):
             choice = choose_gguf(name, gguf_models(repo.files), "the Hub")
-            if not choice.model.is_whole:
-                raise ModelNotFoundError(
-                    f"model '{name.text}' was asked for",
-                    f"the Hub has {len(choice.model.files)} of its {choice.model.num_parts} parts",
-                    "name another quantization",
-                )
-            if choice.others:
-                log.warning(
-                    "%s: %s is taken; %s has also %s", name.text, choice.model.tag, name.repo, ", ".join(choice.others)
-                )
-            path = repo.fetch(choice.model.files, watch) / choice.model.files[0]
+            model, others = choice.model, choice.others
+            if not model.is_whole:
+                have, count = len(model.files), model.num_parts
+                raise ModelNotFoundError("hub.missing_parts", model=name.text, have=have, count=count)
+            if others:
+                log.warning("%s: using %s; %s also has %s", name.text, model.tag, name.repo, ", ".join(others))
+            path = repo.fetch(model.files, watch) / model.files[0]
         else:
             path = _fetch_folder(repo, load_format, watch, check_config)
         repo.note()
@@ -153,7 +145,7 @@ def fetch_model(name: HubName, load_format: str, watch: Watch, check_config: Che
 
 
 def _fetch_folder(repo: _Repository, load_format: str, watch: Watch, check_config: CheckConfig) -> Path:
-    """The few bytes first that say whether the rest is of any use, and what the rest is."""
+    """Fetch the settings and the index first: they decide whether the weights are of any use, and which there are."""
     is_dummy = load_format == "dummy"
     if not is_dummy:
         refuse_without_weights(repo.name, repo.files)
@@ -161,13 +153,6 @@ def _fetch_folder(repo: _Repository, load_format: str, watch: Watch, check_confi
     folder = repo.fetch((CONFIG_FILE, *((INDEX_FILE,) if needs_index else ())), unwatched)
     check_config(folder)
     shards = sorted(set(read_index(folder).values())) if needs_index else []
-    absent = [shard for shard in shards if shard not in repo.files]
-    if absent:
-        raise ModelNotFoundError(
-            f"model '{repo.name.text}' was asked for",
-            f"its index names {len(absent)} files that the Hub does not have, such as {absent[0]}",
-            "name another model or revision",
-        )
     weights = () if is_dummy else weight_files(repo.files, shards)
     return repo.fetch((*settings_files(repo.files), *weights), watch)
 
@@ -182,50 +167,41 @@ class _Repository:
         self._hub = huggingface_hub
         self._endpoint = os.environ.get("HF_ENDPOINT") or None
         api = huggingface_hub.HfApi(endpoint=self._endpoint)
-
-        def ask() -> ModelInfo:
-            return api.model_info(
-                name.repo, revision=name.wanted_revision, files_metadata=True, timeout=patience_seconds
-            )
-
+        options = {"revision": name.wanted_revision, "files_metadata": True, "timeout": patience_seconds}
         try:
-            info = _bounded(ask, 2 * patience_seconds)
+            info: ModelInfo = _bounded(lambda: api.model_info(name.repo, **options), 2 * patience_seconds)
         except Exception as error:
-            raise told(name, error) from error
+            raise hub_error(name, error) from error
         assert info.sha is not None, f"the Hub lists {name.repo} without a commit"
         self.commit: str = info.sha
         self.files: Mapping[str, _File] = {file.name: file for file in map(_file, info.siblings or ())}
         _refuse_gguf_architecture(name, getattr(info, "gguf", None), self.files)
 
     def fetch(self, names: Sequence[str], watch: Watch) -> Path:
-        """Make sure that these files are there; the folder of the snapshot."""
+        """Fetch the files that are not cached yet; return the folder of the snapshot."""
         missing = next((name for name in names if name not in self.files), None)
         if missing is not None:
-            raise ModelNotFoundError(
-                f"model '{self.name.text}' was asked for", f"the Hub has no {missing} of it", "name another model"
-            )
+            raise ModelNotFoundError("hub.missing_file", model=self.name.text, file=missing)
         storage = repo_folder(self.name.repo)
         folder = storage / "snapshots" / self.commit
         wanted = [self.files[name] for name in names if not (folder / name).is_file()]
         if wanted:
             download = Download(self.name.text, len(wanted), sum(file.num_bytes for file in wanted), cache_folder())
-            _check_room(download, wanted, storage)
-            log.info("downloading %s", download.words)
-            with watch(download) as tell:
-                self._fetch_all(wanted, storage, tell)
+            _check_space(download, wanted, storage)
+            log.info("downloading %s", download.summary)
+            with watch(download) as show:
+                self._fetch_all(wanted, storage, show)
         absent = [name for name in names if name not in read_snapshot(folder).files] if folder.is_dir() else list(names)
         if absent:
-            raise ModelNotFoundError(
-                f"model '{self.name.text}' was downloaded", f"{absent[0]} is not in {folder}", "try again"
-            )
+            raise ModelNotFoundError("hub.not_downloaded", model=self.name.text, file=absent[0], folder=folder)
         return folder
 
     def note(self) -> None:
-        """The revision is this commit from now on, for whoever asks the cache; not before all of it is there."""
+        """Record that the revision is this commit, once all of it is there."""
         write_ref(self.name.repo, self.name.wanted_revision, self.commit)
 
-    def _fetch_all(self, files: Sequence[_File], storage: Path, tell: Callable[[int], None]) -> None:
-        """Several at a time, in threads that end with the process; what was cut short leaves nothing behind."""
+    def _fetch_all(self, files: Sequence[_File], storage: Path, show: Callable[[int], None]) -> None:
+        """Fetch several at a time, in daemon threads; remove the partial files of those that hang."""
         stop, errors = threading.Event(), list[BaseException]()
         waiting = iter(files)
         lock = threading.Lock()
@@ -245,7 +221,7 @@ class _Repository:
                 ended.set()
 
         before = set(_partial_files(storage))
-        # Not Thread.join: interrupted by Ctrl-C, Python 3.11 takes the thread for one that has ended.
+        # Not Thread.join: after Ctrl-C, Python 3.11 takes the thread for one that has ended.
         ends = [threading.Event() for _ in files[:NUM_WORKERS]]
         threads = [threading.Thread(target=work, args=(ended,), daemon=True) for ended in ends]
         started: list[threading.Event] = []
@@ -255,10 +231,10 @@ class _Repository:
                 started.append(ended)
             while working := [ended for ended in ends if not ended.is_set()]:
                 working[0].wait(SECONDS_BETWEEN_LOOKS)
-                tell(sum(_bytes_there(file, storage) for file in files))
+                show(sum(_bytes_there(file, storage) for file in files))
         finally:
             stop.set()
-            hanging = True  # whoever presses Ctrl-C again does not wait
+            hanging = True  # a second Ctrl-C does not wait
             try:
                 last_moment = time.monotonic() + SECONDS_TO_STOP
                 hanging = not all(ended.wait(max(last_moment - time.monotonic(), 0.0)) for ended in started)
@@ -269,32 +245,27 @@ class _Repository:
                         partial.unlink(missing_ok=True)
         if errors:
             first = next((error for error in errors if not isinstance(error, _StoppedError)), errors[0])
-            raise told(self.name, first) from first
+            raise hub_error(self.name, first) from first
 
     def _fetch_one(self, file: str, stop: threading.Event) -> None:
+        import inspect
+
         options: dict[str, object] = {
             "revision": self.commit,
             "cache_dir": str(cache_folder()),
             "endpoint": self._endpoint,
         }
-        if _takes_bars(self._hub):
+        if "tqdm_class" in inspect.signature(self._hub.hf_hub_download).parameters:  # older clients draw their own bars
             options["tqdm_class"] = _silent_bar(stop)
         self._hub.hf_hub_download(self.name.repo, file, **options)  # type: ignore[arg-type]
 
 
 class _StoppedError(Exception):
-    """Another file failed, or somebody pressed Ctrl-C."""
-
-
-def _takes_bars(hub: ModuleType) -> bool:
-    """Older clients draw their own."""
-    import inspect
-
-    return "tqdm_class" in inspect.signature(hub.hf_hub_download).parameters
+    """Another file failed, or the user pressed Ctrl-C."""
 
 
 def _silent_bar(stop: threading.Event) -> type:
-    """A bar of the client's kind that draws nothing, and ends the download of its file when all are to stop."""
+    """Return a bar of the client's kind that draws nothing, and ends the download of its file when `stop` is set."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class SilentBar(tqdm):  # type: ignore[misc]
@@ -311,7 +282,7 @@ def _silent_bar(stop: threading.Event) -> type:
 
 @contextmanager
 def _quiet_client() -> Iterator[None]:
-    """Its own bars and remarks are held back: what is wrong is told once, in one line."""
+    """Mute the client's own bars and log lines: an error is reported once, in one line."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -319,7 +290,7 @@ def _quiet_client() -> Iterator[None]:
         logging,
     )
 
-    # Where somebody has settled that by a variable, the client warns about a change.
+    # If the variable is set, the client warns about a change.
     is_settled = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is not None
     level, had_bars = logging.get_verbosity(), not is_settled and not are_progress_bars_disabled()
     logging.set_verbosity_error()
@@ -333,14 +304,14 @@ def _quiet_client() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _bounded(ask: Callable[[], Answer], seconds: float) -> Answer:
-    """The answer to a question that may hang where no timeout reaches, as in the resolution of a name."""
+def _bounded(request: Callable[[], Answer], seconds: float) -> Answer:
+    """Run a request that may hang where no timeout reaches, as in the resolution of a name."""
     answers: list[Answer] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            answers.append(ask())
+            answers.append(request())
         except BaseException as error:
             errors.append(error)
 
@@ -357,9 +328,8 @@ def _bounded(ask: Callable[[], Answer], seconds: float) -> Answer:
 def _file(sibling: RepoSibling) -> _File:
     lfs = getattr(sibling, "lfs", None)
     sha256 = getattr(lfs, "sha256", None) or (lfs.get("sha256") if isinstance(lfs, dict) else None)
-    return _File(
-        sibling.rfilename, getattr(sibling, "size", None) or 0, sha256 or getattr(sibling, "blob_id", None) or ""
-    )
+    blob = sha256 or getattr(sibling, "blob_id", None) or ""
+    return _File(sibling.rfilename, getattr(sibling, "size", None) or 0, blob)
 
 
 def _partial_files(storage: Path) -> list[Path]:
@@ -367,7 +337,7 @@ def _partial_files(storage: Path) -> list[Path]:
 
 
 def _bytes_there(file: _File, storage: Path) -> int:
-    """Bytes of a file that are on disk, whole or in part."""
+    """Return the bytes of a file that are on disk, whole or in part."""
     if not file.blob:
         return 0
     try:
@@ -384,8 +354,8 @@ def _bytes_there(file: _File, storage: Path) -> int:
     return max(sizes)
 
 
-def _check_room(download: Download, files: Sequence[_File], storage: Path) -> None:
-    """Refuse before the first byte what would fill the disk."""
+def _check_space(download: Download, files: Sequence[_File], storage: Path) -> None:
+    """Refuse a download that would fill the disk, before the first byte."""
     whole = [file for file in files if (storage / "blobs" / file.blob).is_file()] if storage.is_dir() else []
     needed = download.num_bytes - sum(file.num_bytes for file in whole)
     place = next((path for path in (download.folder, *download.folder.absolute().parents) if path.is_dir()), Path("/"))
@@ -394,15 +364,12 @@ def _check_room(download: Download, files: Sequence[_File], storage: Path) -> No
     except OSError:
         return
     if needed > free:
-        raise ModelNotFoundError(
-            f"model '{download.name}' was asked for, of which {format_bytes(needed)} are to be downloaded",
-            f"{download.folder} has room for {format_bytes(free)}",
-            "make room, or set HF_HUB_CACHE to a folder on a larger disk",
-        )
+        sizes = {"needed": format_bytes(needed), "free": format_bytes(free)}
+        raise ModelNotFoundError("hub.no_space", model=download.name, folder=download.folder, **sizes)
 
 
 def _refuse_gguf_architecture(name: HubName, gguf: object, files: Collection[str]) -> None:
-    """The Hub knows the architecture of most GGUF files, so that one that does not run need not be fetched."""
+    """Refuse an unsupported architecture before fetching: the Hub knows that of most GGUF files."""
     from holdfast.loading.gguf.config import ARCHITECTURES, refuse_architecture
 
     arch = gguf.get("architecture") if isinstance(gguf, dict) else None
@@ -410,60 +377,49 @@ def _refuse_gguf_architecture(name: HubName, gguf: object, files: Collection[str
         raise refuse_architecture(arch, name.text)
 
 
-def told(name: HubName, error: BaseException) -> ModelError:
-    """What went wrong between here and the Hub, in one line that says what to do."""
-    asked, page = f"model '{name.text}' was asked for", f"{os.environ.get('HF_ENDPOINT') or SITE}/{name.repo}"
-    kinds = {kind.__name__ for one in _chain(error) for kind in type(one).__mro__}
-    status = next((code for one in _chain(error) if (code := _status(one)) is not None), None)
+_CODES_BY_KIND = {
+    "GatedRepoError": "hub.gated",
+    "RepositoryNotFoundError": "hub.not_found",
+    "RevisionNotFoundError": "hub.no_revision",
+    "FileMetadataError": "hub.not_the_hub",
+    "EntryNotFoundError": "hub.no_file",
+}
+"""Classes of the client's errors; the first that an error or its causes have decides."""
+_CODES_BY_STATUS = {401: "hub.not_found", 403: "hub.forbidden", 429: "hub.too_many_requests"}
+_CODES_BY_WORD = {
+    "Timeout": "hub.timeout",
+    **dict.fromkeys(("Connect", "Proxy", "SSL", "Network"), "hub.unreachable"),
+    **dict.fromkeys(("Protocol", "ReadError"), "hub.broken_connection"),
+}
+"""Parts of the names of network errors."""
+
+
+def hub_error(name: HubName, error: BaseException) -> ModelError:
+    """Turn an error between here and the Hub into one line with the fix."""
     if isinstance(error, ModelError):
         return error
-    if "GatedRepoError" in kinds:
-        has = "the Hub gives it only to those who have agreed to its terms"
-        return UnsupportedModelError(asked, has, f"agree on {page}, then run hf auth login, or set HF_TOKEN")
-    if "RepositoryNotFoundError" in kinds or status == 401:
-        has = "the Hub has no such model, or shows it only to those who may see it"
-        return ModelNotFoundError(
-            asked, has, "check owner and name, and for a private one run hf auth login or set HF_TOKEN"
-        )
-    if "RevisionNotFoundError" in kinds:
-        has = f"{name.repo} has no revision {name.wanted_revision}"
-        return ModelNotFoundError(asked, has, f"name a branch, a tag or a commit of {page}/commits/main")
-    if "FileMetadataError" in kinds:
-        has = f"{page} does not answer as the Hub does"
-        return ModelNotFoundError(asked, has, "check HF_ENDPOINT, and proxies on the way")
-    if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
-        return ModelNotFoundError(asked, "the Hub lists a file of it that it does not give", "try again later")
-    if status == 403:
-        return ModelNotFoundError(
-            asked, "the Hub refuses it to this token", f"ask for access on {page}, or set HF_TOKEN"
-        )
-    if status == 429:
-        return ModelNotFoundError(asked, "the Hub answers too many requests", "wait, or run hf auth login for more")
-    if status is not None:
-        return ModelNotFoundError(asked, f"the Hub answers with HTTP {status}", "try again later")
-    where = os.environ.get("HF_ENDPOINT") or SITE
-    if any("Timeout" in kind for kind in kinds):
-        has = f"{where} does not answer in time"
-        return ModelNotFoundError(asked, has, "check the network and try again: what is downloaded stays")
-    if any(word in kind for kind in kinds for word in ("Connect", "Proxy", "SSL", "Network")):
-        return _unreachable(name)
-    if any(word in kind for kind in kinds for word in ("Protocol", "ReadError")):
-        has = f"{where} broke the connection off, again and again"
-        return ModelNotFoundError(asked, has, "check the network and try again: files that are whole stay")
+    chain = list(_chain(error))
+    kinds = {kind.__name__ for one in chain for kind in type(one).__mro__}
+    if "LocalEntryNotFoundError" in kinds:
+        kinds.discard("EntryNotFoundError")
+    statuses = (getattr(getattr(one, "response", None), "status_code", None) for one in chain)
+    status = next((status for status in statuses if isinstance(status, int)), None)
+    code = next((code for kind, code in _CODES_BY_KIND.items() if kind in kinds), None)
+    if code is None and status is not None:
+        code = _CODES_BY_STATUS.get(status, "hub.http_error")
+    if code is None:
+        words = (code for word, code in _CODES_BY_WORD.items() if any(word in kind for kind in kinds))
+        code = next(words, "hub.failed")
+    endpoint = os.environ.get("HF_ENDPOINT") or SITE
     reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return ModelNotFoundError(asked, f"the download failed: {reason}", "try again: what is downloaded stays")
-
-
-def _unreachable(name: HubName) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"model '{name.text}' was asked for",
-        f"{os.environ.get('HF_ENDPOINT') or SITE} cannot be reached, and the cache does not have it",
-        f"check the network, or run {name.download} where there is one",
-    )
+    values = {"repo": name.repo, "page": f"{endpoint}/{name.repo}", "endpoint": endpoint, "status": status}
+    values |= {"revision": name.wanted_revision, "download": name.download, "reason": reason}
+    kind = UnsupportedModelError if code == "hub.gated" else ModelNotFoundError
+    return kind(code, model=name.text, **values)
 
 
 def _answers() -> bool:
-    """Whether anything listens where the Hub should be; behind a proxy the client alone can tell."""
+    """Return True if a server listens at the Hub's address; with a proxy only the client can find out."""
     from urllib.request import getproxies
 
     if getproxies():
@@ -487,8 +443,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
             return
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _status(error: BaseException) -> int | None:
-    code = getattr(getattr(error, "response", None), "status_code", None)
-    return code if isinstance(code, int) else None

@@ -1,8 +1,8 @@
-"""Moves fill every row once, which is proved; what is wrong with a checkpoint is found from headers and said; no torch."""
+"""Proves that moves fill every row once, and refuses wrong checkpoints from their headers; no torch."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
 from holdfast.loading.planning.moves import BYTES, SIGNED_BYTES, Choice, Move, PlannedWeight
@@ -14,7 +14,7 @@ from holdfast.quant.weight_schemes import FP8, SCALE_SUFFIX, WeightScheme
 
 
 class Filled(NamedTuple):
-    """The rows [start, end) of a tensor, and what fills them."""
+    """The rows [start, end) of a tensor, and the tensor that fills them."""
 
     start: int
     end: int
@@ -22,7 +22,7 @@ class Filled(NamedTuple):
 
 
 def uncovered(filled: Iterable[Filled], num_rows: int) -> str | None:
-    """None, or which rows are filled by none or by two, in words."""
+    """Describe the rows that are filled by none or by two; None if there are none."""
     row, last = 0, ""
     for start, end, by in sorted(filled):
         if end <= start:
@@ -38,7 +38,7 @@ def uncovered(filled: Iterable[Filled], num_rows: int) -> str | None:
 
 
 def check_coverage(weights: Iterable[PlannedWeight], moves: Iterable[Move]) -> None:
-    """The moves fill every row of every plane once, in full width, and nothing else."""
+    """Check that the moves fill every row of every plane once, in full width, and nothing else."""
     filled: dict[str, list[Filled]] = {}
     widths: dict[str, set[int]] = {}
     for move in moves:
@@ -61,16 +61,14 @@ def check_coverage(weights: Iterable[PlannedWeight], moves: Iterable[Move]) -> N
 
 
 def check_sources(moves: Iterable[Move], shared: frozenset[str]) -> None:
-    """No element of a checkpoint tensor is taken twice; `shared` names targets that may: scales for several blocks."""
-    taken: dict[str, list[Move]] = {}
+    """Check that no element of a checkpoint tensor is used twice, except for `shared`: scales for several blocks."""
+    by_tensor: dict[str, list[Move]] = {}
     for move in moves:
         if move.target not in shared:
-            taken.setdefault(move.tensor, []).append(move)
-    for tensor, takers in taken.items():
-        if len(takers) == 1:
-            continue
+            by_tensor.setdefault(move.tensor, []).append(move)
+    for tensor, users in by_tensor.items():
         reaching: list[Move] = []
-        for move in sorted(takers, key=lambda move: move.part.row_range):
+        for move in sorted(users, key=lambda move: move.part.row_range) if len(users) > 1 else ():
             start, (left, right) = move.part.row_range[0], move.part.column_range
             reaching = [other for other in reaching if start < other.part.row_range[1]]
             for other in reaching:
@@ -81,7 +79,7 @@ def check_sources(moves: Iterable[Move], shared: frozenset[str]) -> None:
 
 
 def _check_plane(spec: TensorSpec, filled: Sequence[Filled], widths: set[int]) -> None:
-    """Rows are as wide as what fills them; the tensor is so many of them."""
+    """Check that the tensor consists of rows as wide as those that fill it."""
     assert len(widths) == 1, f"{spec}: filled by rows of {sorted(widths) or 'no'} elements"
     (width,) = widths
     num_elements = prod(spec.shape)
@@ -92,34 +90,28 @@ def _check_plane(spec: TensorSpec, filled: Sequence[Filled], widths: set[int]) -
 
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""Types of checkpoint tensors that are converted on the way in."""
+"""Types of checkpoint tensors that are converted on load."""
 EXPONENT_DTYPE = BYTES
-"""Of scales that are exponents of two (e8m0): they are kept so, or converted to float32."""
+"""Type of scales that are exponents of two (e8m0): they stay, or become float32."""
 
 
 def refuse_missing(choices: Iterable[Choice], entries: Mapping[str, TensorEntry]) -> None:
-    """Every tensor of the chosen layouts is there."""
+    """Refuse a checkpoint that lacks a tensor of the chosen layouts."""
     wanted = dict.fromkeys(part.tensor for choice in choices for part in choice.whole_parts)
     missing = [name for name in wanted if name not in entries]
     if missing:
-        raise ModelFormatError(
-            f"{_files(entry.file for entry in entries.values())} lacks {_count(missing)}: {listed(missing)}",
-            f"the model's settings need {len(wanted)} tensors",
-            "download the model again, or correct its settings",
-        )
+        file, names = _files(entry.file for entry in entries.values()), listed(missing)
+        count, needed = len(missing), len(wanted)
+        raise ModelFormatError("weights.missing_tensors", file=file, count=count, needed=needed, tensors=names)
 
 
 def refuse_unexpected(choices: Iterable[Choice], ignorable: Set[str], entries: Mapping[str, TensorEntry]) -> None:
-    """Every tensor that is there has a place, on this rank or on another; one without elements (no shared experts) needs none."""
+    """Refuse a tensor without a place on any rank; one without elements (no shared experts) needs none."""
     placed = {part.tensor for choice in choices for part in choice.whole_parts} | ignorable
     unexpected = [entry for name, entry in entries.items() if name not in placed and prod(entry.shape)]
     if unexpected:
-        names = [entry.name for entry in unexpected]
-        raise ModelFormatError(
-            f"{_files(entry.file for entry in unexpected)} has {_count(names)} too many: {listed(names)}",
-            "the model's settings have no place for them, so it would compute something else",
-            "use weights and settings of the same model",
-        )
+        file, names = _files(entry.file for entry in unexpected), listed([entry.name for entry in unexpected])
+        raise ModelFormatError("weights.unexpected_tensors", file=file, count=len(unexpected), tensors=names)
 
 
 def refuse_wrong_tensors(
@@ -128,7 +120,7 @@ def refuse_wrong_tensors(
     entries: Mapping[str, TensorEntry],
     scale_names: Set[str] = frozenset(),
 ) -> None:
-    """Shapes and types are those that are needed; the first wrong one in the order of the source is named.
+    """Refuse the first tensor of a wrong shape or type, in the order of the source.
 
     `scale_names` are parameters that are stored scales.
     """
@@ -141,11 +133,11 @@ def refuse_wrong_tensors(
 
 
 def refuse_scheme(parameter: Parameter, parts: Iterable[Part], scheme: WeightScheme) -> None:
-    """A weight of this shape, and a rank's share of it, can be stored so."""
+    """Refuse a scheme that cannot store a weight of this shape, or a rank's share of it."""
     whole = parameter.whole or parameter
     reason = scheme.unsupported(whole.shape) or scheme.unsupported(parameter.shape)
     if reason is not None:
-        _refuse_scheme(parameter, scheme, reason)
+        raise _wrong_scheme(parameter, scheme, reason)
     for part in parts:
         if part.whole_rows is None and part.columns is None:
             continue  # no share
@@ -153,21 +145,21 @@ def refuse_scheme(parameter: Parameter, parts: Iterable[Part], scheme: WeightSch
         if any(row not in (first, last) and (row - first) % scheme.block_rows for row in part.row_range):
             start, end = part.row_range
             why = f"a rank's share of {shown(part.tensor)} is the rows {start} to {end - 1}"
-            _refuse_scheme(parameter, scheme, f"{why}, and {scheme.block_rows} rows share a scale")
+            raise _wrong_scheme(parameter, scheme, f"{why}, and {scheme.block_rows} rows share a scale")
         columns = part.column_range
         if scheme.block_columns and any(
             column != part.source_columns and column % scheme.block_columns for column in columns
         ):
             why = f"a rank's share of it is the columns {columns[0]} to {columns[1] - 1}"
-            _refuse_scheme(parameter, scheme, f"{why}, and {scheme.block_columns} columns share a scale")
+            raise _wrong_scheme(parameter, scheme, f"{why}, and {scheme.block_columns} columns share a scale")
 
 
-def _refuse_scheme(parameter: Parameter, scheme: WeightScheme, reason: str) -> NoReturn:
+def _wrong_scheme(parameter: Parameter, scheme: WeightScheme, reason: str) -> UnsupportedModelError:
     fewer = "fewer ranks, " if parameter.whole is not None else ""
-    raise UnsupportedModelError(
-        f"{parameter.name} {list(parameter.shape)} was to be stored as {scheme.name}",
-        reason,
-        f"take {fewer}quantization={FP8.name}, or quantization_ignore={parameter.name} to leave it as it is",
+    fix = f"Take {fewer}quantization={FP8.name}, or quantization_ignore={parameter.name} to leave it as it is"
+    name, shape = parameter.name, list(parameter.shape)
+    return UnsupportedModelError(
+        "weights.unsupported_scheme", weight=name, shape=shape, scheme=scheme.name, reason=reason, fix=fix
     )
 
 
@@ -179,11 +171,9 @@ def _refuse_shape(entry: TensorEntry, part: Part, parameter: Parameter) -> None:
     shapes = dict.fromkeys(
         str(list(other.shape)) for parts in layouts for other in parts if other.tensor == part.tensor
     )
-    needed = " or ".join(shapes) or str(list(part.shape))  # a tied head goes by a name that is in no layout
+    needed = " or ".join(shapes) or str(list(part.shape))  # the name of a tied head is in no layout
     raise ModelFormatError(
-        f"{entry.file}: {shown(entry.name)} has the shape {list(entry.shape)}",
-        f"the model's settings need {needed}",
-        "use weights and settings of the same model",
+        "weights.wrong_shape", file=entry.file, tensor=entry.name, shape=list(entry.shape), expected=needed
     )
 
 
@@ -194,11 +184,9 @@ def _refuse_dtype(entry: TensorEntry, dtype: str, is_scale: bool) -> None:
     if is_scale and dtype == "float32":
         wanted = (*wanted, EXPONENT_DTYPE)
     if entry.dtype not in wanted:
-        what = "scales" if is_scale else "weights"
+        reason = f"{'scales' if is_scale else 'weights'} are read from {', '.join(wanted)}"
         raise UnsupportedModelError(
-            f"{entry.file}: {shown(entry.name)} is stored as {entry.dtype}",
-            f"{what} are read from {', '.join(wanted)}" if len(wanted) > 1 else f"{dtype} is needed there",
-            "use a checkpoint of one of these types, or one whose config.json says how it is quantized",
+            "weights.unsupported_dtype", file=entry.file, tensor=entry.name, dtype=entry.dtype, reason=reason
         )
 
 
@@ -207,7 +195,3 @@ def _files(names: Iterable[str]) -> str:
     if not files:
         return "the checkpoint"
     return files[0] if len(files) == 1 else f"{files[0]} (with {len(files) - 1} more files)"
-
-
-def _count(names: list[str]) -> str:
-    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"

@@ -1,8 +1,8 @@
 """DequantizedSource: matrices that stay plain here and are stored as codes, read as float32, code * scale; no torch until a read.
 
-kv_b of latent attention is kept in the type of the engine. A checkpoint in fp8 has it as e4m3 codes with scales by block, by row
-or by matrix; its rows become float32 in the thread that reads them, as blocks of a GGUF file do, and are rounded once on their
-way into their place. Blocks count from the matrix's first row: heads may begin and end within them.
+kv_b of latent attention keeps the type of the engine. A checkpoint in fp8 has it as e4m3 codes with scales by block, by row or
+by matrix. The reading thread turns its rows into float32, like blocks of a GGUF file, and they are rounded once when placed.
+Blocks count from the matrix's first row: heads may begin and end within them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ from math import prod
 from threading import local
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.errors import ModelFormatError, UnsupportedModelError, shown
+from holdfast.errors import ModelFormatError, UnsupportedModelError
 from holdfast.loading.planning.coverage import EXPONENT_DTYPE, FLOAT_DTYPES
 from holdfast.loading.planning.stored_schemes import StoredSchemes, scale_parts
-from holdfast.loading.sources.source import RowRead, TensorEntry, TogetherSource, WeightSource, read_rows
+from holdfast.loading.sources.source import (
+    RowRead,
+    TensorEntry,
+    TogetherSource,
+    WeightSource,
+    check_read,
+    read_rows,
+)
 from holdfast.models.parameters import Kind, Parameter, Part
-from holdfast.quant.formats import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -26,18 +32,17 @@ if TYPE_CHECKING:
 PLAIN_KINDS: tuple[Kind, ...] = ("absorbed",)
 """Parameters that no product takes as codes."""
 STEP_ELEMENTS = 2**18
-"""Elements that are read and multiplied at a time."""
+"""Elements per step."""
 READ_DTYPE = "float32"
 
 
 class _Coded(NamedTuple):
-    """A matrix of codes, and where its scales are."""
+    """A matrix of codes, the name of its scales, and how many rows and columns share one."""
 
     num_rows: int
     num_columns: int
     scales: str
     rows_each: int
-    """Rows that share a scale."""
     columns_each: int
 
     @property
@@ -46,7 +51,7 @@ class _Coded(NamedTuple):
 
     @property
     def scratch_bytes(self) -> int:
-        """Codes of a step; its scales as they are stored, as numbers, and once more by row."""
+        """Codes of a step; its scales as stored, as numbers, and once more by row."""
         num_columns = -(-self.num_columns // self.columns_each)
         return self.step_rows * (self.num_columns + (8 + 4 + 4) * num_columns)
 
@@ -54,7 +59,7 @@ class _Coded(NamedTuple):
 def dequantize_plain_kinds(
     source: WeightSource, parameters: Iterable[Parameter], stored: StoredSchemes | None
 ) -> WeightSource:
-    """The source with every matrix of such a parameter as numbers; itself where none of them is stored as codes."""
+    """Return a source that has these matrices as numbers; the source itself if none is stored as codes."""
     coded: dict[str, _Coded] = {}
     for parameter in parameters:
         whole = parameter.whole or parameter
@@ -62,7 +67,7 @@ def dequantize_plain_kinds(
             continue
         for part in whole.parts:
             entry = source.entries.get(part.tensor)
-            # A shape that does not fit is refused by the plan, which knows what it should be.
+            # The plan refuses a wrong shape with the right one.
             if entry is not None and entry.dtype == stored.scheme.code_dtype and entry.shape == part.shape:
                 coded[part.tensor] = _coded(part, entry, stored, source.entries)
     return DequantizedSource(source, coded) if coded else source
@@ -75,21 +80,17 @@ def _coded(part: Part, entry: TensorEntry, stored: StoredSchemes, entries: Mappi
     found = entries.get(scales.tensor)
     if found is None:
         raise ModelFormatError(
-            f"{entry.file}: {shown(entry.name)} is stored as {entry.dtype}",
-            f"its scales, {shown(scales.tensor)}, are missing",
-            "download the model again",
+            "weights.missing_scales", file=entry.file, tensor=entry.name, dtype=entry.dtype, scales=scales.tensor
         )
     if found.shape != scales.shape:
+        shape, expected = list(found.shape), f"{list(scales.shape)} beside {list(entry.shape)}"
         raise ModelFormatError(
-            f"{found.file}: {shown(found.name)} has the shape {list(found.shape)}",
-            f"{shown(entry.name)} of shape {list(entry.shape)} needs {list(scales.shape)}",
-            "use weights and settings of the same model",
+            "weights.wrong_shape", file=found.file, tensor=found.name, shape=shape, expected=expected
         )
     if found.dtype not in (*FLOAT_DTYPES, EXPONENT_DTYPE):
+        reason = f"scales are read from {', '.join((*FLOAT_DTYPES, EXPONENT_DTYPE))}"
         raise UnsupportedModelError(
-            f"{found.file}: {shown(found.name)} is stored as {found.dtype}",
-            f"scales are read from {', '.join((*FLOAT_DTYPES, EXPONENT_DTYPE))}",
-            "use a checkpoint of one of these types",
+            "weights.unsupported_dtype", file=found.file, tensor=found.name, dtype=found.dtype, reason=reason
         )
     num_rows, num_columns = part.source_rows, part.source_columns
     if scheme.block_columns:
@@ -99,7 +100,7 @@ def _coded(part: Part, entry: TensorEntry, stored: StoredSchemes, entries: Mappi
 
 
 class DequantizedSource:
-    """Implements WeightSource over another one. Every thread has a buffer of its own for the codes of a step."""
+    """Implements WeightSource over another one. Every thread has its own buffer for the codes of a step."""
 
     def __init__(self, source: WeightSource, coded: Mapping[str, _Coded]) -> None:
         self._source = source
@@ -109,7 +110,7 @@ class DequantizedSource:
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Scales stay listed, so that whoever asks which files the weights are in hears of theirs."""
+        """Every tensor; scales stay, so that the list of files has theirs."""
         return self._entries
 
     @property
@@ -124,17 +125,14 @@ class DequantizedSource:
     def read_into(
         self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
     ) -> None:
-        """Rows of codes as float32, some at a time; others as they are stored."""
+        """Read rows of codes as float32, some at a time; others as they are stored."""
         coded = self._coded.get(name)
         if coded is None:
             self._source.read_into(name, row_start, row_end, out, columns)
             return
         import torch
 
-        assert 0 <= row_start <= row_end <= coded.num_rows, f"{name}: rows {row_start} to {row_end} of {coded}"
-        first, last = columns or (0, coded.num_columns)
-        num_bytes = (row_end - row_start) * (last - first) * DTYPE_BYTES[READ_DTYPE]
-        assert len(out) == num_bytes, f"{name}: {len(out)=} for {num_bytes} bytes of rows {row_start} to {row_end}"
+        first, last = check_read(self._entries[name], row_start, row_end, out, columns)
         if row_start == row_end:
             return
         values_RK = torch.frombuffer(out, dtype=torch.float32).view(row_end - row_start, last - first)
@@ -143,7 +141,7 @@ class DequantizedSource:
             self._read_step(name, coded, start, end, (first, last), values_RK[start - row_start : end - row_start])
 
     def read_together(self, reads: Sequence[RowRead]) -> None:
-        """Codes one after the other, the rest as the source below likes it best."""
+        """Read codes one after the other, and the rest together if the source below can."""
         others = [read for read in reads if read.name not in self._coded]
         if isinstance(self._source, TogetherSource):
             self._source.read_together(others)
@@ -159,7 +157,7 @@ class DequantizedSource:
         self._buffers = local()
 
     def _entry(self, entry: TensorEntry) -> TensorEntry:
-        """What is read of a matrix of codes are its scales too."""
+        """Count the scales of a matrix of codes as part of it."""
         coded = self._coded.get(entry.name)
         if coded is None:
             return entry
@@ -187,7 +185,7 @@ class DequantizedSource:
             out_RK[:, left:right].mul_(scales_RJ[:, block : block + 1])
 
     def _scales(self, coded: _Coded, start: int, end: int) -> torch.Tensor:
-        """A row of scales for every row, one for each block of columns; or one row for all of them."""
+        """Return a row of scales for every row, one for each block of columns; or one row for all of them."""
         import torch
 
         from holdfast.quant.weight_quantize import e8m0_values

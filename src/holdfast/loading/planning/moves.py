@@ -1,4 +1,4 @@
-"""Moves: rows of checkpoint tensors and the rows of weights that they fill; and which layout a checkpoint has taken; no torch."""
+"""Moves: rows of checkpoint tensors and the rows of weights that they fill; and the layout of a checkpoint; no torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from holdfast.quant.formats import DTYPE_BYTES
 from holdfast.quant.weight_schemes import SCALE_SUFFIX, WeightScheme
 
 BYTES, SIGNED_BYTES = "uint8", "int8"
-"""Of codes: two of four bits lie in one, and not all files say that it has no sign."""
+"""Types of bytes that hold two codes of four bits; some files give them a sign."""
 
 
 class Read(NamedTuple):
-    """What `WeightSource.read_into` is asked for, beside the name and the place."""
+    """Arguments of `WeightSource.read_into` except the name and the buffer."""
 
     row_start: int
     row_end: int
@@ -26,24 +26,24 @@ class Read(NamedTuple):
 class Move:
     """Rows of one checkpoint tensor, and the rows of a weight that they fill.
 
-    Rows are counted as the part counts them: after transposing and joining. In a chunk they lie one after the other, row by
-    row; those of a transposed tensor lie column by column, as they are stored.
+    Rows count as in the part: after transposing and joining. A chunk has them row by row, and those of a transposed tensor
+    column by column, as they are stored.
     """
 
     tensor: str
     tensor_dtype: str
     """As it is read."""
     target: str
-    """The final tensor; seen as rows of `part.num_columns` elements (or of their codes), `part.row_start` counts in it."""
+    """The final tensor; `part.row_start` counts in rows of `part.num_columns` elements, or of their codes."""
     part: Part
     scheme: WeightScheme | None
     """Quantize into the target and its scales; None: convert to the target's type."""
     num_bytes: int
-    """That are read from disk for it."""
+    """Read from disk."""
 
     @property
     def read_columns(self) -> tuple[int, int] | None:
-        """The columns that are read; None: whole rows, because a scale by row follows from all of it, or all are kept."""
+        """The columns that are read; None: whole rows, because a scale by row needs them, or all are kept."""
         has_row_scale = self.scheme is not None and self.scheme.block_columns == 0
         return None if has_row_scale or self.part.joined_rows > 1 else self.part.columns
 
@@ -54,7 +54,7 @@ class Move:
 
     @property
     def kept_columns(self) -> tuple[int, int]:
-        """The columns that are kept, counted among those that are read."""
+        """The columns that are kept, as indices among those that are read."""
         return self.part.column_range if self.read_columns is None else (0, self.part.num_columns)
 
     @property
@@ -64,7 +64,7 @@ class Move:
 
     @property
     def keeps_exponents(self) -> bool:
-        """Whether these are scales that are stored as exponents of two, and stay so where their target has the same type."""
+        """True for scales that are stored as exponents of two; they stay if their target has the same type."""
         return self.scheme is None and self.tensor_dtype == "uint8" and self.target.endswith(SCALE_SUFFIX)
 
     @property
@@ -79,7 +79,7 @@ class Move:
 
     @property
     def block_rows(self) -> int:
-        """Rows that one scale needs at once."""
+        """Rows that share a scale."""
         return 1 if self.scheme is None else self.scheme.block_rows
 
     @property
@@ -89,11 +89,11 @@ class Move:
 
     @property
     def amax_rows(self) -> tuple[int, int] | None:
-        """The rows of the tensor whose amax decides about the scale; None: each row or block has its own."""
+        """The rows of the tensor whose amax gives the scale; None: each row or block has its own."""
         return self.part.whole_range if self.scheme is not None and self.scheme.is_whole_tensor else None
 
     def row_ranges(self, max_bytes: int, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
-        """Its rows (or other rows of its tensor), as many at a time as the bytes allow: whole blocks, at least one."""
+        """Split its rows (or other rows of its tensor) into ranges of at most `max_bytes`: whole blocks, at least one."""
         start, last = rows or self.part.row_range
         step = max(1, max_bytes // (self.row_bytes * self.block_rows)) * self.block_rows
         while start < last:
@@ -104,7 +104,7 @@ class Move:
             start = end
 
     def read(self, row_start: int, row_end: int) -> Read:
-        """How these rows are read from the source."""
+        """Return the arguments that read these rows from the source."""
         part = self.part
         if not part.is_transposed:
             return Read(row_start * part.joined_rows, row_end * part.joined_rows, self.read_columns)
@@ -118,21 +118,20 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class PlannedWeight:
-    """What a load will give under this name."""
+    """A weight as the load will leave it; `shape` is that of the matrix, also if it is stored as codes."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the matrix, however it is stored."""
     dtype: str
-    """In which it is stored or, as codes, computed with."""
+    """Type of its elements or, for codes, of the computation."""
     scheme: WeightScheme | None = None
-    """With blocks of rows as the weight's parts allow them."""
+    """With blocks of rows that fit the weight's parts."""
     limit: int = 0
-    """Its numbers are whole ones below this, which is looked at when they are there; 0: they are any."""
+    """Its elements are integers below this, checked after the load; 0: any numbers."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors that it is made of: itself, or its codes and then its scales."""
+        """Its tensors: itself, or its codes and then its scales."""
         if self.scheme is None:
             return (TensorSpec(self.name, self.shape, self.dtype),)
         planes = self.scheme.planes(self.shape)
@@ -159,10 +158,10 @@ class Choice:
     parameter: Parameter
     parts: tuple[Part, ...]
     whole_parts: tuple[Part, ...]
-    """Those of the whole parameter. All ranks look at all of them, so that all find the same faults."""
+    """Parts of the whole parameter. All ranks check all of them, so all find the same faults."""
 
     def renamed(self, tensor: str) -> "Choice":
-        """The same from another tensor."""
+        """Return the choice with another tensor."""
         parts, whole_parts = (
             tuple(part._replace(tensor=tensor) for part in parts) for parts in (self.parts, self.whole_parts)
         )
@@ -171,7 +170,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """For every parameter, and for stored tensors that must equal what another one has filled: tied weights."""
+    """One for every parameter, and one for every tied weight: a stored tensor that must equal a filled one."""
 
     fills: tuple[Choice, ...]
     tied: tuple[Choice, ...]
@@ -180,9 +179,9 @@ class Choices:
 def choose_all(
     parameters: Sequence[Parameter], entries: Mapping[str, TensorEntry], whole: Iterable[Parameter] = ()
 ) -> Choices:
-    """A model with tied embeddings may be stored with an embedding, with a head, or with both: then the head is compared.
+    """Choose layouts. Tied embeddings may be stored as embedding, as head, or as both: then the head is compared.
 
-    `whole` are the parameters of the whole model, where these are a stage's: another one may have the head.
+    `whole` are the parameters of the whole model if these are a stage's: another stage may have the head.
     """
     fills = [choose(parameter, entries) for parameter in turn_squares(parameters, entries)]
     tied: list[Choice] = []
@@ -198,9 +197,9 @@ def choose_all(
 
 
 def turn_squares(parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry]) -> tuple[Parameter, ...]:
-    """The same parameters, with one layout for a stacked tensor of square matrices, which fits as it is and transposed.
+    """Return the parameters with one layout for stacked square matrices, which fit as they are and transposed.
 
-    What the other tensor of the same experts has been stored as tells which it is: both cannot be square.
+    The layout of the other tensor of the same experts decides: both cannot be square.
     """
     parameters = tuple(parameters)
     fits = {parameter.name: _fitting(parameter, entries) for parameter in parameters if parameter.layouts}
@@ -218,7 +217,7 @@ def turn_squares(parameters: Iterable[Parameter], entries: Mapping[str, TensorEn
 
 
 def _fitting(parameter: Parameter, entries: Mapping[str, TensorEntry]) -> list[tuple[int, bool]]:
-    """The layouts that are there, by their place, and whether each is transposed."""
+    """Return the index of every layout that fits, and whether it is transposed."""
     whole = parameter.whole or parameter
     layouts = (whole.parts, *whole.layouts)
     return [(place, parts[0].is_transposed) for place, parts in enumerate(layouts) if _fits(parts, entries)]
@@ -229,12 +228,12 @@ def _only(parameter: Parameter, place: int) -> Parameter:
 
 
 def _module(name: str) -> str:
-    """layers.0.experts of layers.0.experts.down.weight."""
+    """Return layers.0.experts for layers.0.experts.down.weight."""
     return name.removesuffix(".weight").rpartition(".")[0]
 
 
 def choose(parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice:
-    """The first layout that is there; where none is, the one that most is there of, for the sake of the error."""
+    """Choose the first layout that fits; if none does, the most complete one, for the error."""
     whole = parameter.whole or parameter
     layouts = (whole.parts, *whole.layouts)
     chosen = next((place for place, parts in enumerate(layouts) if _fits(parts, entries)), None)
@@ -245,8 +244,4 @@ def choose(parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice:
 
 
 def _fits(parts: Sequence[Part], entries: Mapping[str, TensorEntry]) -> bool:
-    for part in parts:
-        entry = entries.get(part.tensor)
-        if entry is None or entry.shape != part.shape:
-            return False
-    return True
+    return all(part.tensor in entries and entries[part.tensor].shape == part.shape for part in parts)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What the makers of the model advise for generation; None where they say nothing."""
+    """The model's own defaults for generation; None for those that it does not set."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -29,23 +29,23 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class PoolingSettings:
-    """How hidden states become embeddings: of the last token, to unit length, unless files of the model say otherwise."""
+    """How hidden states become embeddings: by default the last token, normalized to unit length."""
 
     is_embedding: bool = False
-    """The model was made for embeddings: files of sentence-transformers are there, or it was saved without a head."""
+    """The model was made for embeddings: it has files of sentence-transformers, or no head."""
     normalizes: bool = True
     refusal: str = ""
-    """Why its embeddings cannot be computed here, in words."""
+    """Why its embeddings cannot be computed here; empty if they can."""
     has_head: bool = True
     """False if no token can be chosen, because the checkpoint has no language-model head."""
 
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model on disk, known from its headers alone: what it is, what its parameters are, and where they come from."""
+    """A model on disk, known from its headers alone: its spec, its parameters and their source."""
 
     path: Path
-    """The folder or the GGUF file, of several the first."""
+    """The folder or the first GGUF file."""
     kind: Literal["directory", "gguf"]
     spec: ModelSpec
     parameters: tuple[Parameter, ...]
@@ -54,13 +54,12 @@ class OpenModel:
     gguf: GGUFFile | None = None
     """The open file, whose tokenizer is in it; None for a folder."""
     stored: StoredSchemes | None = None
-    """How the checkpoint has its matrices quantized already, as its settings say; None where it has not."""
+    """How the checkpoint is already quantized by its settings; None if it is not."""
     pooling: PoolingSettings = PoolingSettings()
-    """How hidden states become embeddings, as its files say."""
     label: str = ""
-    """What a model of the Hub is called, whose folder in the cache has the name of a commit; nothing for a path."""
+    """Name of a model of the Hub, whose folder in the cache is named after a commit; empty for a path."""
 
     @property
     def name(self) -> str:
-        """What tables and messages call it."""
+        """Its name in tables and messages."""
         return self.label or self.path.name

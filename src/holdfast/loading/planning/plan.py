@@ -23,21 +23,21 @@ from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe, WeightScheme
 
 CHUNK_BYTES = 16 * 2**20
-"""Of one chunk of staging: rows as they are read, of one or several moves. A single row, or block of rows, may have more."""
+"""Bytes of one chunk of staging: rows as they are read. A single row, or block of rows, may have more."""
 DEVICE_CHUNKS = 2
 """Chunks of staging on a GPU: 32 MiB beside the findings; a third would make it 48.
 
-Copies and kernels follow each other on one stream, so that one is enough. The second is where a source that writes rows
-itself keeps its tables.
+Copies and kernels follow each other on one stream, so one is enough. A source that writes rows itself keeps its tables in
+the second.
 """
 PINNED_CHUNKS = 12
-"""Chunks of pinned host memory on the way to a GPU."""
+"""Chunks of pinned host memory."""
 CPU_CHUNK_BYTES, CPU_CHUNKS = 4 * 2**20, 3
 """Host memory of a load on a CPU."""
 MAX_READERS = 12
 """Threads that read at once."""
 MAX_READER_BYTES = 32 * 2**20
-"""Host memory that they hold together beside the chunks, as far as one alone does with less."""
+"""Host memory of all readers together beside the chunks, unless one alone needs more."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class LoadPlan:
     dtype: str
     weights: tuple[PlannedWeight, ...]
     moves: tuple[Move, ...]
-    """In the order in which the source lists its tensors, so that files are read from front to back."""
+    """In the source's order of tensors, so files are read from front to back."""
     tied: tuple[Move, ...]
-    """Compared, not written, when all moves are done: the stored head of a model with tied weights."""
+    """Compared, not written, after all moves: the stored head of a model with tied weights."""
     recipe: WeightRecipe
     writer_specs: tuple[TensorSpec, ...]
-    """What a source that writes rows itself works with; nothing for one that reads them."""
+    """Tensors of a source that writes rows itself; empty for one that reads them."""
     reader_bytes: int
-    """Host memory that one reader holds beside its chunk."""
+    """Host memory of one reader beside its chunk."""
     is_checked: bool = False
-    """Whether the source knows checksums, which are summed on the device."""
+    """True if the source has checksums; they are summed on the device."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The final tensors, in the order in which they lie in their arena."""
+        """The final tensors, in the order of their arena."""
         return tuple(spec for weight in self.weights for spec in weight.specs)
 
     @property
@@ -83,23 +83,22 @@ class LoadPlan:
         return sum(weight.scheme is not None for weight in self.weights)
 
     def chunk_bytes(self, device_kind: str) -> int:
-        """Bytes of a chunk: less where the checkpoint has less in all, more where a row or a block of rows has more."""
+        """Return the bytes of a chunk: fewer for a small checkpoint, more for a large row or block of rows."""
         most_bytes = CPU_CHUNK_BYTES if device_kind == "cpu" else CHUNK_BYTES
         all_bytes, least_bytes = self._row_bytes
         return aligned(max(least_bytes, min(most_bytes, all_bytes)))
 
     @cached_property
     def _row_bytes(self) -> tuple[int, int]:
-        """Bytes of all rows as they are read, and of the largest row or block of rows; found once for thousands of moves."""
+        """Bytes of all rows as they are read, and of the largest row or block of rows; cached for thousands of moves."""
         moves = (*self.moves, *self.tied)
         all_bytes = sum(aligned(move.chunk_bytes) for move in moves)
         return all_bytes, max((move.least_bytes for move in moves), default=0)
 
     def staging_specs(self, device_kind: str) -> tuple[TensorSpec, ...]:
-        """What a load holds on the device ("cpu" or "cuda") beside the final tensors.
+        """Return the tensors of a load on the device ("cpu" or "cuda") beside the final ones.
 
-        The tensors of a source that writes rows itself take the place of the last chunk, so that dummy weights peak where
-        real ones do.
+        The tensors of a source that writes rows itself replace the last chunk, so dummy weights peak like real ones.
         """
         num_chunks = CPU_CHUNKS if device_kind == "cpu" else DEVICE_CHUNKS
         chunk_bytes = self.chunk_bytes(device_kind)
@@ -115,25 +114,25 @@ class LoadPlan:
         return (*specs, findings, TensorSpec("amax", (num_moves,), "float32"), *sums)
 
     def staging_bytes(self, device_kind: str) -> int:
-        """Most memory of the device that a load holds beside the final tensors."""
+        """Return the most device memory of a load beside the final tensors."""
         return arena_bytes(self.staging_specs(device_kind))
 
     def pinned_bytes(self, device_kind: str) -> int:
-        """Pinned host memory that a load holds."""
+        """Return the pinned host memory of a load."""
         return PINNED_CHUNKS * self.chunk_bytes(device_kind) if device_kind == "cuda" and not self.writer_specs else 0
 
     @property
     def num_readers(self) -> int:
-        """Threads that read: fewer where each holds much."""
+        """Reader threads: fewer if each holds much."""
         return max(1, min(MAX_READERS, MAX_READER_BYTES // max(1, self.reader_bytes)))
 
     def host_bytes(self, device_kind: str) -> int:
-        """Host memory that a load holds beside final tensors: on the way to a GPU, or all of it on a CPU."""
+        """Return the host memory of a load: staging for a GPU, or everything but the weights on a CPU."""
         reading = 0 if self.writer_specs else self.num_readers * self.reader_bytes
         return reading + (self.staging_bytes("cpu") if device_kind == "cpu" else self.pinned_bytes(device_kind))
 
     def terms(self, device_kind: str) -> tuple[Term, ...]:
-        """What the load takes of the device's memory: for good, and only while it lasts."""
+        """Return the device memory of the load: for good, and while it lasts."""
         counts = Counter(weight.stored_as for weight in self.weights)
         (first, num_first), *others = counts.most_common() or [(self.dtype, 0)]
         noun = "tensor" if num_first == 1 else "tensors"
@@ -155,10 +154,10 @@ def plan_load(
     stored: StoredSchemes | None = None,
     whole: Iterable[Parameter] | None = None,
 ) -> LoadPlan:
-    """The plan for a checkpoint, a final dtype and a recipe, or an error that names the file and the tensor.
+    """Plan the load of a checkpoint with a final dtype and a recipe; errors name the file and the tensor.
 
-    `stored` says how the checkpoint is quantized already, if it is. `whole` are the parameters of the whole model, where
-    `parameters` are those of a stage: tensors of the others have a place there.
+    `stored` describes a checkpoint that is already quantized. `whole` are the parameters of the whole model if `parameters`
+    are those of a stage: tensors of other stages have a place there.
     """
     entries = source.entries
     parameters = tuple(parameters)
@@ -204,7 +203,7 @@ def _choices(
     recipe: WeightRecipe,
     stored: StoredSchemes | None,
 ) -> tuple[Choice, ...]:
-    """Where the tensors of these parameters go, whoever loads them."""
+    """Return the choices of these parameters, on any rank."""
     parameters = tuple(parameters)
     choices = choose_all(
         parameters if stored is None else stored.planes(parameters, entries, recipe).parameters, entries
@@ -213,7 +212,7 @@ def _choices(
 
 
 def _scheme(choice: Choice, recipe: WeightRecipe, stored: StoredSchemes | None) -> WeightScheme | None:
-    """How a weight is quantized on its way; not at all where the makers of a quantized checkpoint left it out."""
+    """Return the scheme to quantize a weight on load; None for one that a quantized checkpoint left out."""
     parameter, tensors = choice.parameter, [part.tensor for part in choice.whole_parts]
     if stored is not None and stored.leaves_alone(tensors):
         return None
@@ -254,7 +253,7 @@ def _moves(
 
 
 def _as_read(entry: TensorEntry, dtype: str | None) -> TensorEntry:
-    """Bytes of codes are read as bytes, whatever sign a file gives them."""
+    """Read signed bytes of codes as bytes."""
     return replace(entry, dtype=BYTES) if dtype == BYTES and entry.dtype == SIGNED_BYTES else entry
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already: how settings say so, where codes and scales lie, dummies of them; no torch.
+"""Checkpoints that are already quantized: their settings, the places of codes and scales, dummies of them; no torch.
 
 quant_method          a matrix X.weight of N rows and K columns is stored as
 fp8, in blocks        X.weight e4m3, X.weight_scale_inv [N / 128, K / 128]
@@ -37,11 +37,11 @@ from holdfast.quant.weight_schemes import (
 )
 
 UNNEEDED_ENDINGS = (".input_scale", ".input_scale_ub", ".input_scale_inv", ".activation_scale")
-"""Tensors beside a stored matrix that say how activations were scaled when it was made."""
+"""Tensors beside a stored matrix with the scales of activations at its making."""
 
 
 class StoredWeight(NamedTuple):
-    """A weight whose planes come from the checkpoint as they are."""
+    """A weight whose planes come from the checkpoint unchanged."""
 
     shape: tuple[int, ...]
     scheme: WeightScheme
@@ -61,78 +61,74 @@ class StoredPlanes:
 
 @dataclass(frozen=True, slots=True)
 class StoredSchemes:
-    """How a checkpoint stores matrices. Which of them it stores so, its headers say: those that have the type of codes."""
+    """How a checkpoint stores matrices. The headers say which: those with the type of codes."""
 
     scheme: WeightScheme
     scale_endings: tuple[str, ...] = ()
-    """What follows the name of a matrix in the name of its scales; the first that is there counts."""
+    """Suffixes of the name of a matrix that give its scales; the first that is there counts."""
     ignore: tuple[str, ...] = ()
-    """Modules that are left as they were: a name, the beginning or the end of one, or a pattern behind "re:"."""
+    """Modules that stay plain: a name, the beginning or the end of one, or a pattern after "re:"."""
     file: str = CONFIG_FILE
     expert_scheme: WeightScheme | None = None
-    """That of experts, where it is another."""
+    """The scheme of experts, if it is another."""
     packs_rows: bool = False
-    """Bytes of two codes lie in rows, under the name of the matrix; else in blocks, under names of their own."""
+    """Bytes of two codes are rows under the name of the matrix; else blocks under names of their own."""
 
     def of(self, kind: str) -> "StoredSchemes":
-        """How parameters of one kind are stored."""
+        """Return the storage of parameters of one kind."""
         if kind != "expert" or self.expert_scheme is None:
             return self
         return replace(self, scheme=self.expert_scheme, expert_scheme=None, packs_rows=True)
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """Types of tensors that hold codes. Of bytes in rows no file says whether they have a sign."""
+        """Types of tensors that hold codes; bytes in rows may have a sign."""
         return (self.scheme.code_dtype, SIGNED_BYTES) if self.packs_rows else (self.scheme.code_dtype,)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Parameters that may be stored so. Of a head, rows need scales of their own."""
+        """Kinds of parameters that may be stored so. Rows of a head need their own scales."""
         if self.scheme.codes_per_byte > 1:
             return ("expert",)
         return ("linear", "expert") if self.scheme.block_columns else ("linear", "expert", "head")
 
     def leaves_alone(self, tensors: Iterable[str]) -> bool:
-        """Whether the makers of the checkpoint left one of these out."""
+        """Return True if the settings leave one of these tensors plain."""
         return any(matches(pattern, tensor.removesuffix(".weight")) for tensor in tensors for pattern in self.ignore)
 
     @property
     def unread_pattern(self) -> str | None:
-        """A pattern of theirs that is not followed, so that nobody knows what they left out; None: all are."""
+        """A pattern that cannot be evaluated, so that the plain modules are unknown; None if all can."""
         return next((pattern for pattern in self.ignore if not is_followed(pattern)), None)
 
     def refuse_unread(self) -> None:
-        """Without headers, nothing but the patterns says what was left out: all of them have to be followed."""
+        """Refuse an unknown pattern: without headers, only the patterns say which modules are plain."""
         if self.unread_pattern is not None:
+            reason = "such an expression is not evaluated, and there are no headers of weights to decide"
             raise UnsupportedModelError(
-                f"{self.file} leaves out {shown(self.unread_pattern)} of what is quantized",
-                "such an expression is not followed here, and there are no weights whose headers would tell",
-                "take the folder with its weights, or write the names of the modules in its place",
+                "weights.unsupported_setting", file=self.file, key="ignore", value=self.unread_pattern, reason=reason
             )
 
     def used_by(self, entries: Mapping[str, TensorEntry]) -> "StoredSchemes | None":
-        """Itself; None where no tensor has the type of codes: such a checkpoint is a plain one, whatever its settings say."""
+        """Return itself; None if no tensor has the type of codes: then the checkpoint is plain despite its settings."""
         others, dtypes = self.ignorable(entries), (*self.code_dtypes, *self.of("expert").code_dtypes)
         is_used = any(one.dtype in dtypes for name, one in entries.items() if name not in others)
         return self if is_used else None
 
     def refuse_left_alone(self, codes: TensorEntry, tensors: Iterable[str]) -> None:
-        """Codes of a parameter of which the makers of the checkpoint say that it has none."""
+        """Refuse codes of a parameter that the settings leave plain."""
         if self.leaves_alone(tensors):
-            raise ModelFormatError(
-                f"{codes.file}: {shown(codes.name)} is stored as {codes.dtype}",
-                f"{self.file} says that it is not quantized",
-                "use weights and settings of the same model",
-            )
+            problem = f"{shown(codes.name)} is stored as {codes.dtype}, but {self.file} says that it is not quantized"
+            raise ModelFormatError("model.mismatch", file=codes.file, problem=problem)
 
     def ignorable(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of the tensors that may stay unused."""
+        """Return the tensors that may stay unused."""
         return frozenset(name for name in names if name.endswith(UNNEEDED_ENDINGS))
 
     def planes(
         self, parameters: Iterable[Parameter], entries: Mapping[str, TensorEntry], recipe: WeightRecipe
     ) -> StoredPlanes:
-        """The parameters as the checkpoint has them; quantizing once more what is quantized already is refused."""
+        """Return the parameters as the checkpoint has them; refuse to quantize a weight twice."""
         found: list[Parameter] = []
         weights: dict[str, StoredWeight] = {}
         for parameter in turn_squares(parameters, entries):
@@ -141,12 +137,14 @@ class StoredSchemes:
             if choice is None:
                 found.append(parameter)
                 continue
-            asked = recipe.of_kind(parameter.kind)
-            if asked is not None and asked.name != own.scheme.name:
+            wanted, name, is_stored = recipe.of_kind(parameter.kind), parameter.name, own.scheme.name
+            if wanted is not None and wanted.name != is_stored:
                 raise ConfigError(
-                    f"quantization={asked.name} was asked",
-                    f"{parameter.name} is stored as {own.scheme.name} already, as {self.file} says",
-                    "leave quantization out, or use a checkpoint that is not quantized",
+                    "weights.already_quantized",
+                    weight=name,
+                    stored=is_stored,
+                    name="quantization",
+                    requested=wanted.name,
                 )
             scheme = own._settled(parameter, choice.parts)
             weights[parameter.name] = StoredWeight(parameter.shape, scheme)
@@ -156,26 +154,26 @@ class StoredSchemes:
             found.append(own._scales(parameter, scheme, choice, entries))
         return StoredPlanes(tuple(found), weights)
 
-    def is_said_of(self, kind: str, tensors: Iterable[str]) -> bool:
-        """Whether settings alone, without headers, say that such a parameter is stored so.
+    def is_declared(self, kind: str, tensors: Iterable[str]) -> bool:
+        """Return True if settings alone, without headers, mean that such a parameter is stored so.
 
-        It is all that can be, except what the makers left out, and the head, which most leave out unsaid.
+        That is every possible one, except those left plain and the head, which most checkpoints silently leave plain.
         """
         return kind in self.kinds and kind != "head" and not self.leaves_alone(tensors)
 
     def dummy_codes(self, parameter: Parameter) -> tuple[Part, ...]:
-        """What a checkpoint stores of a parameter as codes, as far as its settings say; nothing: it leaves it plain."""
+        """Return the codes of a parameter by the settings alone; empty for a plain one."""
         whole = parameter.whole or parameter
-        if not self.is_said_of(whole.kind, (part.tensor for part in whole.parts)):
+        if not self.is_declared(whole.kind, (part.tensor for part in whole.parts)):
             return ()
         codes = self._codes(whole)
         if self.scheme.codes_per_byte == 1:
             return codes.parts
-        # Such experts are stored as one tensor, where a family can have them so.
+        # Such experts are one stacked tensor if the family has that layout.
         return next((parts for parts in codes.layouts if len(parts[0].shape) > 3), codes.parts)
 
     def _stored_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> Choice | None:
-        """The codes of a parameter and the parts that they come from; None for one that is not stored as codes."""
+        """Return the codes of a parameter with their parts; None for one that is not stored as codes."""
         if parameter.kind not in self.kinds or len(parameter.shape) < 2:
             self._refuse_codes(parameter, entries)
             return None
@@ -189,31 +187,29 @@ class StoredSchemes:
             return None
         others = [entry for entry in present if entry.dtype not in self.code_dtypes]
         if others:
+            entry, reason = others[0], f"{shown(stored[0].name)} of the same weight as {self.scheme.code_dtype}"
             raise UnsupportedModelError(
-                f"{others[0].file}: {shown(others[0].name)} is stored as {others[0].dtype}",
-                f"{parameter.name} is made of it and of {shown(stored[0].name)}, which is {self.scheme.code_dtype}",
-                "use a checkpoint that stores both alike",
+                "weights.unsupported_dtype", file=entry.file, tensor=entry.name, dtype=entry.dtype, reason=reason
             )
         self.refuse_left_alone(stored[0], tensors)
         return choice
 
     def _has_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> bool:
-        """Whether a tensor is there that would hold codes of it, were it of their type."""
+        """Return True if a tensor is there that could hold its codes, whatever its type."""
         name = mx_codes_name if self.scheme.codes_per_byte > 1 and not self.packs_rows else str
         whole = parameter.whole or parameter
         return any(name(part.tensor) in entries for parts in (whole.parts, *whole.layouts) for part in parts)
 
     def _refuse_codes(self, parameter: Parameter, entries: Mapping[str, TensorEntry]) -> None:
-        """A matrix that no product here takes in this scheme, such as a head in blocks, and is stored so all the same."""
+        """Refuse a stored matrix that no product takes in this scheme, such as a head in blocks."""
         for part in (parameter.whole or parameter).parts:
             entry = entries.get(part.tensor)
             if entry is None or entry.dtype != self.scheme.code_dtype or self.scheme.codes_per_byte > 1:
                 continue
             what = {"head": "a head", "embedding": "an embedding", "router": "a router"}.get(parameter.kind, "it")
+            reason = f"{what} in {self.scheme.name} is not read"
             raise UnsupportedModelError(
-                f"{entry.file}: {shown(entry.name)} is stored as {entry.dtype}",
-                f"{what} in {self.scheme.name} is not read",
-                "use a checkpoint that leaves it unquantized",
+                "weights.unsupported_dtype", file=entry.file, tensor=entry.name, dtype=entry.dtype, reason=reason
             )
 
     def _codes(self, parameter: Parameter) -> Parameter:
@@ -232,7 +228,7 @@ class StoredSchemes:
         )
 
     def _settled(self, parameter: Parameter, parts: tuple[Part, ...]) -> WeightScheme:
-        """Blocks of rows so low that each of ours lies in one of theirs; shares of columns are in whole blocks."""
+        """Return the scheme with blocks of rows that each lie in one stored block; shares of columns are whole blocks."""
         for part in parts:
             width = self.scheme.block_columns // self.scheme.codes_per_byte
             columns = part.column_range
@@ -262,11 +258,10 @@ class StoredSchemes:
 
 
 def _not_stored_so(parameter: Parameter, scheme: WeightScheme, reason: str) -> UnsupportedModelError:
-    fewer = "take fewer ranks, or use" if parameter.whole is not None else "use"
+    fewer = "Take fewer ranks, or use" if parameter.whole is not None else "Use"
+    name, shape, fix = parameter.name, list(parameter.shape), f"{fewer} a checkpoint that is not quantized"
     return UnsupportedModelError(
-        f"{parameter.name} {list(parameter.shape)} is stored as {scheme.name}",
-        reason,
-        f"{fewer} a checkpoint that is not quantized",
+        "weights.unsupported_scheme", weight=name, shape=shape, scheme=scheme.name, reason=reason, fix=fix
     )
 
 
@@ -287,19 +282,26 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "dequantize": (False,),
     EXPERT_DTYPE_KEY: tuple(EXPERT_DTYPES),
 }
-"""Keys with the values that are understood, or change nothing; null always does."""
-WORDS = ("quant_method", "version", "global_compression_ratio", "activation_scale_ub", "config_groups", *IGNORE_KEYS)
-"""Keys that are read elsewhere, or say nothing about how weights are stored."""
+"""Keys with their supported or neutral values; null is always neutral."""
+OTHER_KEYS = (
+    "quant_method",
+    "version",
+    "global_compression_ratio",
+    "activation_scale_ub",
+    "config_groups",
+    *IGNORE_KEYS,
+)
+"""Keys that are read elsewhere, or do not change how weights are stored."""
 STRATEGIES: Mapping[str, WeightScheme] = {"channel": FP8, "tensor": FP8_TENSOR, "block": FP8_BLOCK}
-"""What compressed-tensors calls the ways to scale a matrix."""
+"""compressed-tensors' names of the ways to scale a matrix."""
 E4M3_SETTINGS: Mapping[str, tuple[object, ...]] = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
-"""What it says of weights and of activations that are e4m3."""
+"""Its settings of weights and of activations that are e4m3."""
 INVERSE, PLAIN, OWN = "_scale_inv", "_scale", ".scale"
-"""What follows the name of a matrix in that of its scales; the last in the place of ".weight"."""
+"""Suffixes of the name of a matrix that give its scales; the last one replaces ".weight"."""
 
 
 def quantization_of(config: Settings) -> Mapping[str, object] | None:
-    """The quantization_config of a model, with what its config.json says of experts beside it; None: it has none."""
+    """Return the quantization_config of a model, with the type of experts from beside it; None if it has none."""
     value, experts = config.values.get(QUANTIZATION_KEY), config.values.get(EXPERT_DTYPE_KEY)
     if value is not None and not isinstance(value, dict):
         raise config.refuse(QUANTIZATION_KEY, value, "an object")
@@ -309,7 +311,7 @@ def quantization_of(config: Settings) -> Mapping[str, object] | None:
 
 
 def read_stored_schemes(config: Mapping[str, object] | None, file: str = CONFIG_FILE) -> StoredSchemes | None:
-    """How a checkpoint with this quantization_config stores its matrices; None for one that does not quantize them."""
+    """Return the storage of a checkpoint with this quantization_config; None for a plain one."""
     if not config:
         return None
     settings = Settings(config, file, SECTION)
@@ -317,7 +319,7 @@ def read_stored_schemes(config: Mapping[str, object] | None, file: str = CONFIG_
     if method not in METHODS:
         raise _declined(settings, "quant_method", method, f"checkpoints quantized by {', '.join(METHODS)} are read")
     for key, value in config.items():
-        if key in WORDS or value is None:
+        if key in OTHER_KEYS or value is None:
             continue
         if key not in NEUTRAL or value not in NEUTRAL[key]:
             raise _declined(settings, key, value, _understood(key))
@@ -351,16 +353,11 @@ def _scheme(settings: Settings, method: str) -> WeightScheme:
 
 
 def _compressed_scheme(settings: Settings) -> WeightScheme:
-    """The one scheme of all groups: e4m3 without zero points, for weights and activations of linear layers."""
+    """Return the one scheme of all groups: e4m3 without zero points, for weights and activations of linear layers."""
     groups = settings.part("config_groups")
     if groups is None:
         raise settings.missing("config_groups", "it says how weights are stored")
-    schemes: list[WeightScheme] = []
-    for name in groups.values:
-        group = groups.part(name)
-        if group is None:
-            continue
-        schemes.append(_group_scheme(group))
+    schemes = [_group_scheme(group) for name in groups.values if (group := groups.part(name)) is not None]
     if len(set(schemes)) != 1:
         names = listed(list(dict.fromkeys(scheme.name for scheme in schemes)))
         raise _declined(settings, "config_groups", list(groups.values), f"they store weights as {names or 'nothing'}")
@@ -370,51 +367,50 @@ def _compressed_scheme(settings: Settings) -> WeightScheme:
 def _group_scheme(group: Settings) -> WeightScheme:
     targets = group.texts("targets") or ()
     if targets != ("Linear",):
-        raise _declined(group, "targets", list(targets), "a group of all linear layers ('Linear') is read")
+        raise _declined(group, "targets", list(targets), "only a group of all linear layers ('Linear') is supported")
     weights = group.part("weights")
     if weights is None:
         raise group.missing("weights", "it says how weights are stored")
     activations = group.part("input_activations")
     if activations is None:
-        raise _declined(group, "input_activations", None, "products with e4m3 weights take activations as e4m3 too")
+        raise _declined(group, "input_activations", None, "products with e4m3 weights need e4m3 activations")
     if group.values.get("output_activations") is not None:
-        raise _declined(group, "output_activations", group.values["output_activations"], "none are quantized here")
+        raise _declined(group, "output_activations", group.values["output_activations"], "outputs are never quantized")
     for part, wanted in ((weights, {**E4M3_SETTINGS, "dynamic": (False, None)}), (activations, E4M3_SETTINGS)):
         for key, values in wanted.items():
             if part.values.get(key, values[0]) not in values:
-                raise _declined(part, key, part.values[key], f"{shown(values[0])} is understood there")
+                raise _declined(part, key, part.values[key], f"only {shown(values[0])} is supported")
     strategy = weights.text("strategy", "tensor")
     if strategy not in STRATEGIES:
-        raise _declined(weights, "strategy", strategy, f"{', '.join(STRATEGIES)} are understood")
+        raise _declined(weights, "strategy", strategy, f"the supported ones are {', '.join(STRATEGIES)}")
     if strategy == "block" and weights.values.get("block_structure") not in ([128, 128], "128x128"):
-        raise _declined(weights, "block_structure", weights.values.get("block_structure"), "[128, 128] is understood")
+        raise _declined(
+            weights, "block_structure", weights.values.get("block_structure"), "only [128, 128] is supported"
+        )
     return STRATEGIES[strategy]
 
 
 def _understood(key: str) -> str:
     known = " or ".join(shown(known) for known in NEUTRAL.get(key, ()))
-    return f"{known or 'nothing'} is understood there"
+    return f"{known or 'nothing'} is supported there"
 
 
-def _declined(settings: Settings, key: str, value: object, has: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{settings.file} says {settings.section}{key} = {shown(value)}",
-        has,
-        "use the model's checkpoint before it was quantized, and quantize it on load",
-    )
+def _declined(settings: Settings, key: str, value: object, reason: str) -> UnsupportedModelError:
+    file, key = settings.file, f"{settings.section}{key}"
+    return UnsupportedModelError("weights.unsupported_setting", file=file, key=key, value=value, reason=reason)
 
 
 MX_CODES, MX_SCALES = "_blocks", "_scales"
-"""What follows a module's name in the names of its mxfp4 tensors."""
+"""Suffixes of a module's name that give its mxfp4 tensors."""
 
 
 def mx_codes_name(tensor: str) -> str:
-    """The tensor that holds the codes of a matrix which would be this one, were it plain."""
+    """Return the tensor with the codes of a matrix, given its name in a plain checkpoint."""
     return tensor.removesuffix(".weight") + MX_CODES
 
 
 def mx_codes(part: Part, scheme: WeightScheme) -> Part:
-    """A part of a matrix as bytes of codes: [..., N, K] is stored as [..., N, K / 32, 16], never transposed."""
+    """Return a part as bytes of codes: [..., N, K] is stored as [..., N, K / 32, 16], never transposed."""
     num_blocks, block_bytes = part.source_columns // scheme.block_columns, scheme.block_columns // scheme.codes_per_byte
     leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
     return part._replace(
@@ -427,7 +423,7 @@ def mx_codes(part: Part, scheme: WeightScheme) -> Part:
 
 
 def packed_rows(part: Part, scheme: WeightScheme) -> Part:
-    """A part of a matrix as bytes of codes in its place: [..., N, K] is stored as [..., N, K / 2], never transposed."""
+    """Return a part as packed bytes of codes: [..., N, K] is stored as [..., N, K / 2], never transposed."""
     leading = (*part.shape[:-2], part.shape[-1]) if part.is_transposed else part.shape[:-1]
     return part._replace(
         shape=(*leading, part.source_columns // scheme.codes_per_byte),
@@ -447,7 +443,7 @@ def scale_parts(
     endings: tuple[str, ...],
     entries: Mapping[str, TensorEntry],
 ) -> tuple[Part, ...]:
-    """The scales of these codes, row after row; `settled` has the blocks of rows that they are to be kept for."""
+    """Return the scales of these codes, row after row; `settled` has the final blocks of rows."""
     found: list[Part] = []
     row = 0
     for part in codes:
@@ -501,7 +497,7 @@ def _scales_of(
 
 
 def _row_scale_shapes(part: Part) -> dict[tuple[int, ...], int]:
-    """Shapes in which scales by row or by matrix are stored, and how many rows each of them is for."""
+    """Return the possible shapes of scales by row or by matrix, with the rows that share each scale."""
     leading, num_rows = part.shape[:-2], part.matrix_rows
     by_row = {(*leading, 1, num_rows) if part.is_transposed else (*leading, num_rows, 1): 1}
     if not leading:
@@ -511,7 +507,7 @@ def _row_scale_shapes(part: Part) -> dict[tuple[int, ...], int]:
 
 
 def _rows_of_matrices(scales: Part, codes: Part) -> Iterator[Part]:
-    """Scales [E, N] of E matrices: those of one lie in a row, which becomes a column."""
+    """Yield scales [E, N] of E matrices: the row of each becomes a column."""
     row, end = codes.row_range
     while row < end:
         matrix, place = divmod(row, codes.matrix_rows)
@@ -521,9 +517,9 @@ def _rows_of_matrices(scales: Part, codes: Part) -> Iterator[Part]:
 
 
 def _runs(scales: Part, codes: Part, rows_each: int, our_rows: int) -> Iterator[Part]:
-    """Parts of consecutive scales that each stand for the same number of ours: of `our_rows` rows, out of `rows_each`.
+    """Yield parts of consecutive scales that repeat equally often: blocks of `rows_each` rows become blocks of `our_rows`.
 
-    Matrices begin with a scale of their own, so the last scale of one may stand for fewer rows.
+    Each matrix begins with its own scale, so its last scale may stand for fewer rows.
     """
     in_matrix = -(-codes.matrix_rows // rows_each)
     row, end = codes.row_range
@@ -544,7 +540,7 @@ def _divided(columns: tuple[int, int] | None, width: int) -> tuple[int, int] | N
 
 
 def dummy_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSchemes | None) -> DummySource:
-    """Dummy weights in a type, but for matrices that settings call quantized: codes and scales as files would hold them."""
+    """Make dummy weights: codes and scales as files would hold them for matrices that settings call quantized."""
     if stored is not None:
         stored.refuse_unread()
     plain: list[Parameter] = []
@@ -561,19 +557,19 @@ def dummy_source(parameters: Iterable[Parameter], dtype: str, stored: StoredSche
 
 
 def _planes_of(codes: Iterable[Part], stored: StoredSchemes) -> Iterable[DummyPlane]:
-    """Of every tensor that codes come from: itself, and its scales."""
+    """Yield every tensor of codes, and its scales."""
     scheme = stored.scheme
     for part in {part.tensor: part for part in codes}.values():
         yield DummyPlane.codes(part.tensor, part.shape, scheme)
         num_inputs = part.source_columns * scheme.codes_per_byte
-        # Which rows a scale is for is no matter here: one part tells the name and the shape of them all.
+        # The first part has the name and the shape of all scales.
         entries = _single_scales(part, scheme, stored.scale_endings)
         scales = scale_parts((part,), scheme, scheme, stored.scale_endings, entries)[0]
         yield DummyPlane.scales(scales.tensor, scales.shape, scheme, num_inputs)
 
 
 def _single_scales(part: Part, scheme: WeightScheme, endings: tuple[str, ...]) -> dict[str, TensorEntry]:
-    """The header of a scale that stands for a whole matrix, where a scheme has one; it is a number without dimensions."""
+    """Return the header of the one scale of a matrix, for a scheme that has one; it has no dimensions."""
     if not scheme.is_whole_tensor:
         return {}
     leading = part.shape[:-2]
@@ -581,44 +577,43 @@ def _single_scales(part: Part, scheme: WeightScheme, endings: tuple[str, ...]) -
     return {name: TensorEntry(name, scheme.scale_dtype, shape, "dummy weights", 0)}
 
 
-# Patterns of modules that were left out come from files that nobody vouches for, and an expression can be made to run for
-# ever. So those are followed that consist of names, dots (each stands for itself), ".*", groups of alternatives, and "^" and
-# "$" at the ends; of others it is known that they are not.
+# Patterns of plain modules come from untrusted files, and a regular expression can be made to run forever. So only those are
+# evaluated that consist of names, dots (each stands for itself), ".*", groups of alternatives, and "^" and "$" at the ends.
 MAX_WAYS = 64
-"""Expressions without alternatives that one with them may stand for."""
+"""Most expressions without alternatives that one pattern expands to."""
 _GROUP = re.compile(r"\((?:\?:)?([^()]*)\)(?![*+?{])")
 _ANYTHING = re.compile(r"(?<!\\)\.\*")
 _NAME = re.compile(r"(?:[\w.-]|\\\.)*")
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Names match as wholes, or as some of the components in a row; expressions from the beginning of a name on."""
+    """Match a module: names as consecutive components, expressions from the beginning of a name."""
     if not _is_expression(pattern):
         return f".{pattern}." in f".{module}."
     return any(_follows(pieces, module, is_whole) for pieces, is_whole in _ways(pattern) or ())
 
 
 def is_followed(pattern: str) -> bool:
-    """Whether it is known what a pattern matches."""
+    """Return True if the pattern can be evaluated."""
     return not _is_expression(pattern) or _ways(pattern) is not None
 
 
 def _is_expression(pattern: str) -> bool:
-    """Behind "re:", or with ".*" in it: no module's name has that, and transformers takes all of them for expressions."""
+    """Return True after "re:", or with ".*", which no module's name has; transformers does the same."""
     return pattern.startswith(REGEX_PREFIX) or ".*" in pattern
 
 
 @lru_cache(maxsize=256)
 def _ways(pattern: str) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
-    """Every way to match: names with anything between them, and whether the last one ends it; None: not followed."""
+    """Return every way to match: names with anything between them, and whether the last one ends it; None: unknown."""
     whole, ways = [pattern.removeprefix(REGEX_PREFIX)], []
     while whole:
         text = whole.pop()
         group = _GROUP.search(text)
         options = group[1].split("|") if group else text.split("|")
         if group or len(options) > 1:
-            before, behind = (text[: group.start()], text[group.end() :]) if group else ("", "")
-            whole += [before + option + behind for option in options]
+            before, after = (text[: group.start()], text[group.end() :]) if group else ("", "")
+            whole += [before + option + after for option in options]
         else:
             ways.append(_pieces(text))
         if len(whole) + len(ways) > MAX_WAYS or None in ways:
@@ -636,7 +631,7 @@ def _pieces(text: str) -> tuple[tuple[str, ...], bool] | None:
 
 
 def _follows(pieces: tuple[str, ...], module: str, is_whole: bool) -> bool:
-    """Whether the module begins with the first piece and has the others behind it, the last one at its end if need be."""
+    """Return True if the module begins with the first piece and has the others after it, the last at its end if `is_whole`."""
     first, *others = pieces
     if not module.startswith(first):
         return False

@@ -1,7 +1,7 @@
-"""Quantized weights of earlier starts, in the user's cache: found by what they were made from, bounded, never in the way; no torch.
+"""Quantized weights of earlier starts, in the user's cache: found by their source, bounded in size; no torch.
 
-weights/ACTS-SOURCE/ in the cache folder, where ACTS stands for what was done (recipe, type, rank, which rows went where)
-and SOURCE for the files it was done to. What goes wrong here is a line in the log, and the model loads from its source.
+weights/ACTS-SOURCE/ in the cache folder, where ACTS is a digest of recipe, type, rank and plan, and SOURCE one of the files.
+An error here is a line in the log, and the model loads from its source.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from holdfast.quant.quantized_weight import QuantizedWeight
 
 MAX_CACHE_BYTES = 256 * 2**30
-"""Of all entries; the one that was not used for longest goes first."""
+"""Most bytes of all entries; the least recently used is removed first."""
 FREE_SHARE, FREE_BYTES = 20, 16 * 2**30
-"""A cache leaves one part in so many of the disk free, or so many bytes if that is less."""
+"""Share of the disk that the cache leaves free, or bytes if that is less."""
 _KEY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 log = get_logger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where entries lie, made if need be: a folder only this user can write to, because what lies there is believed."""
+    """Return the folder of entries, made if absent. Only this user can write there, because its weights are trusted."""
     return private_folder("weights")
 
 
 def cache_key(identity: SourceIdentity, plan: LoadPlan, mesh: Mesh = ALONE) -> str:
-    """The name of an entry: what was done, and to which files."""
+    """Return the name of an entry: a digest of the load, and one of its source."""
     place = (0, 1) if mesh.is_alone else mesh
     acts = repr((VERSION, plan.recipe, plan.dtype, place, plan_digest(plan)))
     names = repr([file.name for file in identity.files])
@@ -61,34 +61,33 @@ def cache_key(identity: SourceIdentity, plan: LoadPlan, mesh: Mesh = ALONE) -> s
 
 @dataclass
 class CacheSlot:
-    """The place of one load in the cache: what was found there, or room for what the load will give."""
+    """The place of one load in the cache, and the saved weights if there are any."""
 
     folder: Path
-    """Of the entry, whether or not it is there."""
     plan: LoadPlan
     """The load from the source."""
     identity: SourceIdentity
-    """Of the source before it was read."""
+    """The source before it was read."""
     mesh: Mesh
     max_bytes: int = MAX_CACHE_BYTES
-    hit: tuple[QuantizedSource, LoadPlan] | None = field(default=None)
-    """Saved weights and the plan that copies them, in the place of the model's source and `plan`."""
+    hit: tuple[QuantizedSource, LoadPlan] | None = None
+    """Saved weights and the plan that copies them, to use instead of the model's source and `plan`."""
 
     def discard(self, reason: object) -> None:
-        """Remove an entry that turned out to be broken; the model can be loaded from its source."""
+        """Remove a broken entry; the model can be loaded from its source."""
         if self.hit is not None:
             self.hit[0].close()
             self.hit = None
-        log.warning("cached weights are dropped, and the model is quantized again: %s", reason)
+        log.warning("dropping cached weights and quantizing the model again: %s", reason)
         try:
             remove_whole(self.folder)
         except OSError as error:
             log.warning("%s could not be removed: %s", self.folder, error)
 
     def save(self, weights: Mapping[str, torch.Tensor | QuantizedWeight]) -> str | None:
-        """Write what the load has given, for the next start; None, or why it was not, in words, which the log has too.
+        """Write the weights of the load for the next start; return the reason if it failed, which is logged too.
 
-        Of several processes that start at once, one writes; for the others that is as good as if they had.
+        If several processes start at once, one of them writes.
         """
         try:
             sweep(self.folder.parent)
@@ -100,7 +99,7 @@ class CacheSlot:
                 with whole_folder(self.folder) as partial:
                     num_bytes = write_weights(partial, self.plan, weights, self.identity, self.mesh)
                 log.info(
-                    "quantized weights are kept in %s (%s, the source has %s): the next start reads these",
+                    "saved quantized weights in %s (%s, the source has %s) for the next start",
                     self.folder,
                     format_bytes(num_bytes),
                     format_bytes(self.identity.num_bytes),
@@ -111,11 +110,11 @@ class CacheSlot:
         except OSError as error:
             reason = f"{error.strerror or error}"
         if reason is not None:
-            log.warning("quantized weights are not kept for the next start: %s", reason)
+            log.warning("quantized weights were not saved for the next start: %s", reason)
         return reason
 
     def _no_room(self) -> str | None:
-        """Make room; None, or why there is none, in words."""
+        """Free space in the cache; return the reason if that is impossible."""
         parent, needed = self.folder.parent, sum(spec.num_bytes for spec in self.plan.specs)
         if needed > self.max_bytes:
             return f"they have {format_bytes(needed)}, and the cache {format_bytes(self.max_bytes)}"
@@ -133,12 +132,12 @@ def find_cached(
     folder: Path | None = None,
     max_bytes: int = MAX_CACHE_BYTES,
 ) -> CacheSlot | str:
-    """The place of a load in the cache, with saved weights where there are sound ones of exactly this source and plan.
+    """Return the place of a load in the cache, with saved weights if there are valid ones of this source and plan.
 
-    Without a place, the reason in words: nothing is quantized, weights are dummies, or there is no cache.
+    Returns a reason if there is no place: nothing is quantized, weights are dummies, or there is no cache.
     """
     if not any(move.scheme for move in plan.moves):
-        return "nothing is quantized as it loads"
+        return "nothing is quantized on load"
     reason = unsaved(plan.weights)
     if reason is not None:
         return reason
@@ -154,7 +153,7 @@ def find_cached(
     if os.path.isdir(slot.folder):
         _open(slot)
     else:
-        _say_what_changed(slot)
+        _log_what_changed(slot)
     return slot
 
 
@@ -172,7 +171,7 @@ def _open(slot: CacheSlot) -> None:
         return
     was = (manifest.recipe, manifest.dtype, manifest.mesh, manifest.plan_digest)
     if was != (slot.plan.recipe, slot.plan.dtype, slot.mesh, plan_digest(slot.plan)):
-        slot.discard(f"{MANIFEST_FILE} tells of another load than the folder is named after")
+        slot.discard(f"{MANIFEST_FILE} describes another load than the folder's name")
         return
     try:
         slot.hit = (source, plan_from_cache(slot.plan, source))
@@ -183,12 +182,12 @@ def _open(slot: CacheSlot) -> None:
     except OSError as error:
         log.info("%s cannot be marked as used: %s", slot.folder, error)
     log.info(
-        "quantized weights of an earlier start are read from %s (%s)", slot.folder, format_bytes(manifest.num_bytes)
+        "reading quantized weights of an earlier start from %s (%s)", slot.folder, format_bytes(manifest.num_bytes)
     )
 
 
-def _say_what_changed(slot: CacheSlot) -> None:
-    """For a source that has been quantized alike before, but looked different then."""
+def _log_what_changed(slot: CacheSlot) -> None:
+    """Log the difference from an entry of the same load whose source was different."""
     acts = slot.folder.name.partition("-")[0]
     others = [entry for entry in cache_entries(slot.folder.parent) if entry.folder.name.startswith(f"{acts}-")]
     if not others:
@@ -197,12 +196,12 @@ def _say_what_changed(slot: CacheSlot) -> None:
         change = slot.identity.change(read_manifest(others[-1].folder / MANIFEST_FILE).source)
     except ModelError as error:
         change = str(error)
-    log.info("cached weights are of another source, and the model is quantized again: %s", change)
+    log.info("cached weights have another source, so the model is quantized again: %s", change)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One load that is kept."""
+    """One saved load."""
 
     folder: Path
     num_bytes: int
@@ -210,7 +209,7 @@ class CacheEntry:
 
 
 def cache_entries(folder: Path) -> list[CacheEntry]:
-    """What the cache holds, that which was not used for longest first."""
+    """List the entries of the cache, least recently used first."""
     entries: list[CacheEntry] = []
     try:
         folders = [path for path in folder.iterdir() if _KEY.fullmatch(path.name)]
@@ -227,9 +226,9 @@ def cache_entries(folder: Path) -> list[CacheEntry]:
 
 
 def trim_cache(folder: Path, max_bytes: int) -> int:
-    """Remove entries, least recently used first and never one that is being read, until the rest has at most so many bytes.
+    """Remove entries until the rest has at most `max_bytes`, least recently used first and never one that is being read.
 
-    The number of bytes that were removed.
+    Returns the number of removed bytes.
     """
     entries = cache_entries(folder)
     total = sum(entry.num_bytes for entry in entries)
@@ -239,12 +238,12 @@ def trim_cache(folder: Path, max_bytes: int) -> int:
             break
         if _remove(entry):
             removed += entry.num_bytes
-            log.info("%s of cached weights removed: %s", format_bytes(entry.num_bytes), entry.folder.name)
+            log.info("removed %s of cached weights: %s", format_bytes(entry.num_bytes), entry.folder.name)
     return removed
 
 
 def clear_cache(folder: Path | None = None) -> int:
-    """Remove every entry that nobody reads, and what killed processes left; the number of bytes that were removed."""
+    """Remove every entry that is not being read, and leftovers of dead processes; return the number of removed bytes."""
     folder = cache_folder() if folder is None else folder
     sweep(folder)
     return trim_cache(folder, -1)

@@ -1,7 +1,7 @@
-"""Saved weights as a source: every plane goes to its place as it is, and its checksum is summed where it arrives; no torch.
+"""Saved weights as a source: every plane is copied unchanged, and its checksum is summed on the device; no torch.
 
-A plane is read once, front to back or in pieces in any order, and what its bytes add up to is compared when all are there. On a
-GPU that costs nothing beside the copy; a host that computed it would read no faster than it computes.
+A plane is read once, in pieces in any order, and its checksum is compared at the end. On a GPU that costs nothing beside the
+copy; on the host it would limit the speed of reading.
 """
 
 from __future__ import annotations
@@ -11,24 +11,17 @@ import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 from holdfast.distributed.mesh import ALONE, Mesh
-from holdfast.errors import ConfigError, HoldfastError, ModelFormatError, shown
+from holdfast.errors import ConfigError, ModelFormatError, shown
 from holdfast.loading.planning.moves import Move, PlannedWeight
 from holdfast.loading.planning.plan import LoadPlan
-from holdfast.loading.quantized.manifest import (
-    SAVE_AGAIN,
-    Manifest,
-    PlaneFile,
-    header_digest,
-    read_manifest,
-)
+from holdfast.loading.quantized.manifest import Manifest, PlaneFile, header_digest, read_manifest
 from holdfast.loading.quantized.writer import locked
-from holdfast.loading.sources.files import MANIFEST_FILE
-from holdfast.loading.sources.safetensors import TORCH_DTYPES, SafetensorsFile, StoredTensor, file_inside, has_file
-from holdfast.loading.sources.source import TensorEntry
+from holdfast.loading.sources.files import MANIFEST_FILE, unreadable
+from holdfast.loading.sources.safetensors import TORCH_DTYPES, SafetensorsFile, file_inside, has_file
+from holdfast.loading.sources.source import TensorEntry, check_read, table_shape
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.models.settings import listed
@@ -39,26 +32,21 @@ QUANTIZED_KINDS = ("linear", "expert", "head", "embedding")
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """Where a plane lies, and what its bytes must add up to."""
+    """The file of a plane, and its checksum."""
 
     spec: TensorSpec
     file: SafetensorsFile
     checksum: int
 
-    @property
-    def row_bytes(self) -> int:
-        return self.spec.num_bytes // self.num_rows
-
-    @property
-    def num_rows(self) -> int:
-        return prod(self.spec.shape[:-1] or self.spec.shape)
-
 
 class QuantizedSource:
-    """Saved weights whose manifest and headers have been checked against each other; tensors are planes by their final names.
+    """Saved weights with a checked manifest and headers; its tensors are planes by their final names.
 
     The folder is locked against removal until `close`.
     """
+
+    ignorable: frozenset[str] = frozenset()
+    scratch_bytes_per_reader = 0
 
     def __init__(self, folder: Path, manifest: Manifest, planes: Mapping[str, _Plane], lock: int | None) -> None:
         self.folder = folder
@@ -75,35 +63,22 @@ class QuantizedSource:
         return self._entries
 
     @property
-    def ignorable(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def scratch_bytes_per_reader(self) -> int:
-        return 0
-
-    @property
     def checksums(self) -> Mapping[str, int]:
         return {name: plane.checksum for name, plane in self._planes.items()}
 
     def damaged(self, name: str) -> ModelFormatError:
-        return ModelFormatError(
-            f"{self._planes[name].file.path.name}: {shown(name)} is damaged",
-            f"its bytes do not have the checksum in {MANIFEST_FILE}",
-            SAVE_AGAIN,
-        )
+        file = self._planes[name].file.path.name
+        return ModelFormatError("weights.damaged", file=file, tensor=name, manifest=MANIFEST_FILE)
 
     def read_into(
         self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
     ) -> None:
-        """Rows of a plane, whole ones: `moves` asks for no others, since parts of rows would go unchecked."""
+        """Read whole rows of a plane, like `moves`: parts of rows would go unchecked."""
         plane, out = self._planes[name], out.cast("B")
-        assert 0 <= row_start <= row_end <= plane.num_rows, f"{name}: rows {row_start} to {row_end} of {plane.spec}"
-        row_bytes = plane.row_bytes
-        num_columns = plane.spec.shape[-1] if len(plane.spec.shape) > 1 else 1
-        assert columns in (None, (0, num_columns)), f"{name}: {columns=} of {plane.spec}"
-        assert len(out) == (row_end - row_start) * row_bytes, f"{name}: {len(out)} bytes for {row_end - row_start} rows"
-        plane.file.read_into(name, row_start * row_bytes, out)
+        num_rows, num_columns = table_shape(plane.spec.shape)
+        found = check_read(self._entries[name], row_start, row_end, out, columns)
+        assert found == (0, num_columns), f"{name}: {columns=} of {plane.spec}"
+        plane.file.read_into(name, row_start * (plane.spec.num_bytes // num_rows), out)
 
     def close(self) -> None:
         for file in {id(plane.file): plane.file for plane in self._planes.values()}.values():
@@ -112,29 +87,23 @@ class QuantizedSource:
             self._unlock()
 
     def moves(self) -> tuple[Move, ...]:
-        """Every plane to its place, in the order of the files."""
+        """Return the moves of every plane to its place, in the order of the files."""
+        specs = ((name, plane.spec) for name, plane in self._planes.items())
         return tuple(
-            Move(
-                tensor=name,
-                tensor_dtype=plane.spec.dtype,
-                target=name,
-                part=Part(name, 0, plane.spec.shape),
-                scheme=None,
-                num_bytes=plane.spec.num_bytes,
-            )
-            for name, plane in self._planes.items()
+            Move(name, spec.dtype, name, Part(name, 0, spec.shape), scheme=None, num_bytes=spec.num_bytes)
+            for name, spec in specs
         )
 
 
 def has_saved_weights(folder: Path) -> bool:
-    """Whether a folder holds weights that were saved here."""
+    """Return True if a folder holds weights that were saved quantized."""
     return has_file(folder, MANIFEST_FILE)
 
 
 def open_quantized(folder: Path) -> QuantizedSource:
-    """Saved weights, with manifest, file sizes, headers and planes checked against each other; no weight is read."""
+    """Open saved weights: check manifest, file sizes, headers and planes against each other; no weight is read."""
     lock = None
-    with suppress(OSError):  # a file system without locks; a folder that is not there shows in the next line
+    with suppress(OSError):  # a file system without locks; the next line reports an absent folder
         lock = locked(folder, is_shared=True)
     try:
         manifest = read_manifest(file_inside(folder, MANIFEST_FILE))
@@ -143,18 +112,18 @@ def open_quantized(folder: Path) -> QuantizedSource:
         if lock is not None:
             os.close(lock)
         if isinstance(error, OSError):
-            raise _broken(f"{folder.name} cannot be read", str(error.strerror or error)) from error
+            raise unreadable(folder.name, error) from error
         raise
 
 
 def plan_from_cache(plan: LoadPlan, source: QuantizedSource) -> LoadPlan:
-    """The same weights as the plan's, copied from saved ones; what is saved must be exactly them."""
+    """Return the plan that copies its weights from saved ones, which must be exactly these."""
     saved = {weight.name: weight for weight in source.manifest.weights}
     for weight in plan.weights:
         if saved.pop(weight.name, None) != weight:
-            raise _broken(f"{source.folder.name} does not hold {weight.name} as the plan has it", str(weight))
+            raise _broken(source.folder.name, f"{weight.name} is not saved as planned, {weight}")
     if saved:
-        raise _broken(f"{source.folder.name} holds weights that the plan has not", listed(list(saved)))
+        raise _broken(source.folder.name, f"it holds weights that are not planned: {listed(list(saved))}")
     return replace(plan, moves=source.moves(), tied=(), writer_specs=(), reader_bytes=0, is_checked=True)
 
 
@@ -165,22 +134,24 @@ def plan_quantized(
     recipe: WeightRecipe = AS_STORED,
     mesh: Mesh = ALONE,
 ) -> LoadPlan:
-    """The plan for a model that was saved quantized: its weights are as they were saved, in `dtype` where they are plain."""
-    manifest = source.manifest
-    _refuse_other_recipe(source, recipe)
-    if manifest.mesh != mesh:
+    """Plan the load of a model that was saved quantized; plain weights get `dtype`."""
+    manifest, folder = source.manifest, source.folder.name
+    scheme = manifest.recipe.scheme
+    if recipe.scheme is not None and recipe.scheme != scheme:
+        saved_as, wanted = scheme.name if scheme else "plain weights", recipe.scheme.name
         raise ConfigError(
-            f"rank {mesh.rank} of {mesh.num_ranks} was asked to load {source.folder.name}",
-            f"it was saved by rank {manifest.mesh.rank} of {manifest.mesh.num_ranks}",
-            "load the model that it was made from",
+            "weights.saved_otherwise", folder=folder, saved=saved_as, name="quantization", requested=wanted
         )
+    if manifest.mesh != mesh:
+        saved_by = {"saved_rank": manifest.mesh.rank, "saved_ranks": manifest.mesh.num_ranks}
+        raise ConfigError("weights.other_rank", folder=folder, rank=mesh.rank, num_ranks=mesh.num_ranks, **saved_by)
     parameters = tuple(parameters)
     saved = {weight.name: weight for weight in manifest.weights}
     absent = [parameter.name for parameter in parameters if parameter.name not in saved]
     surplus = saved.keys() - {parameter.name for parameter in parameters}
     if absent or surplus:
         what, names = ("lacks", absent) if absent else ("has too many weights:", sorted(surplus))
-        raise _broken(f"{source.folder.name} {what} {listed(names)}", "the model's settings need others")
+        raise _broken(folder, f"it {what} {listed(names)}")
     weights = tuple(_settled(parameter, saved[parameter.name], manifest, dtype) for parameter in parameters)
     plain = (
         weight.name
@@ -192,81 +163,62 @@ def plan_quantized(
         weights=weights,
         moves=source.moves(),
         tied=(),
-        recipe=replace(manifest.recipe, ignore=tuple(plain)),  # by name: patterns out of a file are never run
+        recipe=replace(manifest.recipe, ignore=tuple(plain)),  # by name: patterns of a file are never run
         writer_specs=(),
         reader_bytes=0,
         is_checked=True,
     )
 
 
-def _refuse_other_recipe(source: QuantizedSource, asked: WeightRecipe) -> None:
-    saved = source.manifest.recipe.scheme
-    if asked.scheme is not None and asked.scheme != saved:
-        raise ConfigError(
-            f"quantization={asked.scheme.name} was asked of {source.folder.name}",
-            f"its weights were saved as {saved.name if saved else 'they are'}",
-            "leave the option out, or load the model that it was made from",
-        )
-
-
 def _settled(parameter: Parameter, saved: PlannedWeight, manifest: Manifest, dtype: str) -> PlannedWeight:
-    """A weight as it will be; whether it was saved as this parameter can be."""
+    """Return a weight as it will be, after checking that it was saved as this parameter can be."""
     if saved.shape != parameter.shape:
-        raise _broken(
-            f"{MANIFEST_FILE}: {saved.name} has the shape {list(saved.shape)}",
-            f"the model's settings need {list(parameter.shape)}",
-        )
+        shapes = f"the shape {list(saved.shape)}, and {list(parameter.shape)} is needed"
+        raise _broken(MANIFEST_FILE, f"{saved.name} has {shapes}")
     scheme = saved.scheme
     if scheme is not None:
         by_row = {"head": scheme in ROW_SCHEMES, "embedding": scheme == HEAD_SCHEME}.get(parameter.kind, True)
         if parameter.kind not in QUANTIZED_KINDS or not by_row:
-            raise _broken(f"{MANIFEST_FILE}: {saved.name} is {scheme.name}", f"a {parameter.kind} never is")
+            raise _broken(MANIFEST_FILE, f"{saved.name} is {scheme.name}, which a {parameter.kind} never is")
     elif saved.dtype != (parameter.dtype or manifest.dtype):
-        raise _broken(
-            f"{MANIFEST_FILE}: {saved.name} is {saved.dtype}", f"{parameter.dtype or manifest.dtype} is expected"
-        )
+        raise _broken(MANIFEST_FILE, f"{saved.name} is {saved.dtype}, not {parameter.dtype or manifest.dtype}")
     return replace(saved, dtype=parameter.dtype or dtype)
 
 
 def _open_planes(folder: Path, manifest: Manifest) -> dict[str, _Plane]:
     specs = {spec.name: spec for weight in manifest.weights for spec in weight.specs}
     if len(specs) != sum(len(weight.specs) for weight in manifest.weights):
-        raise _broken(f"{MANIFEST_FILE} lists a weight twice", f"{len(specs)} tensors have names of their own")
+        raise _broken(MANIFEST_FILE, "it lists a weight twice")
     planes: dict[str, _Plane] = {}
     for file in manifest.files:
         opened = _open_file(folder, file)
         for name, stored in opened.tensors.items():
             if name in planes or name not in specs:
-                has = "another file has it too" if name in planes else f"{MANIFEST_FILE} lists no such weight"
-                raise _broken(f"{file.name} holds {shown(name)}", has)
-            _check_plane(file, stored, specs[name])
-            planes[name] = _Plane(specs[name], opened, file.checksums[name])
+                other = "another file has it too" if name in planes else f"{MANIFEST_FILE} lists no such weight"
+                raise _broken(file.name, f"it holds {shown(name)}, and {other}")
+            spec = specs[name]
+            if stored.shape != spec.shape or TORCH_DTYPES.get(stored.dtype) != spec.dtype:
+                found, wanted = f"{stored.dtype} of shape {list(stored.shape)}", f"{spec.dtype} of {list(spec.shape)}"
+                raise _broken(file.name, f"{shown(name)} is {found}, not {wanted}")
+            planes[name] = _Plane(spec, opened, file.checksums[name])
     missing = [name for name in specs if name not in planes]
     if missing:
-        raise _broken(f"{folder.name} lacks {listed(missing)}", f"{MANIFEST_FILE} lists {len(specs)} tensors")
+        raise _broken(folder.name, f"it lacks {listed(missing)}, which {MANIFEST_FILE} lists")
     return planes
 
 
 def _open_file(folder: Path, file: PlaneFile) -> SafetensorsFile:
     path = file_inside(folder, file.name)
     if not has_file(folder, file.name):
-        raise _broken(f"{folder.name} has no {file.name}", f"{MANIFEST_FILE} names it")
+        raise _broken(folder.name, f"it has no {file.name}, which {MANIFEST_FILE} names")
     num_bytes = path.stat().st_size
     if num_bytes != file.num_bytes:
-        raise _broken(f"{file.name} has {num_bytes} bytes", f"{file.num_bytes} were written")
+        raise _broken(file.name, f"it has {num_bytes} bytes, and {file.num_bytes} were written")
     opened = SafetensorsFile(path)
     if header_digest(path) != file.header_digest or list(opened.tensors) != list(file.checksums):
-        raise _broken(f"{file.name} has another header than was written", f"{MANIFEST_FILE} has its checksum")
+        raise _broken(file.name, f"its header is not the one in {MANIFEST_FILE}")
     return opened
 
 
-def _check_plane(file: PlaneFile, stored: StoredTensor, spec: TensorSpec) -> None:
-    if stored.shape != spec.shape or TORCH_DTYPES.get(stored.dtype) != spec.dtype:
-        raise _broken(
-            f"{file.name}: {shown(spec.name)} is {stored.dtype} of shape {list(stored.shape)}",
-            f"{spec.dtype} of shape {list(spec.shape)} is expected",
-        )
-
-
-def _broken(asked: str, has: str) -> HoldfastError:
-    return ModelFormatError(asked, has, SAVE_AGAIN)
+def _broken(where: str, problem: str) -> ModelFormatError:
+    return ModelFormatError("weights.saved_broken", where=where, problem=problem)

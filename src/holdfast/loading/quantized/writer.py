@@ -1,7 +1,7 @@
-"""Saving final weights in files that load without quantizing: whole folders or none, under locks; no torch until a write.
+"""Saves final weights in files that load without quantizing: complete folders or none, under locks; no torch until a write.
 
-Whoever writes or reads such a folder holds a lock on it, which ends with the process. So what a killed process left behind
-can be told from what another is writing, and nobody removes what somebody reads.
+Writers and readers of such a folder hold a lock on it, which ends with the process. So leftovers of a killed process differ
+from a folder that is being written, and no process removes a folder that another one reads.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     import torch
 
 MAX_FILE_BYTES = 4 * 2**30
-"""Of the planes in one file; a plane that has more gets a file of its own."""
+"""Most bytes of the planes in one file; a larger plane gets its own file."""
 CHUNK_BYTES = 16 * 2**20
-"""Bytes that are checked and written at a time, and that a GPU sends through pinned memory: the only memory that writing takes."""
+"""Bytes per step of checking, writing and copying from a GPU: the only memory that writing takes."""
 MAX_COPIED_BYTES = 512 * 2**20
 COPIED_FILES = (
     CONFIG_FILE,
@@ -53,7 +53,7 @@ COPIED_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What a model has besides its weights, as far as it is read here."""
+"""The files beside the weights that are read here."""
 STORED_DTYPES = {torch_name: name for name, torch_name in TORCH_DTYPES.items()}
 Progress = Callable[[int, int], None]
 """Bytes written so far, and in all."""
@@ -68,9 +68,9 @@ def save_quantized(
     on_progress: Progress = lambda done, total: None,
     planned: SourceIdentity | None = None,
 ) -> int:
-    """Write a folder that is a model of its own: weights, settings, tokenizer. The bytes of its weights are returned.
+    """Write a complete model: weights, settings, tokenizer. Return the bytes of its weights.
 
-    `refuse_saving` says beforehand what can be known beforehand, and what the source was: `planned`, which it must still be.
+    `planned` is the source as `refuse_saving` found it before the load; it must not have changed since.
     """
     found = refuse_saving(folder, model, plan)
     identity = found if planned is None else planned
@@ -82,64 +82,59 @@ def save_quantized(
             _refuse_changed(folder, model, identity)  # after the copy, which is then of the same model as the weights
             return write_weights(partial, plan, weights, identity, mesh, on_progress)
     except FileExistsError as error:
-        raise ConfigError(
-            f"save_quantized={folder} was asked",
-            "another process has written there meanwhile",
-            "use what is there now, or name a new folder",
-        ) from error
+        raise _cannot_save(folder, "another process has just written there", "Name a new folder") from error
     except OSError as error:
-        raise ConfigError(
-            f"save_quantized={folder} was asked",
-            f"it could not be written: {error.strerror or error}",
-            "name a folder on a disk that has room and may be written",
-        ) from error
+        raise _cannot_save(folder, str(error.strerror or error), "Name a writable folder with free space") from error
 
 
 def refuse_saving(folder: Path, model: OpenModel, plan: LoadPlan) -> SourceIdentity:
-    """What is wrong with saving to this folder, as an error, before anything is loaded; else what the source is."""
+    """Refuse a folder that cannot be written, before anything is loaded; return the identity of the source."""
     needed = sum(spec.num_bytes for spec in plan.specs)
-    reason, do = unsaved(plan.weights), "leave the option out"
+    reason, fix = unsaved(plan.weights), "Leave the option out"
     identity = None if reason else identify_source(model)
     if reason is None and identity is None:
         reason = "dummy weights are not saved"
     if reason is None and model.kind == "gguf":
-        reason, do = "a GGUF file has no config.json and no tokenizer.json to go with the weights", "save from a folder"
+        reason, fix = (
+            "a GGUF file has no config.json and no tokenizer.json to go with the weights",
+            "Save from a folder",
+        )
     if reason is None and not any(move.scheme for move in plan.moves):
-        reason, do = "nothing is quantized as it loads", _nothing_to_save(model, plan)
+        reason, fix = "nothing is quantized on load", _nothing_to_save(model, plan)
     try:
         if reason is None and os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-            reason, do = "there is something there already", "name a new folder"
+            reason, fix = "the folder is not empty", "Name a new folder"
         if reason is None and not folder.absolute().parent.is_dir():
-            reason, do = "the folder that it would be in is not there", "make it first"
+            reason, fix = "its parent folder does not exist", "Make it first"
         if reason is None and (free := shutil.disk_usage(folder.absolute().parent).free) < needed:
-            reason, do = f"{format_bytes(needed)} are needed and {format_bytes(free)} free", "name another disk"
+            reason, fix = f"{format_bytes(needed)} are needed and {format_bytes(free)} free", "Name another disk"
     except OSError as error:
-        reason, do = str(error.strerror or error), "name a folder that may be written"
+        reason, fix = str(error.strerror or error), "Name a writable folder"
     if reason is not None or identity is None:
-        raise ConfigError(f"save_quantized={folder} was asked", str(reason), do)
+        raise _cannot_save(folder, str(reason), fix)
     return identity
 
 
+def _cannot_save(folder: Path, reason: str, fix: str) -> ConfigError:
+    return ConfigError("weights.cannot_save", name="save_quantized", folder=folder, reason=reason, fix=fix)
+
+
 def _refuse_changed(folder: Path, model: OpenModel, planned: SourceIdentity) -> None:
-    """Weights of one model and settings of another are no model."""
+    """Refuse to mix weights of one model with settings of another."""
     now = identify_source(model)
-    assert now is not None, f"{model.path.name} has files, or refuse_saving would have said so"
+    assert now is not None, f"{model.path.name} has no files, which refuse_saving allows"
     change = now.change(planned)
     if change is not None:
-        raise ConfigError(
-            f"save_quantized={folder} was asked",
-            f"the model was changed while it was loaded: {change}",
-            "start again, and leave its files alone meanwhile",
-        )
+        raise _cannot_save(folder, f"the model changed while it was loaded: {change}", "Start again")
 
 
 def _nothing_to_save(model: OpenModel, plan: LoadPlan) -> str:
-    """What to do for weights that nothing changes on their way."""
+    """Return the fix for weights that are not quantized on load."""
     if model.kind == "directory" and os.path.lexists(model.path / MANIFEST_FILE):
-        return f"copy the folder {model.path.name}, which was saved so already"
+        return f"Copy the folder {model.path.name}, which is already saved so"
     if model.stored is not None and plan.num_quantized:
-        return f"copy the folder {model.path.name}, which is stored so already"
-    return "leave some of quantization_ignore out, or save_quantized"
+        return f"Copy the folder {model.path.name}, which is already stored so"
+    return "Leave some of quantization_ignore out, or save_quantized"
 
 
 def write_weights(
@@ -150,7 +145,7 @@ def write_weights(
     mesh: Mesh,
     on_progress: Progress = lambda done, total: None,
 ) -> int:
-    """Files of weights and their manifest, into a folder that has none; OSError where the disk says no."""
+    """Write files of weights and their manifest into an empty folder; raises OSError."""
     planes = dict(_planes(plan, weights))
     writer = PlaneWriter(sum(spec.num_bytes for spec in plan.specs), on_progress)
     with writer:
@@ -167,12 +162,12 @@ def write_weights(
 
 
 def plan_digest(plan: LoadPlan) -> str:
-    """Changes with every checkpoint row that goes elsewhere, and with every weight that is kept otherwise."""
+    """Return a digest that changes with the place of any checkpoint row and the storage of any weight."""
     return digest(repr((plan.dtype, plan.weights, plan.moves, plan.tied)).encode()).hex()
 
 
 def files_of(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """The planes of each file, in order."""
+    """Yield the planes of each file, in order."""
     held: list[TensorSpec] = []
     held_bytes = 0
     for spec in specs:
@@ -186,7 +181,7 @@ def files_of(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 class PlaneWriter:
-    """Writes planes chunk by chunk; those of a GPU come through one pinned chunk, those of the host are written as they lie."""
+    """Writes planes chunk by chunk; those of a GPU go through one pinned chunk."""
 
     def __init__(self, total_bytes: int, on_progress: Progress) -> None:
         self._total_bytes = total_bytes
@@ -201,7 +196,7 @@ class PlaneWriter:
         self._pinned = None
 
     def write_file(self, path: Path, specs: list[TensorSpec], planes: Mapping[str, torch.Tensor]) -> PlaneFile:
-        """One file, on the disk when this returns."""
+        """Write one file and sync it to the disk."""
         header = header_of(specs)
         with open(path, "xb", buffering=0) as file:
             write_fully(file, memoryview(header))
@@ -211,7 +206,7 @@ class PlaneWriter:
         return PlaneFile(path.name, num_bytes, digest(header).hex(), checksums)
 
     def _write_plane(self, file: FileIO, spec: TensorSpec, plane: torch.Tensor) -> int:
-        """Its checksum."""
+        """Write a plane and return its checksum."""
         import torch
 
         from holdfast.kernels.load.checksum import add_checksum, as_unsigned
@@ -229,7 +224,7 @@ class PlaneWriter:
         return as_unsigned(int(sum_1))
 
     def on_host(self, piece: torch.Tensor) -> torch.Tensor:
-        """The piece itself, or what it was copied to; valid until the next."""
+        """Return the piece, or its copy on the host; valid until the next call."""
         import torch
 
         if piece.device.type == "cpu":
@@ -240,7 +235,7 @@ class PlaneWriter:
 
 
 def header_of(specs: list[TensorSpec]) -> bytes:
-    """The beginning of a safetensors file, padded so that data begins at a multiple of 8."""
+    """Return the header of a safetensors file, padded so that data begins at a multiple of 8."""
     values, end = {}, 0
     for spec in specs:
         start, end = end, end + spec.num_bytes
@@ -265,13 +260,13 @@ def _planes(
 
 
 def write_fully(file: FileIO, data: memoryview) -> None:
-    """One call may take less than it is given."""
+    """Write all bytes; one system call may take only some."""
     while data:
         data = data[file.write(data) or 0 :]
 
 
 def copy_settings(source: Path, folder: Path) -> None:
-    """What a model has besides its weights, from one folder to another."""
+    """Copy the files beside the weights from one folder to another."""
     for name in COPIED_FILES:
         path = file_inside(source, name)
         if path.is_file() and path.stat().st_size <= MAX_COPIED_BYTES:
@@ -282,9 +277,9 @@ PARTIAL_ENDING = ".partial"
 
 
 def locked(folder: Path, is_shared: bool) -> int | None:
-    """A descriptor that locks the folder until it is closed; None where somebody else's lock is in the way.
+    """Return a descriptor that locks the folder until it is closed; None if another lock is in the way.
 
-    Readers share, writers and removers do not. OSError: there is no such folder, or its file system has no locks.
+    Readers share, writers and removers do not. OSError: the folder does not exist, or its file system has no locks.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -300,9 +295,9 @@ def locked(folder: Path, is_shared: bool) -> int | None:
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
-    """A folder to write into, which takes its place when the block ends; an error in the block leaves nothing.
+    """Yield a folder to write into and rename it at the end of the block; an error removes it.
 
-    Where a folder with something in it has taken the place meanwhile, FileExistsError is raised and that one stays.
+    Raises FileExistsError if the final folder has appeared meanwhile and is not empty.
     """
     partial, descriptor = _new_partial(final)
     try:
@@ -324,7 +319,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
 
 
 def _new_partial(final: Path) -> tuple[Path, int | None]:
-    """A new hidden folder and the lock on it; None where there are no locks, and so nobody sweeps."""
+    """Make a hidden folder and lock it; the lock is None on a file system without locks, where nothing sweeps."""
     while True:
         partial = _hidden_beside(final)
         os.mkdir(partial)
@@ -336,13 +331,13 @@ def _new_partial(final: Path) -> tuple[Path, int | None]:
             return partial, None
         if descriptor is not None and partial.exists():
             return partial, descriptor
-        # Somebody who sweeps was between the two lines: it is gone, or will be.
+        # A sweeping process came between the two lines: the folder is gone, or will be.
         if descriptor is not None:
             os.close(descriptor)
 
 
 def sweep(parent: Path, name: str | None = None) -> bool:
-    """Remove what processes that are gone have left of a folder of this name, or of any; whether one is being written now."""
+    """Remove leftovers of dead processes for this folder, or any; return True if a process writes it now."""
     is_written = False
     pattern = "*" if name is None else glob.escape(name)
     for partial in parent.glob(f".{pattern}.*{PARTIAL_ENDING}"):
@@ -357,7 +352,7 @@ def sweep(parent: Path, name: str | None = None) -> bool:
 
 
 def remove_whole(folder: Path) -> bool:
-    """Remove a folder so that nobody ever sees a part of it; whether it is gone, which it is not while somebody reads it."""
+    """Remove a folder atomically; return False if it is still there because a process reads it."""
     try:
         descriptor = locked(folder, is_shared=False)
     except FileNotFoundError:
@@ -374,7 +369,7 @@ def remove_whole(folder: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in the folder outlast a machine that fails now."""
+    """Sync the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Files of a model: bytes at positions, by any number of threads (OpenFile), and JSON read as hostile input; no torch."""
+"""Files of a model: positional reads from any number of threads (OpenFile), and JSON read as hostile input; no torch."""
 
 import json
 import os
@@ -11,16 +11,25 @@ from holdfast.errors import ModelFormatError, shown
 from holdfast.models.settings import plain
 
 MAX_GAP_BYTES = 32 * 2**10
-"""Bytes between two wanted runs that are read and dropped: copying them costs less than another call does."""
+"""Largest gap between two runs that is read and dropped: copying it costs less than another system call."""
 MAX_RUNS = 512
-"""Runs that one call fills, with the gaps between them; systems take 1,024 buffers at a time."""
+"""Runs that one system call fills, with the gaps between them; systems take 1,024 buffers at a time."""
+MAX_JSON_BYTES = 32 * 2**20
+"""Bytes of one file; the largest known indexes have about 15 MiB."""
+CONFIG_FILE = "config.json"
+EXPERT_DTYPE_KEY = "expert_dtype"
+"""How experts are stored, beside quantization_config or in it."""
+QUANTIZATION_KEY = "quantization_config"
+"""Key of config.json: how the checkpoint is already quantized."""
+MANIFEST_FILE = "holdfast-weights.json"
+"""A folder that has it holds weights that were saved quantized (loading/quantized/manifest.py)."""
+MODULES_FILE = "modules.json"
+"""How sentence-transformers pools hidden states (loading/pooling.py)."""
+POOLING_FILES = (MODULES_FILE, "1_Pooling/config.json")
 
 
 class OpenFile:
-    """Whoever reads holds a reference, so that letting go of the file never closes it under a reader.
-
-    A number that is closed under a reader may be the number of another file by the next call.
-    """
+    """A descriptor that closes with the last reference, so a reader never reads a number that another file has taken."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -35,11 +44,11 @@ class OpenFile:
         return os.fstat(self._descriptor)
 
     def read(self, offset: int, out: memoryview) -> int:
-        """Fill `out` from a place of the file on, as far as the file goes; the number of bytes."""
+        """Fill `out` from byte `offset`, as far as the file goes; return the number of bytes."""
         return self.scatter(offset, [out])
 
     def read_runs(self, offset: int, stride: int, run_bytes: int, out: memoryview) -> int:
-        """Fill `out` with runs of bytes that begin `stride` bytes apart; the number of bytes in `out`."""
+        """Fill `out` with runs of bytes that begin `stride` bytes apart; return the number of bytes in `out`."""
         assert 0 < run_bytes <= stride, f"runs of {run_bytes} bytes, {stride} apart"
         if run_bytes == stride:
             return self.read(offset, out)
@@ -58,10 +67,7 @@ class OpenFile:
         return len(out)
 
     def scatter(self, offset: int, buffers: list[memoryview]) -> int:
-        """Fill buffers, at most as many as a system takes, one after the other from a place of the file on.
-
-        One call of the system may return less than it was asked. The list is not as it was afterwards.
-        """
+        """Fill the buffers in order from byte `offset`, like `preadv` without short reads. Changes the list."""
         num_read = 0
         first = 0
         while first < len(buffers):
@@ -77,64 +83,48 @@ class OpenFile:
         return num_read
 
 
-MAX_JSON_BYTES = 32 * 2**20
-"""Of one file; the largest indexes there are have about 15 MiB."""
-AGAIN = "download the model again"
-CONFIG_FILE = "config.json"
-EXPERT_DTYPE_KEY = "expert_dtype"
-"""How experts are stored, beside quantization_config or in it."""
-QUANTIZATION_KEY = "quantization_config"
-"""In it: how the checkpoint is quantized already."""
-MANIFEST_FILE = "holdfast-weights.json"
-"""A folder that has it holds weights that were saved quantized (loading/quantized/manifest.py)."""
-MODULES_FILE = "modules.json"
-"""What sentence-transformers does with hidden states (loading/pooling.py)."""
-POOLING_FILES = (MODULES_FILE, "1_Pooling/config.json")
+def unreadable(file: object, error: OSError) -> ModelFormatError:
+    """Wrap the system's error about a file."""
+    return ModelFormatError("file.unreadable", file=file, reason=error.strerror or error)
 
 
 def read_json_object(path: Path) -> dict[str, object]:
-    """The object that a JSON file holds: bounded in size and depth, without duplicate keys or NaN."""
+    """Read a JSON file that holds an object: bounded in size and depth, without duplicate keys or NaN."""
     value = parse_json(read_small_file(path, MAX_JSON_BYTES), path.name)
     if not isinstance(value, dict):
-        raise ModelFormatError(f"{path.name} holds a JSON {type(value).__name__}", "an object is needed", AGAIN)
+        raise ModelFormatError("file.wrong_content", file=path.name, expected="an object", found=type(value).__name__)
     return value
 
 
 def read_small_file(path: Path, max_bytes: int) -> bytes:
-    """All bytes of a regular file that has at most `max_bytes`."""
+    """Read all bytes of a regular file of at most `max_bytes`."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise ModelFormatError(f"{path.name} is not a regular file", "a file is needed", AGAIN)
+            raise ModelFormatError("file.not_regular", file=path.name)
         if status.st_size > max_bytes:
-            raise ModelFormatError(
-                f"{path.name} has {status.st_size} bytes", f"at most {max_bytes} are read of such a file", AGAIN
-            )
+            raise ModelFormatError("file.too_large", file=path.name, num_bytes=status.st_size, maximum=max_bytes)
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
-        raise ModelFormatError(f"{path.name} cannot be read", str(error.strerror or error), "check the file") from error
+        raise unreadable(path.name, error) from error
     if len(data) > max_bytes:
-        raise ModelFormatError(f"{path.name} grew while it was read", f"at most {max_bytes} bytes are read", AGAIN)
+        raise ModelFormatError("file.changed", file=path.name)
     return data
 
 
 def parse_json(data: bytes, file: str, parse_int: Callable[[str], int] = int) -> object:
-    """The value in a JSON text; what is wrong with it is told with the name of the file."""
+    """Parse JSON strictly; errors name the file."""
     try:
         return json.loads(
-            data.decode("utf-8"),
-            parse_int=parse_int,
-            parse_constant=_refuse_constant,
-            object_pairs_hook=_unique_keys,
+            data.decode("utf-8"), parse_int=parse_int, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys
         )
-    except UnicodeDecodeError as error:
-        raise ModelFormatError(f"{file} is not UTF-8 at byte {error.start}", "JSON is UTF-8", AGAIN) from error
     except RecursionError as error:
-        raise ModelFormatError(f"{file} is nested too deeply", "no model needs that", AGAIN) from error
+        raise ModelFormatError("file.not_json", file=file, reason="it is nested too deeply") from error
     except ValueError as error:
-        reason = plain(str(error))
-        raise ModelFormatError(f"{file} is not sound JSON", reason, AGAIN) from error
+        is_binary = isinstance(error, UnicodeDecodeError)
+        reason = f"byte {error.start} is not UTF-8" if is_binary else plain(str(error))
+        raise ModelFormatError("file.not_json", file=file, reason=reason) from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -142,11 +132,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {shown(key)} appears twice")
-            seen.add(key)
+    values: dict[str, object] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"the key {shown(key)} appears twice")
+        values[key] = value
     return values

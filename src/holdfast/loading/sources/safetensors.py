@@ -4,8 +4,8 @@
 0                   8                                                data_start     file_bytes
 
 Offsets in the header count from data_start. The tensors must cover the data exactly: no hole, no overlap, no byte after
-the last. Sizes are Python integers, so no product can wrap. Every file that is accepted here is accepted by the
-safetensors package too; a test compares them.
+the last. Sizes are Python integers, so no product can wrap. Every file that passes here also passes the safetensors
+package; a test compares them.
 """
 
 import os
@@ -19,8 +19,15 @@ from threading import Lock
 from typing import TypeGuard
 
 from holdfast.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError, shown
-from holdfast.loading.sources.files import AGAIN, MAX_GAP_BYTES, MAX_RUNS, OpenFile, parse_json, read_json_object
-from holdfast.loading.sources.source import RowRead, TensorEntry
+from holdfast.loading.sources.files import (
+    MAX_GAP_BYTES,
+    MAX_RUNS,
+    OpenFile,
+    parse_json,
+    read_json_object,
+    unreadable,
+)
+from holdfast.loading.sources.source import RowRead, TensorEntry, check_read, table_shape
 from holdfast.models.settings import listed
 from holdfast.quant.formats import DTYPE_BYTES
 
@@ -28,7 +35,6 @@ MAX_HEADER_BYTES = 16 * 2**20
 """The safetensors package reads up to 100 MB; 16 MiB describe more than 100,000 tensors, far more than any file has."""
 MAX_DIMENSIONS = 8
 LFS_MARK = b"version https://git-lfs"
-
 DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -38,34 +44,28 @@ DTYPE_BITS: Mapping[str, int] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""Bits of an element of every type that the format knows."""
+"""Bits of an element, for every type of the format."""
 TORCH_DTYPES: Mapping[str, str] = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
+    **{f"F{bits}": f"float{bits}" for bits in (64, 32, 16)},
+    **{f"I{bits}": f"int{bits}" for bits in (64, 32, 16, 8)},
     "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
     "U8": "uint8",
     "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E8M0": "uint8",
 }
-"""torch's names of those that are read as they are; another type keeps its own name, for messages.
+"""torch's names of the types that are read as they are; another type keeps its own name, for messages.
 
-Numbers of F8_E8M0 are exponents alone. They are read as bytes, which is how checkpoints have them also where they say U8.
+F8_E8M0 holds exponents alone. They are read as bytes: many checkpoints store them as U8.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies in the file."""
+    """Place of one tensor in the file; `dtype` is the file's name, such as BF16."""
 
     name: str
     dtype: str
-    """As the file names it, such as BF16."""
     shape: tuple[int, ...]
     offset: int
     """From the beginning of the file."""
@@ -89,21 +89,19 @@ class SafetensorsFile:
         try:
             # Checked before opening: opening a pipe would wait for its other end.
             if not stat.S_ISREG(os.stat(path).st_mode):
-                raise ModelFormatError(f"{path.name} is not a regular file", "a safetensors file is needed", AGAIN)
+                raise ModelFormatError("file.not_regular", file=path.name)
             opened = OpenFile(path)
             self._identity = _identity(opened)
             self.tensors: Mapping[str, StoredTensor] = _read_header(opened, path.name)
         except OSError as error:
-            raise ModelFormatError(
-                f"{path.name} cannot be read", str(error.strerror or error), "check the file"
-            ) from error
+            raise unreadable(path.name, error) from error
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill the buffer with the bytes of a tensor from byte `start` of it on."""
+        """Fill the buffer with the bytes of a tensor, from its byte `start`."""
         self.read_runs_into(name, start, len(buffer) or 1, len(buffer) or 1, buffer)
 
     def read_runs_into(self, name: str, start: int, stride: int, run_bytes: int, buffer: memoryview) -> None:
-        """Fill the buffer with runs of a tensor's bytes: the first at byte `start` of it, each `stride` behind the last."""
+        """Fill the buffer with runs of a tensor's bytes: the first at its byte `start`, each `stride` after the last."""
         tensor = self.tensors[name]
         num_runs, rest = divmod(len(buffer), run_bytes)
         end = start + max(num_runs - 1, 0) * stride + min(len(buffer), run_bytes)
@@ -114,22 +112,13 @@ class SafetensorsFile:
             is_same = _identity(opened) == self._identity
             num_read = opened.read_runs(tensor.offset + start, stride, run_bytes, buffer) if is_same else 0
         except OSError as error:
-            raise ModelFormatError(
-                f"{self.path.name}: {shown(name)} cannot be read", str(error.strerror or error), "check the disk"
-            ) from error
+            raise unreadable(f"{self.path.name}: {shown(name)}", error) from error
         if num_read < len(buffer) or not is_same:
             self.close()
-            raise ModelFormatError(
-                f"{self.path.name} was changed before {shown(name)} was read",
-                "its header was checked as it was",
-                "leave the file alone and start again",
-            )
+            raise ModelFormatError("file.changed", file=self.path.name)
 
     def scatter(self, offset: int, buffers: list[memoryview]) -> bool:
-        """Fill buffers one after the other with what the file has from byte `offset` of it on; whether all were filled.
-
-        Why not, `read_into` tells.
-        """
+        """Fill the buffers in order from byte `offset` of the file. If it returns False, `read_into` raises the reason."""
         num_wanted = sum(map(len, buffers))
         try:
             opened = self._open()
@@ -138,7 +127,7 @@ class SafetensorsFile:
             return False
 
     def close(self) -> None:
-        """Let go of the file; may be called twice, and a later read opens it again. A read that goes on ends well."""
+        """Drop the file. Idempotent; a running read ends well, and a later one opens the file again."""
         with self._lock:
             self._opened = None
 
@@ -158,34 +147,26 @@ def _read_header(opened: OpenFile, file: str) -> dict[str, StoredTensor]:
     file_bytes = opened.status.st_size
     start = _read_bytes(opened, 0, max(8, len(LFS_MARK)))
     if start.startswith(LFS_MARK):
-        raise ModelFormatError(
-            f"{file} is a Git LFS pointer", "the weights themselves were not downloaded", "run git lfs pull"
-        )
+        raise ModelFormatError("file.lfs_pointer", file=file)
     if len(start) < 8:
-        raise ModelFormatError(f"{file} has {len(start)} bytes", "a safetensors header begins with 8", AGAIN)
+        raise ModelFormatError("weights.truncated", file=file, what="the header", needed=8, file_bytes=len(start))
     header_bytes = int.from_bytes(start[:8], "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise ModelFormatError(
-            f"{file} says its header has {header_bytes} bytes",
-            f"at most {MAX_HEADER_BYTES} are read",
-            "check that it is a safetensors file",
-        )
+        problem = f"its header would have {header_bytes} bytes, and at most {MAX_HEADER_BYTES} are read"
+        raise ModelFormatError("weights.not_safetensors", file=file, problem=problem)
     if header_bytes > file_bytes - 8:
-        raise ModelFormatError(
-            f"{file} says its header has {header_bytes} bytes", f"the file has {file_bytes}: it is cut off", AGAIN
-        )
+        needed = 8 + header_bytes
+        raise ModelFormatError("weights.truncated", file=file, what="the header", needed=needed, file_bytes=file_bytes)
     header = _read_bytes(opened, 8, header_bytes)
     if not header.startswith(b"{"):
-        raise ModelFormatError(
-            f"{file} does not begin as safetensors do", "its header is no JSON object", "check that it is one"
-        )
+        raise ModelFormatError("weights.not_safetensors", file=file, problem="its header is no JSON object")
     values = parse_json(header, file, parse_int=_natural)
     assert isinstance(values, dict), f"{file}: a text that begins with a brace parsed to {type(values)}"
     return _check_tensors(values, file, 8 + header_bytes, file_bytes)
 
 
 def _read_bytes(opened: OpenFile, offset: int, num_bytes: int) -> bytes:
-    """Up to `num_bytes`, fewer where the file ends."""
+    """Read up to `num_bytes`, fewer at the end of the file."""
     data = bytearray(num_bytes)
     return bytes(data[: opened.read(offset, memoryview(data))])
 
@@ -195,59 +176,51 @@ def _check_tensors(header: dict[str, object], file: str, data_start: int, file_b
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) and _is_text(key) and _is_text(value) for key, value in metadata.items()
     ):
-        raise ModelFormatError(f"{file}: __metadata__ is not a map of strings", "the header is broken", AGAIN)
+        raise ModelFormatError("weights.malformed", file=file, problem="__metadata__ is not a map of strings")
     tensors = [_check_tensor(name, info, file, data_start) for name, info in header.items()]
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes))
     end = data_start
     for tensor in tensors:
+        name = shown(tensor.name)
         if tensor.offset != end:
             what = "overlaps the tensor before it" if tensor.offset < end else "leaves a hole before it"
-            raise ModelFormatError(
-                f"{file}: {shown(tensor.name)} {what}",
-                f"it begins at byte {tensor.offset - data_start} of the data, {end - data_start} is expected",
-                AGAIN,
-            )
+            problem = f"{name} {what}: it begins at byte {tensor.offset - data_start}, not {end - data_start}"
+            raise ModelFormatError("weights.malformed", file=file, problem=problem)
         end += tensor.num_bytes
         if end > file_bytes:
-            raise ModelFormatError(
-                f"{file} is cut off in {shown(tensor.name)}",
-                f"it needs {end} bytes and has {file_bytes}",
-                AGAIN,
-            )
+            raise ModelFormatError("weights.truncated", file=file, what=name, needed=end, file_bytes=file_bytes)
     if end != file_bytes:
-        raise ModelFormatError(
-            f"{file} has {file_bytes - end} bytes after its last tensor", "nothing belongs there", AGAIN
-        )
+        problem = f"{file_bytes - end} bytes follow the last tensor"
+        raise ModelFormatError("weights.malformed", file=file, problem=problem)
     return {tensor.name: tensor for tensor in tensors}
 
 
 def _check_tensor(name: str, info: object, file: str, data_start: int) -> StoredTensor:
-    def broken(what: str, has: str) -> ModelFormatError:
-        return ModelFormatError(f"{file}: {shown(name)} {what}", has, AGAIN)
+    def broken(problem: str) -> ModelFormatError:
+        return ModelFormatError("weights.malformed", file=file, problem=f"{shown(name)} {problem}")
 
     if not _is_text(name):
-        raise broken("is no sound name", "half of a character pair stands alone")
+        raise broken("is not a valid name: half of a surrogate pair stands alone")
     if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
-        raise broken("is not described by dtype, shape and data_offsets", f"the header says {shown(info)}")
+        raise broken(f"needs dtype, shape and data_offsets, and has {shown(info)}")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise broken(f"has the unknown type {shown(dtype)}", f"the types are {', '.join(DTYPE_BITS)}")
+        raise broken(f"has the unknown type {shown(dtype)}, not one of {', '.join(DTYPE_BITS)}")
     if not _is_naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise broken(f"has the shape {shown(shape)}", f"up to {MAX_DIMENSIONS} whole numbers are needed")
+        raise broken(f"has the shape {shown(shape)}, not up to {MAX_DIMENSIONS} integers")
     if not _is_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise broken(f"has data_offsets {shown(offsets)}", "a start and an end are needed")
+        raise broken(f"has data_offsets {shown(offsets)}, not a start and an end")
     num_bits = prod(shape) * DTYPE_BITS[dtype]
     if prod(max(size, 1) for size in shape) * DTYPE_BITS[dtype] >= 2**64:
-        raise broken(f"has the shape {shown(shape)}", "no file is that large")
+        raise broken(f"has the shape {shown(shape)}, which no file can hold")
     if num_bits != 8 * (offsets[1] - offsets[0]):
-        raise broken(
-            f"has {offsets[1] - offsets[0]} bytes", f"{dtype} of shape {shown(shape)} needs {num_bits / 8:.15g}"
-        )
+        needed = f"{dtype} of shape {shown(shape)} needs {num_bits / 8:.15g}"
+        raise broken(f"has {offsets[1] - offsets[0]} bytes, and {needed}")
     return StoredTensor(name, dtype, tuple(shape), data_start + offsets[0], offsets[1] - offsets[0])
 
 
 def _natural(digits: str) -> int:
-    """A number of a header: the format knows unsigned 64-bit ones only, and a longer text is never converted."""
+    """Parse a number of a header: unsigned 64-bit only, and a longer text is never converted."""
     if len(digits) > 20 or digits[0] == "-":
         raise ValueError(f"{digits[:20]} is out of range")
     return int(digits)
@@ -274,40 +247,35 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,240}\.safetensors")
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The path of a file in the folder; a link that leads out of it is refused.
+    """Return the path of a file in the folder; refuse a link that leads out of it.
 
-    The download cache of Hugging Face keeps files in blobs/ beside snapshots/REVISION/ and links to them: that is allowed.
+    The Hugging Face cache links snapshots/REVISION/ to files in blobs/ beside it: that is allowed.
     """
     path = folder / name
     try:
         target, root = path.resolve(), folder.resolve()
     except (OSError, RuntimeError) as error:
-        raise ModelFormatError(
-            f"{name} is a link in a circle", "a file is needed", "put the file itself there"
-        ) from error
+        raise ModelFormatError("file.bad_link", file=name, reason="in a circle") from error
     blobs = root.parent.parent / "blobs"
     if target.is_relative_to(root) or (root.parent.name == "snapshots" and target.is_relative_to(blobs)):
         return path
-    raise ModelFormatError(
-        f"{name} is a link that leads out of {folder.name}",
-        "files are read from the model's own folder only",
-        "put the file itself there",
-    )
+    raise ModelFormatError("file.bad_link", file=name, reason=f"that leads out of {folder.name}")
 
 
 def has_file(folder: Path, name: str) -> bool:
-    """Whether the folder has a file of this name; something else of this name is refused, not passed over."""
+    """Return True if the folder has a regular file of this name; refuse anything else of this name."""
     path = folder / name
     if path.is_file():
         return True
     if not os.path.lexists(path):
         return False
-    what = "a link to nowhere" if path.is_symlink() else "no regular file"
-    raise ModelFormatError(f"{folder.name} has {name}", f"it is {what}", AGAIN)
+    if path.is_symlink():
+        raise ModelFormatError("file.bad_link", file=name, reason="to nowhere")
+    raise ModelFormatError("file.not_regular", file=name)
 
 
 def open_weight_files(folder: Path) -> list[SafetensorsFile]:
-    """Every safetensors file of the model, its header checked, and against the index."""
+    """Open every safetensors file of the model, its header checked, and against the index."""
     if has_file(folder, SINGLE_FILE):
         return [SafetensorsFile(file_inside(folder, SINGLE_FILE))]
     if not has_file(folder, INDEX_FILE):
@@ -316,84 +284,60 @@ def open_weight_files(folder: Path) -> list[SafetensorsFile]:
     paths = {file_name: file_inside(folder, file_name) for file_name in sorted(set(file_names.values()))}
     missing = [file_name for file_name, path in paths.items() if not path.is_file()]
     if missing:
-        raise ModelNotFoundError(
-            f"{INDEX_FILE} names {len(paths)} files",
-            f"{len(missing)} of them are not there: {listed(missing)}",
-            "download the rest of the model",
-        )
+        raise ModelNotFoundError("weights.missing_files", count=len(missing), files=listed(missing))
     files = [SafetensorsFile(path) for path in paths.values()]
     _check_index(file_names, files)
     return files
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, each a plain name of a safetensors file."""
+    """Read the index: tensor name -> file name, each the name of a safetensors file in the same folder."""
     weight_map = read_json_object(file_inside(folder, INDEX_FILE)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelFormatError(f"{INDEX_FILE} has no weight_map", "tensor names with their files are needed", AGAIN)
-    file_names: dict[str, str] = {}
+        raise ModelFormatError("weights.malformed", file=INDEX_FILE, problem="it has no weight_map")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not _PLAIN_NAME.fullmatch(file_name):
-            raise ModelFormatError(
-                f"{INDEX_FILE} places {shown(name)} in {shown(file_name)}",
-                "the name of a safetensors file in the same folder is needed",
-                AGAIN,
-            )
-        file_names[name] = file_name
-    if len(set(file_names.values())) > MAX_FILES:
-        raise ModelFormatError(f"{INDEX_FILE} names more than {MAX_FILES} files", "no model has as many", AGAIN)
-    return file_names
+            problem = f"{shown(name)} is in {shown(file_name)}, which is no safetensors file of the same folder"
+            raise ModelFormatError("weights.malformed", file=INDEX_FILE, problem=problem)
+    if len(set(weight_map.values())) > MAX_FILES:
+        raise ModelFormatError("weights.malformed", file=INDEX_FILE, problem=f"it names more than {MAX_FILES} files")
+    return weight_map
 
 
 def _check_index(file_names: dict[str, str], files: list[SafetensorsFile]) -> None:
-    """The index and the files agree about where every tensor is."""
+    """Check that the index and the files agree about every tensor."""
     held = {(name, file.path.name) for file in files for name in file.tensors}
-    for name, file_name in file_names.items():
-        if (name, file_name) not in held:
-            raise ModelFormatError(
-                f"{INDEX_FILE} places {shown(name)} in {file_name}", "it is missing from that file", AGAIN
-            )
-    for file in files:
-        for name in file.tensors:
-            if file_names.get(name) != file.path.name:
-                has = f"it is placed in {file_names[name]}" if name in file_names else "it is not mentioned"
-                raise ModelFormatError(
-                    f"{file.path.name} holds the tensor {shown(name)}", f"{has} by {INDEX_FILE}", AGAIN
-                )
+    differing = sorted(held ^ set(file_names.items()))
+    for name, file in differing:
+        problem = "the file has it" if (name, file) in held else "the index places it there"
+        raise ModelFormatError("weights.index_mismatch", index=INDEX_FILE, file=file, tensor=name, problem=problem)
 
 
 def _no_weights(folder: Path) -> ModelNotFoundError | UnsupportedModelError:
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if name.endswith(PICKLE_ENDINGS)]
     others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
-    if others:
-        return ModelNotFoundError(
-            f"{folder.name} has neither {SINGLE_FILE} nor {INDEX_FILE}",
-            f"it has {listed(others)}",
-            "pass a .gguf file by its own path" if others[0].endswith(".gguf") else "download the index too",
-        )
-    if pickles:
-        return UnsupportedModelError(
-            f"{folder.name} holds its weights as {listed(pickles)}",
-            "such files run code when they are opened, so they are not",
-            "convert the model to safetensors, or download it in that format",
-        )
-    return ModelNotFoundError(
-        f"{folder.name} has neither {SINGLE_FILE} nor {INDEX_FILE}", "it holds no weights", "download them"
-    )
+    if pickles and not others:
+        return UnsupportedModelError("weights.pickle", path=f"{folder.name} ({listed(pickles)})")
+    found = listed(others) if others else "no weights"
+    error = ModelNotFoundError("weights.none", folder=folder.name, single=SINGLE_FILE, index=INDEX_FILE, found=found)
+    has_gguf = bool(others) and others[0].endswith(".gguf")
+    return error.hinting("Pass a .gguf file by its own path." if has_gguf else "Download the model again.")
 
 
 MAX_OPEN_FILES = 4
 """Files that stay open between reads: readers work side by side, so they are in one file, or two at a seam."""
 IGNORABLE_ENDINGS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "decoder.version")
-"""Buffers that older checkpoints saved; what they hold follows from the config."""
+"""Buffers that older checkpoints saved; their values follow from the config."""
 
 
 class SafetensorsSource:
     """Checked headers of all files; entries are in the order of the files and of the data in them.
 
-    Few files are open at a time, so that a model of a thousand files needs no more descriptors than one of a handful.
+    Few files are open at a time, so a model of a thousand files needs no more descriptors than one of a handful.
     """
+
+    scratch_bytes_per_reader = MAX_GAP_BYTES
 
     def __init__(
         self,
@@ -402,9 +346,9 @@ class SafetensorsSource:
         unread: Sequence[str] = (),
         respell: Callable[[str], str] | None = None,
     ) -> None:
-        """`renames` are prefixes of names in the files, and what they stand for; `unread` those of what nobody asks for.
+        """`renames` maps prefixes in the files to other prefixes; `unread` are prefixes of tensors that the model skips.
 
-        `respell` makes one name of several spellings, where other than prefixes differ.
+        `respell` makes one name of several spellings that differ in more than a prefix.
         """
         self._unread = tuple(unread)
         self._places: dict[str, tuple[SafetensorsFile, str]] = {}
@@ -412,15 +356,15 @@ class SafetensorsSource:
         self._files = tuple(files)
         self._lock = Lock()
         self._open_files: dict[SafetensorsFile, None] = {}
-        """Those that were read, the last one last."""
+        """Least recently used first."""
         for file in files:
             for tensor in file.tensors.values():
-                name = _renamed(tensor.name if respell is None else respell(tensor.name), renames)
+                name = tensor.name if respell is None else respell(tensor.name)
+                prefix, new = next((pair for pair in renames if name.startswith(pair[0])), ("", ""))
+                name = new + name.removeprefix(prefix)
                 if name in self._places:
-                    first = self._places[name][0].path.name
-                    raise ModelFormatError(
-                        f"the tensor {shown(name)} is in {file.path.name}", f"it is in {first} too", AGAIN
-                    )
+                    other = self._places[name][0].path.name
+                    raise ModelFormatError("weights.duplicate_tensor", file=file.path.name, tensor=name, other=other)
                 self._places[name] = (file, tensor.name)
                 self._entries[name] = TensorEntry(
                     name, tensor.torch_dtype, tensor.shape, file.path.name, tensor.num_bytes
@@ -436,40 +380,29 @@ class SafetensorsSource:
 
     @property
     def unread(self) -> frozenset[str]:
-        """Tensors of parts of the model that are not run."""
+        """Tensors of parts of the model that do not run."""
         return frozenset(name for name in self._entries if self._unread and name.startswith(self._unread))
-
-    @property
-    def scratch_bytes_per_reader(self) -> int:
-        """What lies between columns, where only some are wanted."""
-        return MAX_GAP_BYTES
 
     def read_into(
         self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
     ) -> None:
-        """Rows as they are stored, straight from the file into `out`; the errors name the file and the tensor."""
-        entry = self._entries[name]
+        """Read rows as they are stored, straight from the file into `out`; errors name the file and the tensor."""
         file, stored_name = self._places[name]
-        element_bytes = DTYPE_BYTES[entry.dtype]
-        num_columns = entry.shape[-1] if len(entry.shape) > 1 else 1
-        first, last = columns or (0, num_columns)
-        num_rows = prod(entry.shape[:-1]) if len(entry.shape) > 1 else prod(entry.shape)
-        assert 0 <= row_start <= row_end <= num_rows, f"{name}: rows {row_start} to {row_end} of {num_rows}"
-        assert 0 <= first < last <= num_columns, f"{name}: columns {first} to {last} of {num_columns}"
-        row_bytes, run_bytes = num_columns * element_bytes, (last - first) * element_bytes
-        assert len(out) == (row_end - row_start) * run_bytes, f"{name}: {len(out)=} for {row_end - row_start} rows"
-        start = row_start * row_bytes + first * element_bytes
+        first, last = check_read(self._entries[name], row_start, row_end, out, columns)
+        element_bytes = DTYPE_BYTES[self._entries[name].dtype]
+        row_bytes = table_shape(self._entries[name].shape)[1] * element_bytes
         self._note_use(file)
-        file.read_runs_into(stored_name, start, row_bytes, run_bytes, out)
+        start = row_start * row_bytes + first * element_bytes
+        file.read_runs_into(stored_name, start, row_bytes, (last - first) * element_bytes, out)
 
     def read_together(self, reads: Sequence[RowRead]) -> None:
-        """`read_into` for several: whole rows that lie side by side in a file come with one call of the system."""
+        """Like `read_into` for each, but whole rows that are adjacent in a file take one system call."""
         run: list[RowRead] = []
         run_file, run_start, run_end = None, 0, 0
         for read in reads:
             name, row_start, row_end, out, columns = read
             entry, (file, stored_name) = self._entries[name], self._places[name]
-            num_rows = prod(entry.shape[:-1] if len(entry.shape) > 1 else entry.shape)
+            num_rows = table_shape(entry.shape)[0]
             row_bytes = entry.num_bytes // max(1, num_rows)
             is_inside = 0 <= row_start <= row_end <= num_rows and (row_end - row_start) * row_bytes == len(out)
             is_run = columns is None and is_inside
@@ -491,7 +424,7 @@ class SafetensorsSource:
         assert file is not None, f"{len(run)} reads of no file"
         self._note_use(file)
         if not file.scatter(start, [read.out for read in run]):
-            for read in run:  # one of them will say what is wrong
+            for read in run:  # one of them raises the reason
                 self.read_into(*read)
 
     def close(self) -> None:
@@ -501,7 +434,7 @@ class SafetensorsSource:
                 file.close()
 
     def _note_use(self, file: SafetensorsFile) -> None:
-        """Close the file that was used longest ago, if there is one too many; who is reading it keeps it until then."""
+        """Close the least recently used file if there is one too many; a running reader keeps it until it ends."""
         with self._lock:
             self._open_files.pop(file, None)
             self._open_files[file] = None
@@ -509,10 +442,3 @@ class SafetensorsSource:
                 oldest = next(iter(self._open_files))
                 del self._open_files[oldest]
                 oldest.close()
-
-
-def _renamed(name: str, renames: Sequence[tuple[str, str]]) -> str:
-    for prefix, replacement in renames:
-        if name.startswith(prefix):
-            return replacement + name.removeprefix(prefix)
-    return name

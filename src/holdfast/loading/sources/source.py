@@ -8,27 +8,27 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from holdfast.memory.workspace_plan import TensorSpec
+from holdfast.quant.formats import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
 
 RowWriter: TypeAlias = "Callable[[str, int, int, torch.Tensor, tuple[int, int] | None], None]"
-"""write(name, row_start, row_end, out, columns): the bytes that `read_into` gives, into bytes on the device."""
+"""write(name, row_start, row_end, out, columns): like `read_into`, into bytes on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One checkpoint tensor, as its header describes it."""
+    """One checkpoint tensor by its Hugging Face name, as its header describes it."""
 
     name: str
-    """The Hugging Face name, whatever the file calls it."""
     dtype: str
     """torch's name of the type in which rows are read."""
     shape: tuple[int, ...]
     file: str
     """Name of the file that holds it, for messages."""
     num_bytes: int
-    """Bytes on disk."""
+    """On disk."""
 
 
 class WeightSource(Protocol):
@@ -41,54 +41,54 @@ class WeightSource(Protocol):
 
     @property
     def ignorable(self) -> frozenset[str]:
-        """Names among the entries that may stay unused, such as rotary tables; any other unused tensor is an error."""
+        """Entries that may stay unused, such as rotary tables; any other unused tensor is an error."""
         ...
 
     @property
     def scratch_bytes_per_reader(self) -> int:
-        """Host memory that one call of `read_into` holds beside `out`, at most; 0 where bytes go straight into it."""
+        """Most host memory that one call of `read_into` holds beside `out`; 0 if bytes go straight into it."""
         ...
 
     def read_into(
         self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
     ) -> None:
-        """Rows [row_start, row_end) as they are stored, in the entry's type, into exactly so many bytes.
+        """Read rows [row_start, row_end) as they are stored, in the entry's type, into exactly so many bytes.
 
-        Rows count all leading dimensions; of a vector they are elements. With `columns`, only those of each row. Any
+        Rows count all leading dimensions; rows of a vector are elements. With `columns`, only those of each row. Any
         number of threads may call it at once.
         """
         ...
 
     def close(self) -> None:
-        """Let go of files and buffers; may be called twice."""
+        """Release files and buffers. Idempotent."""
         ...
 
 
 @runtime_checkable
 class WritingSource(Protocol):
-    """What a source has besides, if it can make rows where they are wanted and so needs no way through the host."""
+    """Extra methods of a source that makes rows on the device and so needs no staging through the host."""
 
     @property
     def writer_specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a writer works with; together less than one chunk of staging, whose place they take."""
+        """Tensors of the writer; together smaller than the one chunk of staging that they replace."""
         ...
 
     def writer(self, tensors: Mapping[str, torch.Tensor]) -> RowWriter:
-        """Writes, on the device of these tensors, what `read_into` would give; allocates nothing there."""
+        """Return a writer on the device of these tensors; it allocates nothing there."""
         ...
 
 
 @runtime_checkable
 class CheckedSource(Protocol):
-    """What a source has besides, if it knows what its bytes must be; they are checked where they arrive."""
+    """Extra methods of a source that has checksums of its tensors; they are checked on the device."""
 
     @property
     def checksums(self) -> Mapping[str, int]:
-        """Of every tensor (kernels/load/checksum.py)."""
+        """One for every tensor (kernels/load/checksum.py)."""
         ...
 
     def damaged(self, name: str) -> Exception:
-        """What to raise for a tensor that came with another checksum."""
+        """Return the error for a tensor with a wrong checksum."""
         ...
 
 
@@ -104,26 +104,42 @@ class RowRead(NamedTuple):
 
 @runtime_checkable
 class TogetherSource(Protocol):
-    """What a source has besides, if several reads cost it less than one after the other."""
+    """Extra method of a source that serves several reads faster together."""
 
     def read_together(self, reads: Sequence[RowRead]) -> None:
-        """`read_into` for each of them; any number of threads may call it at once."""
+        """Like `read_into` for each; any number of threads may call it at once."""
         ...
+
+
+def table_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of a tensor: leading dimensions are rows, and elements of a vector."""
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+
+
+def check_read(
+    entry: TensorEntry, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Check the arguments of `read_into` against the tensor, and return the columns."""
+    num_rows, num_columns = table_shape(entry.shape)
+    first, last = columns or (0, num_columns)
+    assert 0 <= row_start <= row_end <= num_rows, f"{entry.name}: rows {row_start} to {row_end} of {num_rows}"
+    assert 0 <= first < last <= num_columns, f"{entry.name}: columns {first} to {last} of {num_columns}"
+    num_bytes = (row_end - row_start) * (last - first) * DTYPE_BYTES[entry.dtype]
+    assert len(out) == num_bytes, f"{entry.name}: {len(out)=} for {num_bytes} bytes of rows {row_start} to {row_end}"
+    return first, last
 
 
 def read_rows(
     source: WeightSource, name: str, row_start: int, row_end: int, columns: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    """Rows [row_start, row_end) as a tensor of their own; of a vector, elements. Leading dimensions are rows."""
+    """Read rows [row_start, row_end) as a new tensor; elements of a vector."""
     import torch
 
     entry = source.entries[name]
-    is_vector = len(entry.shape) < 2
-    width = 1 if is_vector else entry.shape[-1]
+    num_rows, width = table_shape(entry.shape)
     first, last = columns or (0, width)
-    num_rows = prod(entry.shape[:-1]) if not is_vector else prod(entry.shape)
     assert 0 <= row_start <= row_end <= num_rows, f"{name}: rows {row_start} to {row_end} of {num_rows}"
     rows = torch.empty((row_end - row_start, last - first), dtype=getattr(torch, entry.dtype))
     if rows.numel():
         source.read_into(name, row_start, row_end, rows.view(-1).view(torch.uint8).numpy().data, columns)
-    return rows.view(-1) if is_vector else rows
+    return rows.view(-1) if len(entry.shape) < 2 else rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from holdfast.errors import UnsupportedModelError, shown
 from holdfast.models.declared_model import DeclaredModel, declare_decoder, declare_named, draft_notes
-from holdfast.models.families import FAMILIES, named_architecture, read_spec
+from holdfast.models.grouped_readers import FAMILIES, named_architecture, read_spec
 from holdfast.models.settings import EXPERT_DTYPES, MAX_LAYERS, Settings, plain
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.weight_schemes import WeightScheme

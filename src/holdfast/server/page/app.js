@@ -1,4 +1,4 @@
-// The page's start: theme, views, the key, the model's name, the link to the server; chat and map are given what they need.
+// Start of the page: theme, views, API key, model name, and the connection to the server.
 
 import { Chat } from "./chat.js";
 import { apiKey, ask, events, keepKey, remember, remembered } from "./client.js";
@@ -18,7 +18,7 @@ function startTheme() {
   by("theme").addEventListener("click", () => {
     const isDark = root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
     const theme = isDark ? "light" : "dark";
-    // What the system says needs no keeping, and goes on following it.
+    // The system's own theme is not stored, so the page keeps following it.
     const kept = (theme === "dark") === dark.matches ? null : theme;
     remember("theme", kept);
     set(kept);
@@ -35,7 +35,7 @@ function startViews() {
   }
 }
 
-// Resolves when there is a key to try; a person who cancels is asked again by the button.
+// Resolves when there is a key to try; the button opens the dialog again after a cancel.
 class KeyDialog {
   constructor() {
     this.waiting = [];
@@ -92,7 +92,7 @@ async function findModel(chat) {
   chat.showContext();
 }
 
-// A tab that nobody sees holds no connection: a browser has six to a server, for all of its tabs.
+// A hidden tab holds no connection: a browser has six to a server, for all of its tabs.
 function whileSeen() {
   const control = new AbortController();
   const look = () => {
@@ -110,7 +110,7 @@ async function seen() {
   }
 }
 
-// Stays with the server for the page's life: model, then the stream of its memory, and again after every break.
+// Follows the server: reads the model, then the memory stream, and reconnects after every break.
 async function follow(chat, map, key) {
   let wait = 0.5;
   for (;;) {

@@ -1,4 +1,4 @@
-// The conversation: what was said, how it is asked for, how an answer arrives, and what it cost.
+// The conversation: messages, settings, streamed answers, and their cost.
 
 import { ask, events, remember, remembered, ServerError } from "./client.js";
 import { element, show } from "./markdown.js";
@@ -66,7 +66,7 @@ export class Chat {
     }
     const words = NUMBERS.filter((name) => this.settings[name] != null).map((name) => `${name.replace("_", " ")} ${this.settings[name]}`);
     if (this.settings.system?.trim()) words.unshift("system prompt");
-    by("settings-words").textContent = words.join(" · ") || "all as the model’s makers advise";
+    by("settings-words").textContent = words.join(" · ") || "all set to the model’s defaults";
   }
 
   // ---- composer
@@ -147,7 +147,7 @@ export class Chat {
   async answer() {
     const body = this.request();
     const message = { role: "assistant", content: "", reasoning: "" };
-    const clock = { asked: performance.now(), first: 0, last: 0, chunks: 0, prompt: 0, cached: 0, usage: null, finish: null };
+    const clock = { sent: performance.now(), first: 0, last: 0, chunks: 0, prompt: 0, cached: 0, usage: null, finish: null };
     const before = this.tokens();
     this.messages.push(message);
     const running = new AbortController();
@@ -192,7 +192,7 @@ export class Chat {
     if (event.error) throw new ServerError(0, event.error.message ?? "The server could not go on.");
     if (event.usage) clock.usage = event.usage;
     if (event.id) this.onRequest(event.id);
-    // The map knows the length of the prompt long before the usage at the end does.
+    // The map knows the length of the prompt long before the usage arrives.
     const seen = clock.prompt ? null : this.requestOf(event.id);
     if (seen) [clock.prompt, clock.cached] = [seen.prompt_tokens, seen.cached_tokens ?? 0];
     const choice = event.choices?.[0];
@@ -355,11 +355,11 @@ function isMessage(value) {
   return (value?.role === "user" || value?.role === "assistant") && typeof value.content === "string";
 }
 
-function figures({ asked, first, last, chunks, prompt, cached: seen, usage, finish }) {
+function figures({ sent, first, last, chunks, prompt, cached: seen, usage, finish }) {
   const promptTokens = usage?.prompt_tokens ?? prompt;
   const outputTokens = usage?.completion_tokens ?? chunks;
   const cached = usage?.prompt_tokens_details?.cached_tokens ?? seen;
-  const wait = first ? (first - asked) / 1000 : 0;
+  const wait = first ? (first - sent) / 1000 : 0;
   const span = (last - first) / 1000;
   return {
     promptTokens,
@@ -376,7 +376,7 @@ export function rate(value) {
   return value >= 100 ? Math.round(value).toLocaleString("en") : value.toFixed(1);
 }
 
-// Puts a message into its article. While it runs only its text moves.
+// Renders a message into its article. While it streams, only its text changes.
 function fill(article, message, isRunning, isLast = true) {
   if (message.role === "user") {
     article.replaceChildren(element("p", "said", message.content), actions(["copy", "edit"]));

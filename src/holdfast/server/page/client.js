@@ -1,4 +1,4 @@
-// The server as the page sees it: JSON, streams of events, errors in words, the API key of this tab.
+// Client of the server: JSON, event streams, error messages, and the API key of this tab.
 
 const KEY = "holdfast.key";
 
@@ -22,7 +22,7 @@ export function keepKey(key) {
     if (key) sessionStorage.setItem(KEY, key);
     else sessionStorage.removeItem(KEY);
   } catch {
-    // A browser that keeps nothing asks again after a reload.
+    // Without storage the page needs the key again after a reload.
   }
 }
 
@@ -53,7 +53,7 @@ async function faultWords(answer) {
     const { error } = await answer.json();
     if (error?.message) return error.message;
   } catch {
-    // Not JSON: what stands between may have answered.
+    // Not JSON: a proxy may have answered.
   }
   return `The server answered ${answer.status} ${answer.statusText}`.trim() + ".";
 }

@@ -1,5 +1,5 @@
 // The live memory map: owners to scale, KV pages by state and request, requests, throughput, events.
-// It is given facts as /memory tells them, and draws at most once a frame, only what changed.
+// Takes the facts of /memory, and draws at most once a frame, only what changed.
 
 import { rate } from "./chat.js";
 import { element } from "./markdown.js";
@@ -46,12 +46,12 @@ export class MemoryMap {
     this.draw();
   }
 
-  // A request that runs, as the server last told of it.
+  // A running request, as the server last reported it.
   request(id) {
     return this.facts.requests?.find((request) => request.id === id) ?? null;
   }
 
-  // The request of this tab's own chat, whose pages are marked; the mark stays with its row when it has ended.
+  // Marks the request of this tab's chat; its row keeps the mark after it has ended.
   mark(id) {
     if (this.mine === id) return;
     this.mine = id;
@@ -86,7 +86,7 @@ export class MemoryMap {
     while (this.history.length > 2 && this.history[1].time < time - SPAN_SECONDS - 2) this.history.shift();
   }
 
-  // A request keeps its colour; one that is gone gives it back when its row goes.
+  // A request keeps its colour until its row is removed.
   colour() {
     const now = performance.now() / 1000;
     const there = new Set((this.facts.requests ?? []).map((request) => request.id));
@@ -129,7 +129,6 @@ export class MemoryMap {
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
       if (this.facts.memory) this.drawMemory();
-      // Before an engine's first look at its pages there are none to show.
       if (this.facts.kv) this.drawPages();
       this.drawRequests();
       this.drawThroughput();
@@ -183,8 +182,7 @@ export class MemoryMap {
     this.drawLegend();
   }
 
-  // Squares that each request should have, by group. Shared pages are counted by each who holds them, and drawn once:
-  // as those of this chat, if it holds them.
+  // Squares that each request should have, by group. A shared page is drawn once, for this chat if it holds the page.
   wanted(per, cells) {
     const { kv, requests = [] } = this.facts;
     const wanted = new Map();
@@ -232,12 +230,12 @@ export class MemoryMap {
     this.marked = mark;
   }
 
-  // The colour of this tab's own request, while the server tells of it.
+  // The colour of this tab's own request while it runs.
   markedColour() {
     return this.request(this.mine) ? this.colours.get(this.mine)?.colour : undefined;
   }
 
-  // What a request has just left is what the cache keeps; else the first free ones stand for it.
+  // Pages that a request has just released become cached first, then the first free ones.
   placeCached(cached, left) {
     const { cells } = this;
     let have = cells.reduce((sum, owner) => sum + (owner === "cached"), 0);
@@ -318,11 +316,11 @@ export class MemoryMap {
       drawSpark(by(`spark-${kind}`), rates);
       setText(`rate-${kind}`, rate(currentRate(this.history, kind)));
     }
-    const asked = totals.prefix_query_tokens ?? 0;
+    const queried = totals.prefix_query_tokens ?? 0;
     const facts = [
       ["requests", number(totals.requests ?? 0)],
       ["tokens written", number(totals.output_tokens ?? 0)],
-      ["prefix hits", asked ? percent((totals.prefix_hit_tokens ?? 0) / asked) : "–"],
+      ["prefix hits", queried ? percent((totals.prefix_hit_tokens ?? 0) / queried) : "–"],
       ["preemptions", number(totals.preemptions ?? 0)],
     ];
     const { kept = 0, bytes: size = 0, limit_bytes: most = 0 } = this.facts.responses ?? {};
@@ -340,13 +338,13 @@ function ownersOf(memory) {
   const rows = memory.rows.filter((row) => row.phases.includes("serve"));
   const owners = rows.map((row) => ({ ...row, size: row.held_bytes ?? row.planned_bytes }));
   if (memory.unaccounted_bytes > 0) {
-    const reason = "taken from the device, and nobody’s in the plan";
+    const reason = "taken from the device, but no owner of the plan has it";
     owners.push({ owner: "unaccounted", size: memory.unaccounted_bytes, planned_bytes: 0, held_bytes: memory.unaccounted_bytes, reason });
   }
   return owners.sort((one, other) => other.size - one.size);
 }
 
-// A colour goes with a name, wherever it stands.
+// The colour depends only on the name.
 function ownerClass(name) {
   const known = OWNERS.indexOf(name);
   const letters = [...name].reduce((sum, letter) => sum + letter.codePointAt(0), 0);
@@ -384,7 +382,7 @@ function drawBlocks(memory) {
   room.setAttribute("aria-label", `Memory to scale: ${owners.map(({ owner, size }) => `${owner} ${bytes(size)}`).join(", ")}`);
 }
 
-// Whether name and size can be read in a block; a name may take a line for each of its words.
+// True if name and size fit into a block; a name may take a line for each of its words.
 function hasRoom(name, width, height) {
   const words = name.split(" ");
   const isLong = width < 7.6 * name.length + 20;
@@ -392,7 +390,7 @@ function hasRoom(name, width, height) {
   return width > 7.6 * needed + 20 && height > 40 + (isLong ? 17 * (words.length - 1) : 0);
 }
 
-// Where a block is too small for its name.
+// For blocks that are too small for their name.
 function ownerChip(owner, size, kind) {
   const chip = element("span", "chip");
   chip.append(element("i", `swatch ${kind}`), element("span", "", `${owner} ${bytes(size)}`));
@@ -439,7 +437,7 @@ function drawOwners(memory) {
   by("owners").replaceChildren(...rows);
 }
 
-// Planned, held, measured: three numbers that should agree, and a sentence where they do not.
+// Planned, held, measured: three numbers that should agree.
 function drawAccounts(memory, coreBytes) {
   const { planned_bytes: planned, held_bytes: held } = memory;
   const isDevice = memory.measured_bytes != null;
@@ -453,7 +451,7 @@ function drawAccounts(memory, coreBytes) {
     const who = isDevice ? "what the device says this engine took" : "resident memory of the core’s process";
     const why = off < 0 ? "less than planned: bounds, and pages that were not touched yet" : "more than planned";
     facts.push(["measured", bytes(measured), who], ["against the plan", `${off < 0 ? "−" : "+"}${bytes(Math.abs(off))}`, why]);
-  } else facts.push(["measured", "–", "nobody measured on this device"]);
+  } else facts.push(["measured", "–", "not measured on this device"]);
   facts.push(["budget", bytes(memory.budget_bytes), memory.budget_reason ?? ""]);
   by("accounts").replaceChildren(...facts.map(([name, value, title]) => factNode(name, value, title)));
 }
@@ -586,7 +584,7 @@ function drawSpark(svg, rates) {
   svg.querySelector(".area").setAttribute("d", `M0,48L${points.join("L")}L240,48Z`);
 }
 
-// ---- words
+// ---- text
 
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.errors import UnsupportedModelError, shown
-from holdfast.models.compressed_families import ARCHITECTURE as DEEPSEEK_V4
-from holdfast.models.compressed_families import NAME as DEEPSEEK_V4_TYPE
-from holdfast.models.compressed_families import read_compressed, respell
-from holdfast.models.latent_families import (
+from holdfast.models.compressed_readers import ARCHITECTURE as DEEPSEEK_V4
+from holdfast.models.compressed_readers import NAME as DEEPSEEK_V4_TYPE
+from holdfast.models.compressed_readers import read_compressed, respell
+from holdfast.models.latent_readers import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DEEPSEEK_V32,

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.families import FAMILIES, read_spec, unread_tensors
+from holdfast.models.grouped_readers import FAMILIES, read_spec, unread_tensors
 from holdfast.models.rope import make_step_rope
 from holdfast.models.spec import ExpertsSpec, IndexSpec, LatentSpec, ModelSpec
 from models.tiny_experts import make_random

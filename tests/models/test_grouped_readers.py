@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import ModelError, ModelFormatError, UnsupportedModelError
-from holdfast.models.families import FAMILIES, parameters, read_spec
+from holdfast.models.grouped_readers import FAMILIES, parameters, read_spec
 from holdfast.models.spec import ModelSpec
 from loading.tiny_models import FAMILIES as TINY
 from models.tiny_experts import EXPERT_MODELS
@@ -32,7 +32,7 @@ LATENT = (
     "Glm4MoeLiteForCausalLM",
     "GlmMoeDsaForCausalLM",
 )
-"""What these read is told by test_latent_families.py."""
+"""What these read is told by test_latent_readers.py."""
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh"}
 """What transformers calls otherwise."""
 ACTIVATION_KEYS = ("activation_function", "hidden_activation", "hidden_act")

@@ -8,8 +8,8 @@ import torch
 
 from holdfast.errors import ModelError
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.compressed_families import respell
-from holdfast.models.families import FAMILIES, parameters, read_spec, unread_tensors
+from holdfast.models.compressed_readers import respell
+from holdfast.models.grouped_readers import FAMILIES, parameters, read_spec, unread_tensors
 from holdfast.models.rope import make_step_rope
 from holdfast.models.spec import CompressorSpec, IndexSpec, ModelSpec, StreamsSpec
 from models.tiny_compressed import COMPRESSED_MODELS
