@@ -13,15 +13,7 @@ import torch
 from holdfast.config import Limits
 from holdfast.families.grouped import layer as attention
 from holdfast.families.latent import layer as latent_attention
-from holdfast.kernels.gemm.deferred_rms_norm import (
-    defer_rms_norm_reference,
-    row_amax_reference,
-)
-from holdfast.kernels.gemm.small_batch import (
-    linear_add_reference,
-    normed_linear_reference,
-    small_batch_linear_reference,
-)
+from holdfast.kernels.gemm.deferred_rms_norm import defer_rms_norm_reference
 from holdfast.models import decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
 from holdfast.models.decoder_layer import DecoderParts
@@ -29,6 +21,12 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
+from kernels.gemm_references import (
+    linear_add_reference,
+    normed_linear_reference,
+    row_amax_reference,
+    small_batch_linear_reference,
+)
 from kernels.quantized_cases import weight_on
 from runner import drive
 from runner.drive import CPU, LoadedModel, Rig

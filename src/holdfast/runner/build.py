@@ -27,9 +27,8 @@ from holdfast.memory.profiler import PhaseProfile
 from holdfast.memory.sizes import format_bytes
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
-from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
-from holdfast.planning.resolve import Resolved
+from holdfast.planning.resolve import Agreed, Resolved
 from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
 from holdfast.runner.assembly import Assembly, MakeBackend, Weights, num_sms
 from holdfast.runner.invariance import compared_sizes
