@@ -240,7 +240,7 @@ def test_no_rows_are_no_launch():
     assert len(log) == 1
 
 
-def test_a_program_is_asked_for_once_and_only_started_where_all_is_aligned():
+def test_row_launch_looks_up_its_program_once_if_aligned():
     log = []
     launch = RowLaunch(Kernel(log), TILE, 1, (64,), ())
     for addresses in (8, 16, 32, 40, 48):
@@ -274,10 +274,10 @@ def test_triton_takes_a_pointer_for_a_tensor_at_the_same_address():
         for start in (0, 8):
             tensor = memory[start : start + 8].view(dtype)
             pointer.address = tensor.data_ptr()
-            for is_told in (True, False):
-                asked = False, is_told, True
-                assert jit.native_specialize_impl(backend, pointer, *asked) == jit.native_specialize_impl(
-                    backend, tensor, *asked
+            for is_given in (True, False):
+                flags = False, is_given, True
+                assert jit.native_specialize_impl(backend, pointer, *flags) == jit.native_specialize_impl(
+                    backend, tensor, *flags
                 )
 
 
