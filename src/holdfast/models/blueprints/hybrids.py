@@ -285,7 +285,7 @@ def read_minimax(settings: Settings, native: str | None) -> LayeredBlueprint:
 
 
 SYMBOLS: Mapping[str, str] = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
-"""Of `hybrid_override_pattern`, and the words of `layers_block_type`."""
+"""Letters of `hybrid_override_pattern`, and the names of `layers_block_type`."""
 
 
 def read_nemotron(settings: Settings, native: str | None) -> LayeredBlueprint:
