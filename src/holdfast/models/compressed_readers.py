@@ -120,7 +120,7 @@ def _read_dims(settings: Settings) -> tuple[int, int]:
     """Elements of a head, and how many of them are rotated: said as they are, or as a share."""
     head_dim = settings.count("head_dim", 512, MAX_WIDTH)
     if head_dim > MAX_LATENT_DIM:
-        raise settings.refuse("head_dim", head_dim, f"up to {MAX_LATENT_DIM}, which kernels take,")
+        raise settings.refuse("head_dim", head_dim, f"up to {MAX_LATENT_DIM}, which kernels support")
     key = "qk_rope_head_dim"
     share = settings.optional_number("partial_rotary_factor")
     if settings.values.get(key) is not None:
@@ -224,10 +224,10 @@ def _read_index(
         return None
     num_heads = settings.count("index_n_heads", 64, MAX_HEADS)
     if num_heads > MAX_INDEX_HEADS:
-        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels take,")
+        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels support")
     head_dim = settings.count("index_head_dim", 128, MAX_WIDTH)
     if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
-        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels take,"
+        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels support"
         raise settings.refuse("index_head_dim", head_dim, wanted)
     if head_dim < rope_dim:
         wanted = f"at least {rope_dim}, since so many of its elements are rotated,"

@@ -172,7 +172,7 @@ def named_architecture(settings: Settings, known: Collection[str]) -> str:
     if architectures:
         return _with_head(settings, architectures[0], known)
     if settings.values.get("model_type") is None:
-        raise settings.missing("architectures and no model_type", f"one of {', '.join(known)}")
+        raise settings.missing("architectures and no model_type", f"one of {', '.join(known)} is needed")
     model_type = settings.text("model_type", "")
     plain_type = TYPE_ALIASES.get(model_type, model_type).removesuffix("_text").replace("_", "").lower()
     by_type = {family.name: name for name, family in FAMILIES.items() if name in known}

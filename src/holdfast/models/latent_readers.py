@@ -146,11 +146,11 @@ def _read_dims(settings: Settings, family: LatentFamily) -> LatentSpec:
     """Widths of queries, latents and values; those that no kernel takes are refused."""
     kv_rank = settings.count("kv_lora_rank", family.kv_rank, MAX_WIDTH)
     if kv_rank % LATENT_MULTIPLE or kv_rank > MAX_LATENT_DIM:
-        wanted = f"a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM}, which kernels take,"
+        wanted = f"a multiple of {LATENT_MULTIPLE} up to {MAX_LATENT_DIM}, which kernels support"
         raise settings.refuse("kv_lora_rank", kv_rank, wanted)
     rope_dim = settings.count("qk_rope_head_dim", family.rope_dim, MAX_HEAD_DIM)
     if rope_dim not in LATENT_ROPE_DIMS:
-        wanted = f"{' or '.join(map(str, LATENT_ROPE_DIMS))}, which kernels take,"
+        wanted = f"{' or '.join(map(str, LATENT_ROPE_DIMS))}, which kernels support"
         raise settings.refuse("qk_rope_head_dim", rope_dim, wanted)
     return LatentSpec(
         q_rank=settings.optional_count("q_lora_rank", family.q_rank, MAX_WIDTH),
@@ -167,10 +167,10 @@ def _read_index(settings: Settings, default: IndexSpec, latent: LatentSpec, max_
         raise settings.missing("q_lora_rank", "an index takes its queries from there")
     num_heads = settings.count("index_n_heads", default.num_heads, MAX_HEADS)
     if num_heads > MAX_INDEX_HEADS:
-        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels take,")
+        raise settings.refuse("index_n_heads", num_heads, f"up to {MAX_INDEX_HEADS} heads, which kernels support")
     head_dim = settings.count("index_head_dim", default.head_dim, MAX_HEAD_DIM)
     if head_dim % INDEX_MULTIPLE or head_dim > MAX_INDEX_DIM:
-        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels take,"
+        wanted = f"a multiple of {INDEX_MULTIPLE} up to {MAX_INDEX_DIM}, which kernels support"
         raise settings.refuse("index_head_dim", head_dim, wanted)
     if head_dim < latent.rope_dim:
         wanted = f"at least qk_rope_head_dim = {latent.rope_dim}, since so many of its elements are rotated,"

@@ -83,11 +83,13 @@ class Settings:
     def refuse(self, key: str, value: object, wanted: str) -> ModelFormatError:
         """Return the error for a value of the wrong type or out of bounds."""
         key = f"{self.section}{key}"
-        return ModelFormatError("architecture.wrong_value", file=self.file, key=key, value=value, wanted=wanted)
+        return ModelFormatError(
+            "architecture.wrong_value", file=self.file, key=key, value=value, wanted=wanted.rstrip(",")
+        )
 
-    def missing(self, key: str, wanted: str) -> ModelFormatError:
+    def missing(self, key: str, reason: str) -> ModelFormatError:
         """Return the error for a key that must be there."""
-        return ModelFormatError("architecture.missing_key", file=self.file, key=f"{self.section}{key}", wanted=wanted)
+        return ModelFormatError("architecture.missing_key", file=self.file, key=f"{self.section}{key}", reason=reason)
 
     def unsupported(self, key: str, reason: str) -> UnsupportedModelError:
         """Return the error for a valid value that this version does not compute."""
@@ -104,7 +106,7 @@ class Settings:
     def required_count(self, key: str, high: int) -> int:
         """Like `count`, without a default."""
         if key not in self:
-            raise self.missing(key, "a whole number")
+            raise self.missing(key, "a whole number is needed")
         return self.count(key, 0, high)
 
     def optional_count(self, key: str, default: int | None, high: int) -> int | None:
@@ -115,7 +117,7 @@ class Settings:
         """Read a finite number, at least `low`; without a default the key must be there."""
         value = self.values.get(key, _ABSENT if default is None else default)
         if value is _ABSENT:
-            raise self.missing(key, "a number")
+            raise self.missing(key, "a number is needed")
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= LARGEST:
             raise self.refuse(key, value, "a number above 0" if low == SMALLEST else f"a number from {low:g} up")
         return float(value)
@@ -128,7 +130,7 @@ class Settings:
         """Read a list of exactly `num_values` finite numbers above zero."""
         value = self.values.get(key, _ABSENT)
         if value is _ABSENT:
-            raise self.missing(key, f"a list of {num_values} numbers")
+            raise self.missing(key, f"a list of {num_values} numbers is needed")
         if not isinstance(value, list) or len(value) != num_values or not all(_is_positive(item) for item in value):
             raise self.refuse(key, value, f"a list of {num_values} numbers above 0")
         return tuple(float(item) for item in value)

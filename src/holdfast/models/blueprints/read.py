@@ -62,7 +62,7 @@ def _read_kimi(settings: Settings, name: str, architecture: str) -> DeclaredMode
     """Read Kimi-K2.5, whose text model is a DeepSeek-V3 with experts in int4."""
     text = settings.part("text_config")
     if text is None:
-        raise settings.missing("text_config", "an object")
+        raise settings.missing("text_config", "a plan would be a guess without it")
     config = {**text.values, "architectures": ["DeepseekV3ForCausalLM"], "quantization_config": None}
     config["tie_word_embeddings"] = settings.flag("tie_word_embeddings", False)
     declared = declare_decoder(read_spec(config, settings.file), name)
