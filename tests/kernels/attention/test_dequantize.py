@@ -107,7 +107,7 @@ def test_constants_of_latents_are_what_float16_holds(number):
     assert float(torch.tensor(number).half()) == number
 
 
-def test_the_assembler_of_latents_makes_every_code_at_every_place():
+def test_latent_assembler_decodes_every_code_everywhere():
     """Every word of four codes, beside another."""
     words = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     words = torch.stack((words, words.flip(0)), dim=1).contiguous()
@@ -283,7 +283,7 @@ def _power_kernel(p_x, p_exp2, p_log2, BLOCK: constexpr, PLAIN: constexpr):
 
 
 def test_powers_and_logarithms(device):
-    """Of all that weights and scales are made of: a score of nothing weighs nothing, and a scale of zero is bounded."""
+    """exp2 of -inf is 0, and log2 of a zero scale is bounded."""
     infinity = float("inf")
     x = torch.tensor([-infinity, -200, -126, -24.5, -1, -(2.0**-24), 0, 2.0**-24, 0.3, 1, 24, 38.25, 127, 3, 5, 7])
     exp2, log2 = torch.full((2, 16), float("nan"), device=device)

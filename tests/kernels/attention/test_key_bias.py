@@ -50,7 +50,7 @@ def test_rows_are_the_bias_turned_by_its_position(head_dim, max_model_len):
         assert float(error.max()) < tolerance, f"{dtype=} {float(error.max())=}"
 
 
-def test_a_pair_that_turns_slowly_is_held_much_better_than_half_precision_holds_it():
+def test_slow_pair_is_more_exact_than_half_precision():
     """What differs from token to token counts, and not the size of the bias."""
     frequency = torch.tensor([1e-3, 1e-5])
     turns = make_key_turns(frequency, 1.0, 4096, torch.float16, "cpu")

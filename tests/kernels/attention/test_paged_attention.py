@@ -106,7 +106,7 @@ def test_any_chunking_gives_the_same_bits(group, head_dim, window):
 
 
 @pytest.mark.parametrize("window", [None, 5, 64])
-def test_any_company_and_order_give_the_same_bits(window):
+def test_rows_in_any_batch_and_order_have_the_same_bits(window):
     case = paged_case(MIXED, group=3, window=window)
     expected = case.run(paged_attention)
     dice = chance.Random(0)
@@ -168,7 +168,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, group, head_di
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(bad):
+def test_query_not_finite_stays_in_its_row(bad):
     case = paged_case([(0, 7), (66, 1)])
     clean = case.run(paged_attention)
     for row in range(8):
@@ -184,7 +184,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(bad):
 @pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("position", [3, 63, 64, 80, 89])
-def test_a_token_that_is_not_finite_reaches_only_later_rows_of_its_own_sequence(plane, bad, position):
+def test_token_not_finite_reaches_later_rows_of_its_sequence(plane, bad, position):
     """Earlier rows may be shared as a cached prefix, so a later token must not touch them."""
     case = paged_case([(0, 90), (80, 1), (0, 30)], group=3)
     clean = case.run(paged_attention)
@@ -196,7 +196,7 @@ def test_a_token_that_is_not_finite_reaches_only_later_rows_of_its_own_sequence(
     assert not out[position].isfinite().all()
 
 
-def test_the_window_hides_what_it_has_passed():
+def test_window_hides_older_tokens():
     case = paged_case([(99, 1), (50, 40)], window=8)
     clean = case.run(paged_attention)
     for index, first_seen in ((0, 92), (1, 43)):
@@ -222,7 +222,7 @@ def test_planes_that_are_not_float32_run_in_torch():
 @pytest.mark.parametrize(
     "function", [paged_attention, paged_attention_reference], ids=lambda function: function.__name__
 )
-def test_out_changes_where_the_result_lies_and_nothing_else(guarded_host, function):
+def test_out_changes_only_where_the_result_is(guarded_host, function):
     case = paged_case([(0, 9), (30, 1)])
     pages, sequences = case.tables()
     arguments = (case.q, case.k_plane, case.v_plane, pages, sequences, case.page_tokens, Scoring(case.scale))

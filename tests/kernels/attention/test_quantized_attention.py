@@ -75,7 +75,7 @@ def test_any_step(device, data):
 @pytest.mark.each_value
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["as they are", "rotated"])
-def test_rows_that_are_merged_are_those_that_are_not(device, bits, large):
+def test_merged_rows_equal_unsplit_rows(device, bits, large):
     """Straight to the output, or as partial results: of one range that has all, and of several."""
     step = quantized_step(bits, [(190, 2)], 80, group=3)
     direct = run_tiles(step, cut_tiles(step, [Cut(large)]), device)
@@ -101,7 +101,7 @@ def test_more_splits_than_are_merged_at_once(device, num_padding):
 
 
 @pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
-def test_a_peak_in_the_last_of_many_splits_rescales_what_was_merged_before_it(device, num_padding):
+def test_peak_in_the_last_split_rescales_earlier_splits(device, num_padding):
     """Those between are empty, so that only the first and the last count: 16 are merged at once."""
     step = peaked_step(4, 2 * BLOCK_TOKENS, gap=5, peak=2 * BLOCK_TOKENS - 1)
     judge(step, Cut(bounds=17 * (BLOCK_TOKENS,)), device, num_padding)
@@ -124,8 +124,8 @@ def test_programs_beyond_the_work_do_nothing(device):
     assert same_bits(run_tiles(step, tiles, device, num_sms=3), expected)
 
 
-def test_kernels_that_were_captured_and_have_no_work_change_nothing(device):
-    """A graph launches all of them; the numbers of tiles decide. Rows without a tile are padding, or somebody else's."""
+def test_captured_kernels_without_work_change_nothing(device):
+    """A graph launches all of them; the numbers of tiles decide. Rows without a tile are padding."""
     planes = make_planes(4, 4, 1, 16, 16, 1, torch.float16, device)
     planes = replace(planes, rotation_DD=rotation_table(16, torch.float16, device))
     q, table = random(4, 2, 16).to(device, torch.float16), torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -141,7 +141,7 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device):
 
 
 @pytest.mark.parametrize("cut", [SMALL, Cut(splits=3), LARGE], ids=["small", "split", "large"])
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, cut):
+def test_row_in_any_batch_is_equal_to_the_bit(device, cut):
     """Its own tiles given, and steps of many rows: few take a merge of another shape. Pages may lie elsewhere."""
     step = quantized_step((4, 4), [(130, 1), (30, 2), (64, 2), (9, 1)], 16, group=2)
     whole = run_tiles(step, cut_tiles(step, 4 * [cut], MERGE_BY_HEAD_ROWS), device, num_sms=2)
@@ -202,7 +202,7 @@ def test_steps_of_many_rows_take_kernels_of_one_shape():
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time(device):
+def test_repeated_launches_give_the_same_bits(device):
     step = quantized_step((4, 4), [(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=64, dtype=torch.bfloat16)
     tiles = cut_tiles(step, [Cut(splits=30), LARGE, Cut(large=True, splits=4)])
     expected = run_tiles(step, tiles, device, num_sms=132)

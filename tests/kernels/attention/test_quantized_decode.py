@@ -71,7 +71,7 @@ def test_every_page_size(device, page_tokens):
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 3), (61, 5), (64, 2), (126, 8)], ids=str)
-def test_short_queries_see_no_token_behind_their_own(device, start, count):
+def test_short_queries_see_no_later_token(device, start, count):
     """Rows of a tile that end in different blocks."""
     judge(quantized_step((4, 4), [(start, count)], 16, group=1), SMALL, device)
 
@@ -85,12 +85,12 @@ def test_ranges_that_are_empty(device, bounds):
     judge(quantized_step((3, 3), [(190, 1), (62, 4)], 16, group=2), Cut(bounds=bounds), device)
 
 
-def test_a_range_that_only_the_later_rows_of_a_tile_see(device):
+def test_range_seen_by_later_rows_only_is_masked(device):
     judge(quantized_step((4, 4), [(62, 4), (60, 8)], 16, group=1), Cut(bounds=(64,)), device)
 
 
 @pytest.mark.parametrize("number", [NAN, 6e4])
-def test_the_window_hides_what_it_has_passed(device, number):
+def test_window_hides_older_tokens(device, number):
     """A token that no row sees any more may hold anything, also in a block that is read for others."""
     step = quantized_step((8, 8), [(99, 1), (126, 3)], 16, group=2, window=8)
     tiles = cut_tiles(step, [SMALL, HALVES])
@@ -118,7 +118,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 
 
 @CODERS
-def test_one_token_with_huge_values(device, bits):
+def test_one_token_of_huge_values_stays_exact(device, bits):
     """Its weight decides what the others' are rounded to."""
     step = quantized_step((bits, bits), [(100, 1), (100, 1)], group=2)
     for (_, v), token in zip(step.tokens, (3, 80), strict=True):
@@ -176,7 +176,7 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
+def test_query_not_finite_stays_in_its_row(device, bad):
     step = quantized_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
     tiles = cut_tiles(step, [SMALL, HALVES])
     clean = run_tiles(step, tiles, device)
@@ -189,7 +189,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
 
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("bits", [8, 4], ids=lambda bits: f"{bits} bits")
-def test_a_token_that_is_no_number_stays_in_its_sequence(device, which, bits):
+def test_token_of_nan_stays_in_its_sequence(device, which, bits):
     step = quantized_step((bits, bits), [(30, 1), (70, 1), (5, 1)], 16, group=2)
     cuts = [SMALL, HALVES, SMALL]
     clean = run_tiles(step, cut_tiles(step, cuts), device)

@@ -84,7 +84,7 @@ def test_tokens_of_a_head_are_neighbours_within_a_page(key_bits, value_bits):
 
 @FORMATS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
-def test_what_is_stored_is_found_again(head_dim, key_bits, value_bits):
+def test_stored_latents_are_read_back(head_dim, key_bits, value_bits):
     planes = make_planes(key_bits, value_bits, 3, head_dim, 4, 3, torch.float32)
     keys = quantize_keys(random(5, 3, head_dim, seed=1), key_bits)
     values = quantize_values(random(5, 3, head_dim, seed=2), value_bits)
@@ -97,7 +97,7 @@ def test_what_is_stored_is_found_again(head_dim, key_bits, value_bits):
     assert_untouched(planes, pages * 4 + tokens)
 
 
-def test_nothing_is_stored_where_there_is_nothing():
+def test_rows_without_slots_store_nothing():
     planes = make_planes(3, 3, 2, 16, 4, 2, torch.float32)
     none = torch.empty(0, dtype=torch.int64)
     planes.store(none, none, quantize_keys(torch.empty(0, 2, 16), 3), quantize_values(torch.empty(0, 2, 16), 3))
@@ -173,7 +173,7 @@ def test_slots_are_where_a_head_of_a_page_lies(device, page_tokens):
         assert (slots < (num_pages + 2) * num_kv_heads * page_tokens).all(), "a slot that is not there"
 
 
-def test_a_block_behind_the_end_reads_no_page(device):
+def test_block_past_the_end_reads_no_page(device):
     """Pages and scales are read a block ahead, also behind the last one."""
     for page_tokens in (16, 64):
         slots = torch.full((BLOCK_N,), -1, dtype=torch.int64, device=device)
@@ -219,7 +219,7 @@ def _bytes_kernel(p, p_out, p_slots, num_tokens, limit, ROW: constexpr, COLUMNS:
 
 
 @pytest.mark.parametrize("row", [10, 16], ids=["narrow", "whole"])
-def test_bytes_of_tokens_and_nothing_beside_them(device, row, guarded):
+def test_write_changes_bytes_of_its_tokens_only(device, row, guarded):
     plane = guarded(20, row, dtype=torch.uint8)
     plane.copy_(torch.randint(1, 256, (20, row), generator=torch.Generator().manual_seed(0)))
     slots = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:16]

@@ -75,7 +75,7 @@ def test_ranges_that_only_later_rows_see(device, start, bounds):
     )
 
 
-def test_the_window_hides_what_it_has_passed(device):
+def test_window_hides_older_tokens(device):
     step = quantized_step((8, 8), [(99, 3), (126, 30)], 16, group=2, window=8)
     tiles = cut_tiles(step, [LARGE, HALVES])
     clean = run_tiles(step, tiles, device)
@@ -96,7 +96,7 @@ def test_keys_and_values_of_any_size(device, bits, factor):
 
 
 @CODERS
-def test_one_token_with_huge_values(device, bits):
+def test_one_token_of_huge_values_stays_exact(device, bits):
     step = quantized_step((bits, bits), [(60, 9)], group=2)
     step.tokens[0][1][62] *= 2000
     assert_near(run_tiles(step, cut_tiles(step, [HALVES]), device), step.exact(), step)
@@ -135,7 +135,7 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
 
 
 @pytest.mark.parametrize("bad", [NAN, float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
+def test_query_not_finite_stays_in_its_row(device, bad):
     step = quantized_step((4, 4), [(60, 7)], 16, group=2)
     tiles = cut_tiles(step, [LARGE])
     clean = run_tiles(step, tiles, device)
@@ -145,7 +145,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, bad):
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
-def test_a_token_that_is_no_number_stays_behind_its_tile(device, which):
+def test_token_of_nan_stays_after_its_tile(device, which):
     """Tiles that end before it do not see it, and other sequences never do."""
     step = quantized_step((4, 4), [(0, 100), (0, 5)], 16, group=2)
     cuts = [LARGE, LARGE]

@@ -133,7 +133,7 @@ def test_half_rows_are_the_rounded_float32_rows(device: torch.device, dtype: tor
 
 
 @FUNCTIONS
-def test_a_row_in_other_company_has_the_same_bits(device: torch.device, function: Any) -> None:
+def test_row_in_another_batch_has_the_same_bits(device: torch.device, function: Any) -> None:
     positions_T = far_positions(9)[:12]
     together = filled(function, positions_T, several_sets(), device)
     for row in (0, 5, 11):
@@ -155,7 +155,7 @@ def test_a_step_without_rows_writes_nothing(device: torch.device, function: Any)
     filled(function, torch.empty(0, dtype=torch.int64), several_sets(), device)
 
 
-def test_rows_that_lie_apart_are_refused(device: torch.device) -> None:
+def test_strided_rows_are_refused(device: torch.device) -> None:
     rows = several_sets()
     apart = rows._replace(cos_STP=torch.empty(4, 1, 24, device=device)[..., ::2])
     with pytest.raises(AssertionError, match="rows must lie side by side"):

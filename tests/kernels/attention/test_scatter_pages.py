@@ -60,7 +60,7 @@ def test_padding_anywhere_in_the_list(scatter, guarded, device):
 
 
 @pytest.mark.parametrize("num_updates", [1, BLOCK - 1, BLOCK + 1])
-def test_a_list_that_is_not_whole_blocks_is_refused(device, num_updates):
+def test_scatter_of_partial_blocks_is_refused(device, num_updates):
     updates = torch.zeros(num_updates, 2, dtype=torch.int64, device=device)
     with pytest.raises(AssertionError, match="not a multiple"):
         scatter_pages_triton(updates, torch.zeros(1, 1, dtype=torch.int32, device=device))

@@ -36,12 +36,12 @@ pytestmark = pytest.mark.filterwarnings(
 SMALL, LARGE = Cut(), Cut(large=True)
 HALVES = Cut(splits=2)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of values around one: weights are rounded to the type of the values, and the result once more."""
+"""For values around one: weights are rounded to the type of the values, and the result again."""
 
 
 @pytest.fixture
 def widest(device) -> torch.dtype:
-    """Float32 in the interpreter. A GPU would multiply it as tf32, and nobody asks for that: half precision there."""
+    """Float32 in the interpreter; half precision on a GPU, which would multiply float32 as tf32."""
     return torch.float32 if device.type == "cpu" else torch.float16
 
 
@@ -132,7 +132,7 @@ def test_ranges_that_only_later_rows_see(device, widest, start, bounds):
 
 
 @pytest.mark.parametrize("start", [62, 63, 126, 127])
-def test_tiles_that_begin_where_a_block_ends_see_no_token_behind_their_own(device, widest, start):
+def test_tiles_at_a_block_edge_see_no_later_token(device, widest, start):
     """Whether the first row sees the last token of the block decides whether the block needs a mask."""
     judge(paged_case([(start, 3), (start, 3)], group=2, num_kv_heads=1), [SMALL, LARGE], device, widest)
 
@@ -186,7 +186,7 @@ def test_programs_beyond_the_work_do_nothing(device, widest):
         assert same_bits(run_tiles(case, tiles, device, num_sms=num_sms), expected), f"{num_sms=}"
 
 
-def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, widest):
+def test_captured_kernels_without_work_change_nothing(device, widest):
     """A graph launches all of them; the numbers of tiles decide."""
     q = random(4, 2, 16).to(device, widest)
     plane, table = random(8, 1, 16, seed=1).to(device, widest), torch.zeros(1, 1, dtype=torch.int32, device=device)
@@ -202,7 +202,7 @@ def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, wide
 
 
 @pytest.mark.parametrize("cut", [SMALL, Cut(splits=20), LARGE], ids=["small", "split", "large"])
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest, cut):
+def test_row_in_any_batch_is_equal_to_the_bit(device, widest, cut):
     """Its own tiles given, and steps of many rows: few take kernels of another shape."""
     case = rounded(paged_case([(69, 1), (30, 5), (64, 2), (9, 1)], group=2, num_kv_heads=1), widest)
     cuts = 4 * [cut]
@@ -226,7 +226,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest, cut):
 
 @pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_query_that_is_not_finite_stays_in_its_row(device, widest, cut, bad):
+def test_query_not_finite_stays_in_its_row(device, widest, cut, bad):
     case = rounded(paged_case([(0, 7), (66, 1)], group=2, num_kv_heads=1), widest)
     tiles = cut_tiles(case, [cut, cut])
     clean = run_tiles(case, tiles, device)
@@ -243,7 +243,7 @@ def test_a_query_that_is_not_finite_stays_in_its_row(device, widest, cut, bad):
 @pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
 @pytest.mark.parametrize("plane", ["k_plane", "v_plane"])
-def test_a_token_that_is_not_finite_stays_in_its_sequence_and_behind_its_tile(device, widest, cut, plane):
+def test_token_not_finite_stays_in_its_sequence_and_tile(device, widest, cut, plane):
     """Tiles that end before it do not see it; sequences that lie between its pages never do."""
     case = rounded(paged_case([(0, 12), (30, 1), (0, 5)], group=4, num_kv_heads=1), widest)
     cuts = [cut, HALVES, SMALL]
@@ -258,7 +258,7 @@ def test_a_token_that_is_not_finite_stays_in_its_sequence_and_behind_its_tile(de
     assert out[position].isnan().any()
 
 
-def test_the_window_hides_what_it_has_passed(device, widest):
+def test_window_hides_older_tokens(device, widest):
     case = rounded(paged_case([(99, 1), (50, 3)], window=8), widest)
     tiles = cut_tiles(case, [HALVES, LARGE])
     clean = run_tiles(case, tiles, device)
@@ -302,7 +302,7 @@ def test_long_contexts_on_a_gpu(device, dtype, group, head_dim):
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_time(device):
+def test_repeated_launches_give_the_same_bits(device):
     case = rounded(paged_case([(3000, 1), (0, 300), (1500, 140)], 128, 8, page_tokens=16), torch.bfloat16)
     tiles = cut_tiles(case, [Cut(splits=30), LARGE, Cut(large=True, splits=4)])
     expected = run_tiles(case, tiles, device, num_sms=132)
@@ -324,7 +324,7 @@ def test_nothing_is_allocated(device):
     assert_allocates_nothing(lambda: tiled_attention(call, plane, plane, 16))
 
 
-def test_large_tiles_fit_what_a_gpu_lets_a_program_have():
+def test_large_tiles_fit_into_shared_memory():
     hopper, ada = 227 * 1024, 99 * 1024
     assert large_blocks(128, hopper) == (64, 3)
     assert large_blocks(128, ada) == (32, 2)
@@ -340,15 +340,15 @@ def test_the_programs_are_the_same_for_any_step(num_rows):
 
 
 @pytest.mark.parametrize(("num_rows", "programs"), [(0, 3), (1, 3), (2, 3), (3, 4), (8192, 4)])
-def test_or_fewer_for_few_rows(num_rows, programs):
+def test_few_rows_take_fewer_programs(num_rows, programs):
     assert PLAIN._replace(small_batch_rows=2, small_batch_programs_per_sm=3).small_programs(num_rows) == programs
 
 
-def test_nothing_more_is_asked_of_a_list_unless_it_is_said():
+def test_tile_geometry_defaults_add_no_constraints():
     assert not PLAIN.has_aligned_starts
     assert not PLAIN.takes_whole_turns
 
 
-def test_it_is_known_without_torch():
+def test_sizes_import_without_torch():
     code = "import sys, holdfast.kernels.geometry; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

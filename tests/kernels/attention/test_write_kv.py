@@ -69,7 +69,7 @@ def test_plain_heads_pass_as_they_are():
 @pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64, 80], ids=lambda size: f"D{size}")
-def test_a_row_is_the_same_to_the_bit_in_any_company(head_dim, with_norm, with_rope):
+def test_row_in_any_batch_is_equal_to_the_bit(head_dim, with_norm, with_rope):
     case = make_case(65, head_dim, with_norm=with_norm, with_rope=with_rope)
     whole_q, whole_k, whole_v = case.run()
     for threads in (1, 2):
@@ -116,7 +116,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row(bad):
+def test_value_not_finite_stays_in_its_row(bad):
     case = make_case(9, 24)
     clean_q, clean_k, clean_v = case.run()
     case.qkv[4] = bad
@@ -156,7 +156,7 @@ PADDED = pytest.mark.parametrize("padding", [[8], [0], [3, 4, 7], range(9)], ids
 @PADDED
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
-def test_padding_stores_nothing_and_asks_for_nothing(function, with_norm, with_rope, padding):
+def test_padding_stores_and_reads_nothing(function, with_norm, with_rope, padding):
     case = make_case(9, 24, with_norm=with_norm, with_rope=with_rope)
     clean_q, clean_k, clean_v = case.run(function)
     q, k_plane, v_plane = case.padded(padding).run(function)
@@ -172,7 +172,7 @@ def test_padding_stores_nothing_and_asks_for_nothing(function, with_norm, with_r
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_out_changes_where_queries_lie_and_nothing_else(guarded_host, function, with_norm, with_rope, num_rows):
+def test_out_changes_only_where_queries_are(guarded_host, function, with_norm, with_rope, num_rows):
     case = make_case(num_rows, 24, with_norm=with_norm, with_rope=with_rope).padded([num_rows - 1])
     expected = case.run(function)
     how = (case.head_norm, case.rotary)
@@ -191,7 +191,7 @@ def test_out_changes_where_queries_lie_and_nothing_else(guarded_host, function, 
     assert wide[:, 7].isnan().all()
 
 
-def test_rows_that_lie_apart_are_computed_as_those_side_by_side():
+def test_strided_rows_equal_contiguous_rows():
     case = make_case(5, 24)
     expected = case.run()
     wide = torch.full((5, case.qkv.shape[1] + 7), POISON)

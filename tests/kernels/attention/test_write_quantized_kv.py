@@ -33,7 +33,7 @@ from red_zones import RedZones
 pytestmark = QUIET
 
 RELATIVE_ERROR = {8: 0.04, 4: 0.16, 3: 0.3}
-"""Of a quantized head of normal numbers, as a share of its norm, by bits: a good deal above the mean."""
+"""Error of a quantized head of normal numbers relative to its norm, by bits; well above the mean."""
 CODERS = pytest.mark.parametrize("bits", [(8, 8), (4, 4), (3, 3)], ids=["k8v8", "k4v4", "k3v3"])
 """Formats that have every way to code once; keys and values never meet in a program."""
 
@@ -47,7 +47,7 @@ class Written:
     slots: torch.Tensor
 
     def quantized(self, what: str) -> QuantizedHeads:
-        """Of the slots that were written: [R, K, ...]."""
+        """Codes of the written slots: [R, K, ...]."""
         places = self.slots // self.planes.page_tokens, self.slots % self.planes.page_tokens
         return self.planes.keys_at(*places) if what == "keys" else self.planes.values_at(*places)
 
@@ -216,7 +216,7 @@ def test_any_shape(
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_padding_stores_nothing_and_asks_for_nothing(device, function, bits):
+def test_padding_stores_and_reads_nothing(device, function, bits):
     case = make_case(2, 48, group=1)
     clean = written(function, case, bits, device)
     for padding in ([0], range(2)):
@@ -233,7 +233,7 @@ def test_padding_stores_nothing_and_asks_for_nothing(device, function, bits):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, function, bits):
+def test_row_in_any_batch_is_equal_to_the_bit(device, function, bits):
     if function is write_quantized_kv_triton:
         case, choices = make_case(3, 64, group=1).rounded(torch.float16), ([2], [1, 0])
     else:
@@ -251,7 +251,7 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(device, function, bits):
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
 )
-def test_what_is_read_back_is_near_what_was_written(device, function, bits):
+def test_codes_read_back_are_near_the_rows(device, function, bits):
     case = make_case(2, 128, with_norm=False)
     mine = written(function, case, bits, device)
     _, *true = turned_heads(case.qkv, 2, 128, None, case.rotary)
@@ -282,7 +282,7 @@ def test_outliers_are_quantized_like_the_reference(device, bits):
 
 
 @CODERS
-def test_a_mean_is_taken_off_every_key(device, bits):
+def test_key_mean_is_subtracted_before_quantization(device, bits):
     """The kernel as the reference does it, and both as it should: a bias thirty times the signal is not seen."""
     mean = 30 * random(2, 64, seed=5)
     case = make_case(2, 64, group=1, with_norm=False, with_rope=False)
@@ -326,7 +326,7 @@ def test_heads_too_small_for_a_scale_are_finite(device, bits):
 @pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(("bad", "head_dim"), [(float("nan"), 64), (float("inf"), 64), (float("nan"), 80)])
-def test_what_is_not_finite_stays_in_its_head(device, head_dim, bits, bad):
+def test_value_not_finite_stays_in_its_head(device, head_dim, bits, bad):
     """Head 3 of the queries, and the second key and value head of row 1."""
     case = make_case(2, head_dim, with_norm=False)
     clean = written(write_quantized_kv_triton, case, bits, device)
@@ -344,7 +344,7 @@ def test_what_is_not_finite_stays_in_its_head(device, head_dim, bits, bad):
 
 
 @pytest.mark.parametrize("moat", [0, 1, 8])
-def test_rows_lie_side_by_side_or_apart(device, moat):
+def test_rows_may_be_strided(device, moat):
     case = make_case(2, 64)
     assert_same(
         written(write_quantized_kv_triton, case, (4, 4), device, moat=moat),
@@ -385,7 +385,7 @@ def test_no_rows_change_nothing(device, function):
     assert mine.q.shape == (0, 6, 16)
 
 
-def test_what_the_kernel_cannot_take_is_refused(device):
+def test_arguments_out_of_range_are_refused(device):
     case = make_case(2, 32, with_norm=False, with_rope=False).on(device)
     slots = case.slots
     planes = make_planes(4, 4, 2, 32, 4, 2, torch.float32, device)

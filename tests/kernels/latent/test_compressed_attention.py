@@ -75,8 +75,8 @@ def test_every_window_and_page(device, widest, name, window, pages) -> None:
 
 
 @FORMATS
-def test_many_splits_and_none_that_is_empty_is_read(device, widest, name) -> None:
-    """Splits are chosen for long rows: most of a short one's are written by nobody."""
+def test_merge_of_many_splits_skips_empty_ones(device, widest, name) -> None:
+    """Splits are chosen for long rows: most splits of a short one are never written."""
     positions = [1500, 3, PADDING, 260]
     assert compressed_splits(4, 3, 132) > 8
     judge(compressed_case(positions, sizes_of(name, ratio=2), widest), device, num_sms=132)
@@ -85,8 +85,8 @@ def test_many_splits_and_none_that_is_empty_is_read(device, widest, name) -> Non
 @pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("num_padding", [9, 65], ids=lambda n: f"{n} padded")
-def test_every_form_of_the_merge(device, widest, name, num_padding) -> None:
-    """Of 11 rows also with more splits than are merged at once; the largest score is in the last one."""
+def test_merge_of_every_shape_is_exact(device, widest, name, num_padding) -> None:
+    """Merge 11 rows also with more splits than fit at once; the last split has the largest score."""
     sizes = sizes_of(name, num_heads=2, ratio=2)
     case = compressed_case([800, *num_padding * [PADDING], 129], sizes, widest)
     case.q_TND[0] = case.seen[0][-1].to(widest)
@@ -103,7 +103,7 @@ def test_half_precision(device, name, dtype) -> None:
 
 
 @FORMATS
-def test_a_sink_takes_everything_or_nothing(device, widest, name) -> None:
+def test_sink_of_extreme_size_takes_all_or_nothing(device, widest, name) -> None:
     for num_sms in (1, 30):
         case = compressed_case([50], sizes_of(name), widest)
         case.sinks_N = torch.tensor([1e4, -1e4, -torch.inf])
@@ -113,7 +113,7 @@ def test_a_sink_takes_everything_or_nothing(device, widest, name) -> None:
 
 @FORMATS
 def test_places_that_name_no_entry_are_not_followed(device, widest, name) -> None:
-    """Sentinels amid a list, and entries that the row does not see, which a table would not have: nobody looks there."""
+    """Sentinels in a list, and entries that the row does not see, are never looked up in the table."""
     case = compressed_case([90, 60], sizes_of(name, top_k=9), widest)
     listed_TK = case.scopes.selected_TK
     assert listed_TK is not None
@@ -134,7 +134,7 @@ def test_the_reference_is_plain_attention(name) -> None:
 
 
 @FORMATS
-def test_the_same_to_the_bit_in_any_company(device, widest, name) -> None:
+def test_row_in_any_batch_gives_the_same_bits(device, widest, name) -> None:
     """In steps of as many rows."""
     sizes = sizes_of(name, top_k=10)
     case = compressed_case([90, 80, PADDING, 70], sizes, widest)

@@ -108,7 +108,7 @@ def test_neighbours_of_a_sequence_share_keys(device, name) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_has_the_same_bits_in_any_company(device, name) -> None:
+def test_row_in_any_batch_has_the_same_bits(device, name) -> None:
     case = make_score_case(RUNS, 8, 32, name, dtype=DTYPES[name])
     together_TC = scored(index_scores_triton, case, device)
     for row, (_, count) in enumerate(RUNS):
@@ -166,13 +166,13 @@ def test_a_key_that_is_not_a_number_is_one_score(device, name) -> None:
     assert torch.equal(mine_TC, wanted_TC)
 
 
-def test_rows_that_do_not_choose_write_nothing(device) -> None:
+def test_rows_without_selection_write_nothing(device) -> None:
     for rows in ([(0, 0)], [(0, 0), (0, -3), (1, 0)]):
         mine_TC = scored(index_scores_triton, make_score_case(rows, 2, 16, "fp8"), device)
         assert bool((mine_TC == UNTOUCHED).all())
 
 
-def test_no_rows(device) -> None:
+def test_no_rows_launch_nothing(device) -> None:
     case = make_score_case([(0, 3)], 2, 16, "float32")
     none = SparseRows(*(numbers[:0] for numbers in case.rows))
     scored(index_scores_triton, replace(case, q=case.q[:0], weights=case.weights[:0], rows=none), device)
@@ -192,7 +192,7 @@ def test_programs_follow_from_rows_and_the_longest_context(num_rows) -> None:
 
 
 def test_blocks_pages_and_splits_are_known() -> None:
-    """16 KiB of keys in a block of 128 tokens at the most; whole pages make a block, or a block lies in one."""
+    """16 KiB of keys in a block of at most 128 tokens; whole pages make a block, or a block lies in one."""
     blocks = {(kind, dim): index_blocks(kind, dim) for kind in OPERAND_BYTES for dim in (16, 128)}
     assert {key: own.tokens for key, own in blocks.items() if own.tokens < 128} == {
         ("bytes", 128): 64,

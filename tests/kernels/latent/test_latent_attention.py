@@ -33,7 +33,7 @@ from kernels.triton_cases import assert_allocates_nothing
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Of values around one: weights are rounded to the type of the latents, and the result once more."""
+"""For values around one: weights are rounded to the type of the latents, and the result again."""
 DECODE, PROMPTS = [(64, 1), (10, 1), (129, 1)], [(0, 9), (60, 12)]
 MIXED = [(63, 1), (0, 17), (10, 3), (64, 1), (0, 1)]
 
@@ -157,7 +157,7 @@ def test_any_step(device, data):
     judge_step(case, scheduling, device, dtype, data.draw(st.integers(0, 2)))
 
 
-def test_a_row_is_the_same_to_the_bit_in_any_company(device, widest):
+def test_row_in_any_batch_is_equal_to_the_bit(device, widest):
     """Its own tiles given, and steps of many rows: few take a merge of another shape."""
     rows = [(269, 1), (30, 1), (400, 1)]
     case = latent_case(rows).rounded(widest)
@@ -186,7 +186,7 @@ def test_heads_may_come_in_groups(device, widest, large):
         torch.testing.assert_close(out, whole[:, first : first + 8], rtol=1e-3, atol=1e-3)
 
 
-def test_kernels_that_were_captured_and_have_no_work_change_nothing(device, widest):
+def test_captured_kernels_without_work_change_nothing(device, widest):
     """A graph launches all of them; the numbers of tiles decide."""
     q, plane = random(4, 2, 32).to(device, widest), random(8, 32, seed=1).to(device, widest)
     tiles = torch.full((3, 8), 2**30, dtype=torch.int32, device=device)
@@ -221,7 +221,7 @@ def test_steps_of_many_rows_differ_in_nothing_that_changes_bits():
     assert {row_form(num_rows).merges_side_by_side for num_rows in range(16, 300)} == {False}
 
 
-def test_blocks_fit_what_a_gpu_lets_a_program_have():
+def test_blocks_of_a_program_fit_into_shared_memory():
     hopper, ada, row_bytes = 227 * 1024, 99 * 1024, 2 * 576
     assert [latent_blocks(height, row_bytes, hopper) for height in (16, 32, 64)] == [(64, 3, 4), (64, 3, 8), (64, 2, 8)]
     for height in (16, 32):
@@ -268,7 +268,7 @@ def test_warpgroups_take_the_sizes_and_pages_they_know(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [16, 128], ids=lambda heads: f"{heads} heads")
-def test_the_same_bits_every_time(device, num_heads):
+def test_repeated_launches_give_the_same_bits(device, num_heads):
     case = latent_case([(3000, 1), (0, 300), (1500, 140)], num_heads, 512, 64).rounded(torch.bfloat16)
     work = Scheduling(132, 256).work(case, 441, device)
     expected = run_latents(case, work, 441, 256, device, num_sms=132)

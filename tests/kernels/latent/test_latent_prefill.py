@@ -23,7 +23,7 @@ from red_zones import RedZones
 NAN = float("nan")
 CPU = torch.device("cpu")
 BEYOND = 2**30
-"""Page ids that nobody may follow."""
+"""Page ids that no kernel may read."""
 WHOLE = UpProjection(num_heads=2, latent_dim=64, rope_dim=16, nope_dim=32, value_dim=32)
 ODD = UpProjection(num_heads=3, latent_dim=96, rope_dim=48, nope_dim=48, value_dim=80)
 V2_LITE = UpProjection(num_heads=16, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128)
@@ -135,7 +135,7 @@ def test_several_chunks(device, shape, num_rows, start):
 
 
 @pytest.mark.parametrize("start", [0, 131], ids=["within a chunk", "beyond it"])
-def test_rows_one_after_another_where_their_state_has_no_room(device, start):
+def test_rows_run_in_batches_if_the_state_is_small(device, start):
     """The first of a prompt see less of a chunk than those that come after them."""
     check(make_case(WHOLE, 150, start, torch.float32), device, tokens=CHUNK_STEP, state_rows=2 * 64)
 
@@ -187,7 +187,7 @@ def test_the_reference_is_exact(shape):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_a_row_of_nan_stays_alone(device):
+def test_row_of_nan_changes_no_other_row(device):
     case = make_case(WHOLE, 30, 200, torch.float32)
     clean = run(case, device, tokens=CHUNK_STEP)
     case.q[11] = NAN
@@ -197,9 +197,9 @@ def test_a_row_of_nan_stays_alone(device):
     assert same_bits(found[others], clean[others])
 
 
-def test_what_does_not_fit_is_refused(device):
+def test_top_k_of_wrong_shapes_is_refused(device):
     case = make_case(WHOLE, 5, 10, torch.float32)
-    with pytest.raises(AssertionError, match="a chunk is 128 at the least"):
+    with pytest.raises(AssertionError, match="a chunk has at least 128"):
         run(case, device, tokens=CHUNK_STEP - 1)
     case.kv_b = case.kv_b[:, :-16].contiguous()
     with pytest.raises(AssertionError, match="shape"):

@@ -182,7 +182,7 @@ def test_codes_read_back_are_near_the_key(device, function) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_same_row_in_other_company_has_the_same_bytes(device, name) -> None:
+def test_row_in_another_batch_has_the_same_bytes(device, name) -> None:
     case = make_case(5, 4, 128, 64)
     together, _ = written(write_index_triton, case, name, device)
     for row in (0, 3):
@@ -258,7 +258,7 @@ def test_scales_at_their_edges(device, function) -> None:
 
 
 @pytest.mark.parametrize("function", [quantize_index_queries_triton, quantize_index_queries_reference])
-def test_what_is_not_a_number_stays_in_its_head(device, function) -> None:
+def test_nan_stays_in_its_head(device, function) -> None:
     q_TID = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
     q_TID[0, 1, 5] = torch.nan
     where = "cpu" if function is quantize_index_queries_reference else device

@@ -134,7 +134,7 @@ def test_every_type(device, dtype, name) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED_LATENTS)
-def test_what_is_read_back_is_the_normed_and_rotated_row(name) -> None:
+def test_rows_read_back_are_normed_and_rotated(name) -> None:
     case = make_latent_case(4, 2, 512, 64, torch.float32, NUM_PAGES * PAGE_TOKENS)
     planes, _ = written(write_latent, case, name)
     plain, _ = written(write_latent_reference, case, "float32")
@@ -148,7 +148,7 @@ def test_what_is_read_back_is_the_normed_and_rotated_row(name) -> None:
         assert float(((read - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()) < 0.11
 
 
-def test_the_same_row_in_other_company_has_the_same_bytes(device) -> None:
+def test_row_in_another_batch_has_the_same_bytes(device) -> None:
     case = make_latent_case(5, 4, 512, 64, torch.float32, NUM_PAGES * PAGE_TOKENS)
     together, _ = written(write_latent_triton, case, "turboquant_mla_4bit", device)
     for row in (0, 3):

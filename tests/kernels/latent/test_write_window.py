@@ -121,8 +121,8 @@ def test_rotated_like_the_reference(device, name, latent_dim, rope_dim) -> None:
     judge(make_case(4, 3, latent_dim, rope_dim), name, device, is_rotated=True)
 
 
-def test_heads_and_vectors_meet_in_the_rotated_space() -> None:
-    """Products of both are what they were, and rotating again gives both back; TurboQuant's pages need not be asked for."""
+def test_heads_and_vectors_share_the_rotated_space() -> None:
+    """Rotation keeps products and is its own inverse; TurboQuant windows are always rotated."""
     case = make_case(4, 3, 448, 64)
     plain, q = written(write_window, case, "float32")
     rotated, rotated_q = written(write_window, case, "float32", is_rotated=True)
@@ -153,7 +153,7 @@ def test_bytes_are_those_of_the_packed_vector() -> None:
 
 
 @pytest.mark.parametrize("function", [write_window_triton, write_window_reference])
-def test_heads_are_normed_by_themselves_and_a_row_without_a_slot_too(device, function) -> None:
+def test_heads_are_normed_alone_also_without_a_slot(device, function) -> None:
     case = make_case(4, 3, 24, 8)
     case.rotary.cos_TP[2], case.rotary.sin_TP[2] = 1.0, 0.0
     _, q = written(function, case, "float32", "cpu" if function is write_window_reference else device)
@@ -161,7 +161,7 @@ def test_heads_are_normed_by_themselves_and_a_row_without_a_slot_too(device, fun
     torch.testing.assert_close(q[2], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_not_finite_stays_in_its_row(device) -> None:
+def test_value_not_finite_stays_in_its_row(device) -> None:
     case = make_case(4, 2, 64, 8)
     case.kv[0, 3], case.q[3, 1, 2] = torch.inf, torch.nan
     planes, q = written(write_window_triton, case, "fp8_ds_v4", device)
@@ -222,7 +222,7 @@ def test_a_vector_is_normed_with_its_own_eps() -> None:
     torch.testing.assert_close(planes.rows_SX[case.slots[used]].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_no_rows(device) -> None:
+def test_no_rows_launch_nothing(device) -> None:
     case = make_case(0, 2, 24, 8)
     written(write_window_triton, case, "float32", device)
     rotate_back_triton(case.q.to(device), case.rotary)
