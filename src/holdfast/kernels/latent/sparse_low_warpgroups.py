@@ -193,23 +193,17 @@ def _attend_kernel(
     num_heads = gl.where(num_tokens > 0, NUM_HEADS, 0)
     o_first = i_row * NUM_HEADS
     o_partial = (i_row * gl.num_programs(1) + i_split) * (RING * NUM_HEADS)
-    first = (
+    # Triton 3.6 keeps constants in these tuples only if they are written inside the call.
+    gl.warp_specialize([(_take_turns, (
         p_q, p_partial_out, p_partial_lse, o_first, o_partial, num_heads, num_loops, scale_log2, s_q_0, s_q_rope_0,
         s_latents, s_ropes, s_factors, s_p_0, filled, freed, 0, KIND,
-    )  # fmt: skip
-    second = (
+    )), (_take_turns, (
         p_q, p_partial_out, p_partial_lse, o_first, o_partial + NUM_HEADS, num_heads, num_loops, scale_log2, s_q_1,
         s_q_rope_1, s_latents, s_ropes, s_factors, s_p_1, filled, freed, 1, KIND,
-    )  # fmt: skip
-    gather = (
+    )), (_gather, (
         p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
         freed, PAGE_TOKENS, KIND,
-    )  # fmt: skip
-    gl.warp_specialize(
-        [(_take_turns, first), (_take_turns, second), (_gather, gather)],
-        [4, GATHER_WARPS],
-        [TURN_REGISTERS, GATHER_REGISTERS],
-    )
+    ))], [4, GATHER_WARPS], [TURN_REGISTERS, GATHER_REGISTERS])  # fmt: skip
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
