@@ -1,7 +1,6 @@
 """Sizes that kernels and plans agree on: known numbers at every edge of a rule."""
 
-import pytest
-
+from for_each import for_each
 from holdfast.kernels.geometry import (
     ExpertOrderForm,
     TileGeometry,
@@ -17,8 +16,8 @@ from holdfast.kernels.geometry import (
 )
 
 
-@pytest.mark.parametrize(
-    ("size_n", "size_k", "splits"),
+@for_each(
+    "size_n, size_k, splits",
     [
         (64, 128, 1),
         (128, 640, 2),

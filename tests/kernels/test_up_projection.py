@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.up_projection import (
     CHUNK_STEP,
     LEAST_ROWS,
@@ -41,8 +42,8 @@ def test_splits_fit_the_partials(shape, num_rows, num_tokens, state_rows):
     assert splits == 1 or splits * group * -(-num_rows // TILE_ROWS) <= 132
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_tokens", "state_rows", "splits"),
+@for_each(
+    "num_rows, num_tokens, state_rows, splits",
     [
         (128, 10**6, 10**9, 8),
         (129, 10**6, 10**9, 4),
@@ -89,15 +90,13 @@ def test_scratch_of_a_small_model_is_small():
     assert sum(spec.num_bytes for spec in expanded_specs(small, "float32", 64, 256)) < 300_000
 
 
-@pytest.mark.parametrize(
-    ("shape", "least"), [(V2_LITE, LEAST_ROWS), (V3, LEAST_ROWS), (GLM, 189)], ids=["V2-Lite", "V3", "GLM"]
-)
+@for_each("shape, least", [(V2_LITE, LEAST_ROWS), (V3, LEAST_ROWS), (GLM, 189)])
 def test_up_projection_after_a_long_context_follows_rows(shape, least):
     assert not takes_up_projection(least - 1, 10**7, shape)
     assert takes_up_projection(least, 10**7, shape)
 
 
-@pytest.mark.parametrize("shape", [V2_LITE, V3, GLM], ids=["V2-Lite", "V3", "GLM"])
+@for_each("shape", [V2_LITE, V3, GLM])
 def test_prompt_without_context_is_up_projected_if_long(shape):
     takes = [takes_up_projection(num_rows, 0, shape) for num_rows in range(1, 4000)]
     assert takes == sorted(takes)
@@ -125,6 +124,7 @@ def launches(num_rows: int, start: int, shape: UpProjection, max_rows: int, max_
     return {"gather", "attend", "merge"} if splits > 1 else {"gather", "attend"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_heads", [1, 4, 7, 16, 20, 128])
 @pytest.mark.parametrize("dims", [(128, 128), (192, 256)], ids=str)
 @pytest.mark.parametrize(("max_rows", "max_context"), [(100, 5000), (512, 2000), (2048, 4096), (8192, 163840)], ids=str)

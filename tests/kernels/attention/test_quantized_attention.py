@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.quantized_attention import (
     large_shape,
@@ -44,7 +45,7 @@ pytestmark = QUIET
 SMALL, LARGE, HALVES = Cut(), Cut(large=True), Cut(splits=2)
 
 
-@pytest.mark.parametrize("bits", [(8, 4), (3, 3)], ids=str)
+@for_each("bits", [(8, 4), (3, 3)])
 def test_decode_prefill_and_padding_in_one_step(device, bits):
     rows = [(63, 1), (0, 12), (10, 2), (64, 1), (150, 9)]
     step = quantized_step(bits, rows, 32, group=4, num_kv_heads=2)
@@ -85,7 +86,7 @@ def test_merged_rows_equal_unsplit_rows(device, bits, large):
             assert_near(run_tiles(step, tiles, device)[:2], direct.double(), step)
 
 
-@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (3, 2), (7, 1), (9, 1)], ids=str)
+@for_each("group, num_kv_heads", [(1, 1), (3, 2), (7, 1), (9, 1)])
 def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     assert MERGED_HEADS < 9
@@ -93,14 +94,14 @@ def test_every_number_of_heads_is_merged(device, group, num_kv_heads):
         judge(quantized_step((4, 4), [(70, 1)], 48, group, num_kv_heads), HALVES, device, num_padding)
 
 
-@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
+@for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
 def test_more_splits_than_are_merged_at_once(device, num_padding):
     """Most of them empty: nothing at first is not the end of it."""
     for bounds in (17 * (0,), (64, *(20 * (128,)))):
         judge(quantized_step((4, 4), [(70, 1)], 16, group=2), Cut(bounds=bounds), device, num_padding)
 
 
-@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
+@for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
 def test_peak_in_the_last_split_rescales_earlier_splits(device, num_padding):
     """Those between are empty, so that only the first and the last count: 16 are merged at once."""
     step = peaked_step(4, 2 * BLOCK_TOKENS, gap=5, peak=2 * BLOCK_TOKENS - 1)
@@ -140,7 +141,7 @@ def test_captured_kernels_without_work_change_nothing(device):
         assert same_bits(out[[1, 3]].cpu(), torch.zeros(2, 32, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("cut", [SMALL, Cut(splits=3), LARGE], ids=["small", "split", "large"])
+@for_each("cut", [SMALL, Cut(splits=3), LARGE])
 def test_row_in_any_batch_is_equal_to_the_bit(device, cut):
     """Its own tiles given, and steps of many rows: few take a merge of another shape. Pages may lie elsewhere."""
     step = quantized_step((4, 4), [(130, 1), (30, 2), (64, 2), (9, 1)], 16, group=2)
@@ -179,6 +180,7 @@ def test_the_reference_is_attention_over_what_is_stored(key_bits, value_bits):
             torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 64, 71, 128])
 def test_tiles_fill_the_operands_and_no_more(group, key_bits, value_bits):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.quantized_attention import quantized_geometry
 from kernels.exactness import same_bits
 from kernels.quantized_kv_cases import (
@@ -31,6 +32,7 @@ CODERS = pytest.mark.parametrize("bits", [8, 4, 3], ids=lambda bits: f"{bits} bi
 """Every way to take keys and values apart once."""
 
 
+@pytest.mark.each_value
 @DTYPES
 @FORMATS
 def test_every_format(device, key_bits, value_bits, dtype):
@@ -55,7 +57,7 @@ def test_decode_in_float32_matches_reference(device, head_dim, key_bits, value_b
     judge(step, SMALL, device)
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 9, 71], ids=lambda group: f"{group} queries a key")
+@for_each("group", [1, 3, 8, 9, 71])
 def test_every_grouping(device, group):
     """Also those that leave columns of a tile empty, and those that are wider than one instruction."""
     rows = quantized_geometry(group, 1, 4, 4).small_rows
@@ -65,12 +67,12 @@ def test_every_grouping(device, group):
     judge(step, [SMALL, HALVES], device)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 16, 64, 128, 256], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 16, 64, 128, 256])
 def test_every_page_size(device, page_tokens):
     judge(quantized_step((3, 4), [(139, 1)], 32, num_kv_heads=2, page_tokens=page_tokens), HALVES, device)
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 3), (61, 5), (64, 2), (126, 8)], ids=str)
+@for_each("start, count", [(0, 3), (61, 5), (64, 2), (126, 8)])
 def test_short_queries_see_no_later_token(device, start, count):
     """Rows of a tile that end in different blocks."""
     judge(quantized_step((4, 4), [(start, count)], 16, group=1), SMALL, device)
@@ -80,7 +82,7 @@ def test_more_splits_than_blocks_weigh_nothing(device):
     judge(quantized_step((8, 4), [(250, 1), (62, 3)], 16, group=2), Cut(splits=5), device)
 
 
-@pytest.mark.parametrize("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)], ids=["first", "between", "last"])
+@for_each("bounds", [(0, 0, 64), (64, 64), (192, 256, 320)])
 def test_ranges_that_are_empty(device, bounds):
     judge(quantized_step((3, 3), [(190, 1), (62, 4)], 16, group=2), Cut(bounds=bounds), device)
 
@@ -89,7 +91,7 @@ def test_range_seen_by_later_rows_only_is_masked(device):
     judge(quantized_step((4, 4), [(62, 4), (60, 8)], 16, group=1), Cut(bounds=(64,)), device)
 
 
-@pytest.mark.parametrize("number", [NAN, 6e4])
+@for_each("number", [NAN, 6e4])
 def test_window_hides_older_tokens(device, number):
     """A token that no row sees any more may hold anything, also in a block that is read for others."""
     step = quantized_step((8, 8), [(99, 1), (126, 3)], 16, group=2, window=8)
@@ -175,7 +177,7 @@ def test_small_weights_of_many_tokens_do_not_vanish(device):
     assert float((others - theirs).norm() / theirs.norm()) < 2e-3
 
 
-@pytest.mark.parametrize("bad", [NAN, float("inf")])
+@for_each("bad", [NAN, float("inf")])
 def test_query_not_finite_stays_in_its_row(device, bad):
     step = quantized_step((4, 4), [(60, 3), (66, 1)], 16, group=2)
     tiles = cut_tiles(step, [SMALL, HALVES])
@@ -187,6 +189,7 @@ def test_query_not_finite_stays_in_its_row(device, bad):
         assert same_bits(run_tiles(hurt, tiles, device)[others], clean[others])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("which", [0, 1], ids=["key", "value"])
 @pytest.mark.parametrize("bits", [8, 4], ids=lambda bits: f"{bits} bits")
 def test_token_of_nan_stays_in_its_sequence(device, which, bits):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.quantized_planes import (
     LEAST_LOG2,
     P_ONE,
@@ -49,7 +50,7 @@ def storage_of(name: str, num_kv_heads: int, head_dim: int, num_slots: int) -> d
     }
 
 
-@pytest.mark.parametrize("name", [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized])
+@for_each("name", [name for name, kv_format in KV_FORMATS.items() if kv_format.is_quantized])
 def test_planes_are_the_bytes_of_the_storage(name):
     kv_format = KV_FORMATS[name]
     assert kv_format.key_bits is not None
@@ -82,6 +83,7 @@ def test_tokens_of_a_head_are_neighbours_within_a_page(key_bits, value_bits):
     assert torch.equal(storage[start : start + row], torch.arange(row, dtype=torch.uint8))
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda size: f"D{size}")
 def test_stored_latents_are_read_back(head_dim, key_bits, value_bits):
@@ -114,6 +116,7 @@ def test_cases_start_as_poison(key_bits, value_bits):
     assert planes.rotation_DD.dtype == torch.float16
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("with_mean", [False, True], ids=["plain", "centered"])
 def test_cases_are_filled_and_read_in_the_layers_own_space(with_mean, key_bits, value_bits):
@@ -154,7 +157,7 @@ def _slots_kernel(
     tl.store(p_pages + o_n, tl.zeros((BLOCK_N,), tl.int32) + page)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 2, 16, 32, 64, 128, 256], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 2, 16, 32, 64, 128, 256])
 def test_slots_are_where_a_head_of_a_page_lies(device, page_tokens):
     num_kv_heads, high = 3, 300
     num_pages = -(-high // page_tokens)
@@ -202,7 +205,7 @@ def _dims_kernel(p_dims, NUM_PARTS: constexpr, HEAD_DIM: constexpr, COLUMNS: con
         tl.store(p_dims + part * (HEAD_DIM // NUM_PARTS) + o_c, o_d, mask=o_c < HEAD_DIM // NUM_PARTS)
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4, 8])
+@for_each("num_parts", [1, 2, 4, 8])
 def test_coordinates_of_parts_are_those_of_the_format(device, num_parts):
     for head_dim in HEAD_DIMS:
         dims = torch.full((num_parts, head_dim // num_parts), -1, dtype=torch.int32, device=device)
@@ -308,6 +311,7 @@ def _store_kernel(
         store_parts(b_acc, b_scale, p_out, o_q, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rotated", [False, True], ids=["parts", "rotated"])
 @pytest.mark.parametrize("bits", [8, 4, 3])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 112, 128, 256], ids=lambda size: f"D{size}")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.rope_rows import (
     RopeRows,
     fill_rope_rows,
@@ -84,12 +85,12 @@ def judge(function: Any, name: str, positions_T: torch.Tensor, device: torch.dev
     return error
 
 
-@pytest.mark.parametrize("name", ROPES)
+@for_each("name", ROPES)
 def test_reference_up_to_a_million_is_the_table(name: str) -> None:
     judge(fill_rope_rows_reference, name, far_positions(), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", ROPES)
+@for_each("name", ROPES)
 def test_kernel_at_far_positions_is_near_the_table(device: torch.device, name: str) -> None:
     """The interpreter runs a row at a time, so few of them; all of them are compared on a GPU."""
     positions_T = far_positions(64)[:: 1 if name == "theta 1e4" else 4].contiguous()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.paged_attention import paged_attention, paged_attention_reference
 from holdfast.kernels.attention.quantized_attention import quantized_attention_reference
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
@@ -94,7 +95,7 @@ def test_tiles_with_every_window_are_exact(device, widest, window, cut):
     judge_tiled(with_sinks(case, 1.5), 3 * [cut], device, widest)
 
 
-@pytest.mark.parametrize("num_padding", [0, MERGE_BY_HEAD_ROWS], ids=["few rows", "many rows"])
+@for_each("num_padding", [0, MERGE_BY_HEAD_ROWS])
 def test_sink_of_a_split_row_is_added_once(device, widest, num_padding):
     """Splits that see nothing are neutral, also where they are all that was merged so far."""
     case = with_sinks(paged_case([(40, 1), (20, 1)], group=3, num_kv_heads=1))
@@ -120,7 +121,7 @@ def test_sink_far_from_every_score_takes_all_or_nothing(device, widest):
     torch.testing.assert_close(halves.double(), alone.double() * num_seen / (num_seen + 1), rtol=3e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("cut", TILED_CUTS.values(), ids=TILED_CUTS)
+@for_each("cut", TILED_CUTS.values())
 def test_soft_cap_of_scores_of_any_size_is_finite(device, widest, cut):
     """Scores of tiny ones are left as they are; huge and infinite ones are the cap itself, never NaN."""
     case = tiled.rounded(paged_case([(66, 5)], group=2, num_kv_heads=1, q_scale=1e-3), widest)
@@ -189,7 +190,7 @@ def test_c_kernel_takes_sinks_and_scores_of_any_size(native):
     torch.testing.assert_close(small.run(paged_attention).double(), small.exact(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 2.0), (64, None), (100, 30.0), (1, None)])
+@for_each("window, softcap", [(None, None), (5, 2.0), (64, None), (100, 30.0), (1, None)])
 def test_c_kernel_in_any_chunks_with_freed_pages_is_equal(native, window, softcap):
     """Before each chunk everything behind its window becomes NaN and its pages are holes."""
     num_tokens = 140
@@ -208,6 +209,7 @@ def test_c_kernel_in_any_chunks_with_freed_pages_is_equal(native, window, softca
             assert case.run(paged_attention_reference).isfinite().all()
 
 
+@pytest.mark.each_value
 @POISONS
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 65, 100])
 def test_c_kernel_does_not_read_before_the_window(native, window, bad):
@@ -247,7 +249,7 @@ def test_every_format(device, key_bits, value_bits, softcap):
     judge_quantized(step if softcap is None else with_bias(step), [*QUANTIZED_CUTS.values()], device, num_padding=2)
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (8, 256), (12, 16), (16, 64)], ids=str)
+@for_each("group, head_dim", [(1, 64), (8, 256), (12, 16), (16, 64)])
 def test_quantized_heads_of_every_shape(device, group, head_dim):
     step = with_sinks(quantized_step((4, 4), [(69, 1), (64, 3)], head_dim, group), 20.0)
     judge_quantized(step, [QUANTIZED_CUTS["small, split"], QUANTIZED_CUTS["large"]], device, MERGE_BY_HEAD_ROWS)

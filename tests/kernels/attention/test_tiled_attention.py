@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import (
@@ -76,7 +77,7 @@ def test_every_head_dim(device, widest, head_dim, cut):
     judge(paged_case([(69, 1), (30, 4)], head_dim, group=2, num_kv_heads=1, page_tokens=16), cut, device, widest)
 
 
-@pytest.mark.parametrize("group", [1, 4, 7, 8, 16, 17, 71, 128], ids=lambda group: f"{group} queries a key")
+@for_each("group", [1, 4, 7, 8, 16, 17, 71, 128])
 def test_every_grouping(device, widest, group):
     """Also those that leave rows of a tile empty, and those that are higher than a small one."""
     judge(paged_case([(60, 9), (20, 1)], group=group, num_kv_heads=2), LARGE, device, widest)
@@ -84,13 +85,14 @@ def test_every_grouping(device, widest, group):
     judge(paged_case([(60, 3), (70, 1)], group=group, num_kv_heads=2), cuts, device, widest)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [HALVES, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("page_tokens", [1, 16, 64], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, widest, page_tokens, cut):
     judge(paged_case([(99, 1), (60, 6)], num_kv_heads=1, page_tokens=page_tokens), cut, device, widest)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 1000])
+@for_each("num_tokens", [1, 63, 64, 65, 1000])
 def test_every_length(device, widest, num_tokens):
     count = min(5, num_tokens)
     rows = [(num_tokens - 1, 1), (num_tokens - count, count)]
@@ -125,13 +127,13 @@ def test_ranges_that_are_empty_or_odd(device, widest, bounds, large):
     judge(paged_case([(90, 4), (95, 1)], group=2, num_kv_heads=1), Cut(large, bounds=bounds), device, widest)
 
 
-@pytest.mark.parametrize(("start", "bounds"), [(0, [4]), (0, [66]), (0, [64, 65]), (3, [68, 80])], ids=str)
+@for_each("start, bounds", [(0, [4]), (0, [66]), (0, [64, 65]), (3, [68, 80])])
 def test_ranges_that_only_later_rows_see(device, widest, start, bounds):
     """Rows before the range get nothing from it, and it takes nothing from the range before it."""
     judge(paged_case([(start, 85)], group=1, num_kv_heads=1), Cut(large=True, bounds=bounds), device, widest)
 
 
-@pytest.mark.parametrize("start", [62, 63, 126, 127])
+@for_each("start", [62, 63, 126, 127])
 def test_tiles_at_a_block_edge_see_no_later_token(device, widest, start):
     """Whether the first row sees the last token of the block decides whether the block needs a mask."""
     judge(paged_case([(start, 3), (start, 3)], group=2, num_kv_heads=1), [SMALL, LARGE], device, widest)
@@ -170,7 +172,7 @@ def test_any_step(device, data):
     judge(case, cuts, device, dtype, data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2)))
 
 
-@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (3, 1), (3, 2), (8, 1), (12, 1)], ids=str)
+@for_each("group, num_kv_heads", [(1, 1), (3, 1), (3, 2), (8, 1), (12, 1)])
 def test_every_number_of_heads_is_merged(device, widest, group, num_kv_heads):
     """In steps of few rows by the head, in others several heads at a time, whatever their number is divided by."""
     for num_padding in (0, MERGE_BY_HEAD_ROWS):
@@ -201,7 +203,7 @@ def test_captured_kernels_without_work_change_nothing(device, widest):
         assert not out[[1, 3]].any()
 
 
-@pytest.mark.parametrize("cut", [SMALL, Cut(splits=20), LARGE], ids=["small", "split", "large"])
+@for_each("cut", [SMALL, Cut(splits=20), LARGE])
 def test_row_in_any_batch_is_equal_to_the_bit(device, widest, cut):
     """Its own tiles given, and steps of many rows: few take kernels of another shape."""
     case = rounded(paged_case([(69, 1), (30, 5), (64, 2), (9, 1)], group=2, num_kv_heads=1), widest)
@@ -224,6 +226,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, widest, cut):
         assert same_bits(run_tiles(some, tiles, device)[: len(rows)], whole[rows]), f"{order=}"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [SMALL, HALVES, LARGE], ids=["small", "split", "large"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_query_not_finite_stays_in_its_row(device, widest, cut, bad):
@@ -276,7 +279,7 @@ def test_scores_too_far_apart_for_float32_pick_one_token(device, widest):
     torch.testing.assert_close(out.double(), case.exact(), rtol=TOLERANCE[widest], atol=50 * TOLERANCE[widest])
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 16, 17, 71, 128])
+@for_each("group", [1, 2, 4, 7, 8, 16, 17, 71, 128])
 def test_rows_of_a_tile_fill_it_and_no_more(group):
     for large, height in ((False, SMALL_TILE), (True, LARGE_TILE)):
         rows = tile_rows(3 * group, 3, large)
@@ -334,12 +337,12 @@ def test_large_tiles_fit_into_shared_memory():
 PLAIN = TileGeometry(2, 16, small_programs_per_sm=4, large_programs_per_sm=2, block_tokens=64)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8192])
+@for_each("num_rows", [1, 2, 8192])
 def test_the_programs_are_the_same_for_any_step(num_rows):
     assert PLAIN.small_programs(num_rows) == 4
 
 
-@pytest.mark.parametrize(("num_rows", "programs"), [(0, 3), (1, 3), (2, 3), (3, 4), (8192, 4)])
+@for_each("num_rows, programs", [(0, 3), (1, 3), (2, 3), (3, 4), (8192, 4)])
 def test_few_rows_take_fewer_programs(num_rows, programs):
     assert PLAIN._replace(small_batch_rows=2, small_batch_programs_per_sm=3).small_programs(num_rows) == programs
 

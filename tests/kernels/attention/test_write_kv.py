@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import HeadNorm, write_kv, write_kv_reference
 from kernels.exactness import assert_as_exact_as_torch, companies, island, num_threads, same_bits
 from kernels.head_cases import FEATURES, POISON, Case, make_case
@@ -37,6 +38,7 @@ def test_every_head_dim_is_as_exact_as_torch(head_dim, with_norm, with_rope):
         judge(make_case(num_rows, head_dim, with_norm=with_norm, with_rope=with_rope))
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: f"{group} queries a key")
 def test_every_grouping_is_as_exact_as_torch(group, with_norm, with_rope):
@@ -44,7 +46,7 @@ def test_every_grouping_is_as_exact_as_torch(group, with_norm, with_rope):
         judge(make_case(5, 24, group, num_kv_heads, with_norm, with_rope))
 
 
-@pytest.mark.parametrize("head_dim", [2, 24, 64], ids=lambda size: f"D{size}")
+@for_each("head_dim", [2, 24, 64])
 def test_an_offset_is_added_to_the_weights_of_norms(head_dim):
     case = make_case(5, head_dim)
     with_offset = case.float32_norms(1.0)
@@ -82,6 +84,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(head_dim, with_norm, with_rope):
                 assert same_bits(v_plane[slots], whole_v[slots]), f"{threads=} {rows=}"
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("head_dim", [2, 24, 64], ids=lambda size: f"D{size}")
 @pytest.mark.parametrize("edge", ["first slots", "last slots"])
@@ -115,7 +118,7 @@ def test_nothing_is_read_or_written_outside(native, guarded_host, head_dim, with
     assert q.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@for_each("bad", [float("nan"), float("inf")])
 def test_value_not_finite_stays_in_its_row(bad):
     case = make_case(9, 24)
     clean_q, clean_k, clean_v = case.run()
@@ -129,6 +132,7 @@ def test_value_not_finite_stays_in_its_row(bad):
     assert same_bits(v_plane[slots], clean_v[slots])
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_planes_hold_the_nearest_value(dtype, with_norm, with_rope):
@@ -153,6 +157,7 @@ def test_no_rows_change_nothing():
 PADDED = pytest.mark.parametrize("padding", [[8], [0], [3, 4, 7], range(9)], ids=["last", "first", "some", "all"])
 
 
+@pytest.mark.each_value
 @PADDED
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
@@ -169,6 +174,7 @@ def test_padding_stores_and_reads_nothing(function, with_norm, with_rope, paddin
     assert same_bits(v_plane, clean_v)
 
 
+@pytest.mark.each_value
 @FEATURES
 @pytest.mark.parametrize("function", [write_kv, write_kv_reference], ids=["C", "reference"])
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -202,7 +208,7 @@ def test_strided_rows_equal_contiguous_rows():
     assert all(same_bits(mine, theirs) for mine, theirs in zip((q, k_plane, v_plane), expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@for_each("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_run_in_torch_with_padding_and_out(dtype):
     case = make_case(5, 24).rounded(dtype).padded([1, 4])
     expected = case.run(write_kv_reference, dtype=dtype)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.attention.write_quantized_kv import (
@@ -159,12 +160,14 @@ def test_every_head_dim_in_every_type(device, head_dim, key_bits, value_bits, dt
     judge(make_case(3, head_dim).rounded(dtype), (key_bits, value_bits), device)
 
 
+@pytest.mark.each_value
 @DTYPES
 @FORMATS
 def test_every_format_in_every_type(device, key_bits, value_bits, dtype):
     judge(make_case(1, 128, group=8).rounded(dtype), (key_bits, value_bits), device)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)], ids=["k8v8", "k4v4"])
 def test_norms_in_float32_with_an_offset(device, bits, dtype):
@@ -176,13 +179,13 @@ def test_heads_may_come_without_norm_and_without_positions(device, with_norm, wi
     judge(make_case(1, 64, with_norm=with_norm, with_rope=with_rope), (4, 3), device)
 
 
-@pytest.mark.parametrize(("group", "num_kv_heads"), [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
+@for_each("group, num_kv_heads", [(1, 1), (1, 12), (3, 5), (7, 2), (8, 8), (71, 1)])
 def test_every_grouping_is_quantized_like_the_reference(device, group, num_kv_heads):
     """Programs are full, or have heads that are not there."""
     judge(make_case(1, 64, group, num_kv_heads), (4, 4), device)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 2, 16, 256])
+@for_each("page_tokens", [1, 2, 16, 256])
 def test_pages_of_any_size(device, page_tokens):
     slots = sorted({0, page_tokens - 1, page_tokens, 3 * page_tokens - 1})
     case = make_case(len(slots), 32, group=1)
@@ -212,6 +215,7 @@ def test_any_shape(
     judge(case.padded([row for row in padding if row < num_rows]), bits, device, page_tokens=3, mean=mean)
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -247,6 +251,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, function, bits):
                 assert tensor is None or torch.equal(tensor, other[rows]), what
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -259,6 +264,7 @@ def test_codes_read_back_are_near_the_rows(device, function, bits):
         assert ((head - back).norm(dim=-1) <= RELATIVE_ERROR[head_bits] * head.norm(dim=-1)).all()
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -294,6 +300,7 @@ def test_key_mean_is_subtracted_before_quantization(device, bits):
     assert ((back - k).norm(dim=-1) <= RELATIVE_ERROR[bits[0]] * (k - mean).norm(dim=-1)).all()
 
 
+@pytest.mark.each_value
 @CODERS
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -343,7 +350,7 @@ def test_value_not_finite_stays_in_its_head(device, head_dim, bits, bad):
     assert_same(mine, clean)
 
 
-@pytest.mark.parametrize("moat", [0, 1, 8])
+@for_each("moat", [0, 1, 8])
 def test_rows_may_be_strided(device, moat):
     case = make_case(2, 64)
     assert_same(
@@ -352,6 +359,7 @@ def test_rows_may_be_strided(device, moat):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4)])
 @pytest.mark.parametrize(
     "function", [write_quantized_kv_triton, write_quantized_kv_reference], ids=["kernel", "reference"]
@@ -371,7 +379,7 @@ def test_queries_may_stay_where_they_are(device, poison, function, bits):
         assert torch.equal(plane.view(torch.uint8), tensors_of(others)[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("edge", ["first slots", "last slots"])
+@for_each("edge", ["first slots", "last slots"])
 def test_the_edges_of_planes(device, edge):
     case = make_case(2, 80, group=1)
     case.slots = torch.arange(2) if edge == "first slots" else torch.arange(len(case.k_plane) - 2, len(case.k_plane))
@@ -379,7 +387,7 @@ def test_the_edges_of_planes(device, edge):
         judge(case, bits, device, page_tokens=7)
 
 
-@pytest.mark.parametrize("function", [write_quantized_kv, write_quantized_kv_triton, write_quantized_kv_reference])
+@for_each("function", [write_quantized_kv, write_quantized_kv_triton, write_quantized_kv_reference])
 def test_no_rows_change_nothing(device, function):
     mine = written(function, make_case(3, 16), (4, 4), device, rows=[])
     assert mine.q.shape == (0, 6, 16)

@@ -298,6 +298,7 @@ def index_written(function, compressor: Compressor, name: str, device, num_heads
     return planes_to(planes, "cpu"), q_TID.cpu(), slots_T[slots_T >= 0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["float32", "fp8"])
 @pytest.mark.parametrize(("dim", "num_heads"), [(32, 5), (48, 1)])
 def test_the_index_is_that_of_the_reference(device, monkeypatch, name, dim, num_heads) -> None:

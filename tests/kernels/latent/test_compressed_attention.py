@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
 from holdfast.kernels.latent.compressed_scopes import MERGED_SPLITS, CompressedCall
@@ -50,7 +51,7 @@ def test_rows_attend_to_both_scopes(device, widest, name, scope, num_sms) -> Non
     judge(compressed_case(AROUND, sizes_of(name, **scope), widest), device, num_sms)
 
 
-@pytest.mark.parametrize(("head_dim", "num_sms"), [(72, 1), (56, 9)])
+@for_each("head_dim, num_sms", [(72, 1), (56, 9)])
 def test_codes_of_four_bits(device, widest, head_dim, num_sms) -> None:
     """In the rotated space, where queries are and outputs stay."""
     sizes = replace(sizes_of(FOUR_BITS, top_k=10, num_heads=5), head_dim=head_dim)
@@ -144,6 +145,7 @@ def test_row_in_any_batch_gives_the_same_bits(device, widest, name) -> None:
     assert same_bits(out[3], run_compressed(case, device, num_sms=20)[3])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_sms", [1, 20, 132, 160])
 @pytest.mark.parametrize("num_heads", [1, 64, 65, 128])
 def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from for_each import for_each
 from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.latent.latent_attention import latent_attention, latent_attention_reference, latent_blocks
@@ -104,7 +105,7 @@ def test_half_precision(device, dtype, large):
     judge_cut(latent_case([(64, 1), (10, 3), (0, 9)], 5, 64, 32), 2, large, device, dtype, num_padding=2)
 
 
-@pytest.mark.parametrize("num_heads", [1, 17, 65, *more(3, 5, 8, 16, 20, 128)], ids=lambda heads: f"{heads} heads")
+@for_each("num_heads", [1, 17, 65, *more(3, 5, 8, 16, 20, 128)])
 def test_every_number_of_heads(device, widest, num_heads):
     """Also those that leave places of a block, or of the last one, empty."""
     for large in (False, True):
@@ -121,7 +122,7 @@ def test_every_width(device, widest, latent_dim, rope_dim):
         judge_cut(latent_case([(69, 1), (30, 4)], 2, latent_dim, rope_dim), 2, large, device, widest)
 
 
-@pytest.mark.parametrize("page_tokens", [1, 128, *more(2, 32, 256)], ids=lambda size: f"pages of {size}")
+@for_each("page_tokens", [1, 128, *more(2, 32, 256)])
 def test_every_page_size(device, widest, page_tokens):
     for large in (False, True):
         judge_cut(latent_case([(199, 1), (60, 6)], page_tokens=page_tokens), 2, large, device, widest)
@@ -173,7 +174,7 @@ def test_row_in_any_batch_is_equal_to_the_bit(device, widest):
     assert same_bits(outs[0][2:], one[:1])
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+@for_each("large", [False, True])
 def test_heads_may_come_in_groups(device, widest, large):
     """With the tiles of all heads, the same to the bit as long as blocks are the same."""
     case = latent_case([(100, 1), (7, 4)], 16).rounded(widest)
@@ -202,7 +203,7 @@ def test_captured_kernels_without_work_change_nothing(device, widest):
         assert not out[[1, 3]].any()
 
 
-@pytest.mark.parametrize("num_heads", [1, 3, 8, 16, 20, 32, 64, 65, 96, 128, 130])
+@for_each("num_heads", [1, 3, 8, 16, 20, 32, 64, 65, 96, 128, 130])
 def test_blocks_and_tiles_hold_all_heads(num_heads):
     geometry = latent_geometry(num_heads)
     for large, rows in ((False, geometry.small_rows), (True, geometry.large_rows)):
@@ -229,6 +230,7 @@ def test_blocks_of_a_program_fit_into_shared_memory():
     assert latent_blocks(64, row_bytes, ada) == (16, 2, 8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
 @pytest.mark.parametrize("num_heads", [16, 20, 128])
 def test_programs_of_small_tiles_are_those_that_are_launched(num_heads, is_quantized):

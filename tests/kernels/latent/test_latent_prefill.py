@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents, store_latents
 from holdfast.kernels.latent.latent_prefill import (
     attend_up_projected,
@@ -134,17 +135,13 @@ def test_several_chunks(device, shape, num_rows, start):
     check(make_case(shape, num_rows, start, torch.float32), device, tokens=CHUNK_STEP)
 
 
-@pytest.mark.parametrize("start", [0, 131], ids=["within a chunk", "beyond it"])
+@for_each("start", [0, 131])
 def test_rows_run_in_batches_if_the_state_is_small(device, start):
     """The first of a prompt see less of a chunk than those that come after them."""
     check(make_case(WHOLE, 150, start, torch.float32), device, tokens=CHUNK_STEP, state_rows=2 * 64)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "start", "tokens"),
-    [(5, 1500, None), (140, 1000, 2 * SPLIT_TOKENS)],
-    ids=["one chunk", "two chunks"],
-)
+@for_each("num_rows, start, tokens", [(5, 1500, None), (140, 1000, 2 * SPLIT_TOKENS)])
 def test_chunks_that_are_split(device, num_rows, start, tokens):
     check(make_case(WHOLE, num_rows, start, torch.float32, page_tokens=64), device, tokens=tokens)
 
@@ -156,6 +153,7 @@ def test_heads_in_groups(device):
     check(make_case(shape, 20, 140, torch.float32), device, tokens=CHUNK_STEP)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", QUANTIZED_LATENTS)
 @pytest.mark.parametrize("latent_dim", [64, 256])
 def test_quantized_pages(device, name, latent_dim):
@@ -163,6 +161,7 @@ def test_quantized_pages(device, name, latent_dim):
     check(make_case(shape, 21, 30, torch.float32, name), device)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_LATENTS])
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (13, 9), (39, 1)], ids=str)
 def test_latents_are_gathered_as_they_are_read(device, name, first, count):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.latent.latent_projection import (
     absorb_queries,
     absorb_queries_reference,
@@ -79,24 +80,25 @@ def check(device, num_rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> 
         torch.testing.assert_close(found.double(), values, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.each_value
 @EACH
 @DTYPES
 def test_sizes(device, sizes, dtype):
     check(device, 5, sizes, dtype)
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 16, 17, 65, 520])
+@for_each("num_rows", [0, 1, 16, 17, 65, 520])
 def test_rows_of_every_launch_match(device, num_rows):
     check(device, num_rows, (2, 16, 16, 32, 16), torch.float32)
 
 
-@pytest.mark.parametrize("num_rows", [17, 65, 520])
+@for_each("num_rows", [17, 65, 520])
 def test_latents_and_values_of_several_blocks_match(device, num_rows):
     """More columns than a program takes, and more than it multiplies at a time, in every form that has a loop."""
     check(device, num_rows, (2, 16, 16, 304, 144), torch.float32)
 
 
-@pytest.mark.parametrize("num_rows", [3, 17])
+@for_each("num_rows", [3, 17])
 def test_many_heads(device, num_rows):
     check(device, num_rows, (64, 16, 16, 32, 48), torch.float32)
 

@@ -135,6 +135,7 @@ def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
         judge_cut(latent_case([(69, 1), (30, 2)], 2, latent_dim, rope_dim), name, 1, large, device, widest)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 16, 128], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, widest, name, page_tokens) -> None:
@@ -151,6 +152,7 @@ def test_every_length(device, widest, name, num_tokens) -> None:
     judge_cut(case, name, 4, True, device, widest, num_padding=MERGE_BY_HEAD_ROWS)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("height", [16, 32, 64])
 def test_blocks_fit_into_shared_memory(name, height) -> None:

@@ -62,6 +62,7 @@ def test_half_precision(device, name, dtype) -> None:
     judge(sparse_case([150, 0, 40], 70, name, 5, 64, 32, dtype=dtype), device, num_sms=3)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("num_heads", [1, 20, 65], ids=lambda heads: f"{heads} heads")
 def test_every_number_of_heads(device, widest, name, num_heads) -> None:
@@ -96,12 +97,14 @@ def test_scales_of_one_token_may_be_far_apart(device, widest) -> None:
     judge(case, device)
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize(("latent_dim", "rope_dim"), [(48, 32), (192, 24), (512, 64)], ids=lambda size: str(size))
 def test_every_width(device, widest, name, latent_dim, rope_dim) -> None:
     judge(sparse_case([80], 40, name, 2, latent_dim, rope_dim, dtype=widest), device, num_sms=1)
 
 
+@pytest.mark.each_value
 @FEW_FORMATS
 @pytest.mark.parametrize("page_tokens", [1, 64], ids=lambda size: f"pages of {size}")
 def test_every_page_size(device, widest, name, page_tokens) -> None:
@@ -190,6 +193,7 @@ def dense(case: SparseCase) -> torch.Tensor:
     return latent_attention_reference(call, work)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_sms", [1, 20, 132, 160])
 @pytest.mark.parametrize("num_heads", [1, 16, 20, 64, 65, 128])
 def test_partials_are_planned_for_every_number_of_rows(num_heads, num_sms) -> None:

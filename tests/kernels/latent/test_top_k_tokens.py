@@ -76,6 +76,7 @@ SPECIAL = torch.tensor(
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 6, 9], ids=lambda k: f"K{k}")
 @pytest.mark.parametrize("length", [0, 1, 4, 6], ids=lambda length: f"{length} tokens")
 def test_reference_is_the_definition(k, length):
@@ -229,6 +230,7 @@ def test_any_scores(device, data):
     assert chosen(allocate, device, scores, [length], k, form) == by_python(scores, [length], k)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("k", [1, 512, 1024, 2048])
 @pytest.mark.parametrize("context", [100, BLOCK_ITEMS, BLOCK_ITEMS + 1, 163840, 2**20])
 def test_scratch_is_small_beside_the_scores(k, context):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from for_each import for_each
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import write_latent as write_latent_module
 from holdfast.kernels.latent.latent_planes import LatentPlanes, read_latents
@@ -127,13 +128,14 @@ def test_a_latent_is_normed_with_its_eps() -> None:
     torch.testing.assert_close(planes.rows_SX[case.slots[used], :48].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.each_value
 @DTYPES
 @pytest.mark.parametrize("name", ["float16", *QUANTIZED_LATENTS])
 def test_every_type(device, dtype, name) -> None:
     judge(make_latent_case(4, 4, 256, 32, dtype, NUM_PAGES * PAGE_TOKENS, seed=1), name, device)
 
 
-@pytest.mark.parametrize("name", QUANTIZED_LATENTS)
+@for_each("name", QUANTIZED_LATENTS)
 def test_rows_read_back_are_normed_and_rotated(name) -> None:
     case = make_latent_case(4, 2, 512, 64, torch.float32, NUM_PAGES * PAGE_TOKENS)
     planes, _ = written(write_latent, case, name)
@@ -167,7 +169,7 @@ def test_no_rows_and_rows_of_padding_write_nothing(device) -> None:
         written(write_latent_triton, case, "fp8_ds_mla", device)
 
 
-@pytest.mark.parametrize("name", QUANTIZED_LATENTS)
+@for_each("name", QUANTIZED_LATENTS)
 def test_zeros_are_zeros(device, name) -> None:
     case = make_latent_case(2, 2, 256, 32, torch.float32, NUM_PAGES * PAGE_TOKENS)
     case.latent.zero_()
