@@ -1,4 +1,4 @@
-"""Mesh: every rank has its place, ranks are numbered stage by stage, and wrong places are refused in words."""
+"""Mesh: every rank has its place, ranks are numbered stage by stage, and wrong places raise."""
 
 import pytest
 

@@ -23,7 +23,7 @@ def a_hit_begins_behind_its_last_token(patch):
 
 
 @mutant("reads what is not its own")
-def nobody_is_told_what_is_stored(patch):
+def stored_tokens_are_not_sent(patch):
     real = holdfast.engine.scheduler.admitted
     patch.setattr(holdfast.engine.scheduler, "admitted", lambda *own: real(*own)._replace(num_stored=0))
 

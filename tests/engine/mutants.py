@@ -26,7 +26,7 @@ class Mutant(NamedTuple):
     says: str
     """Found in the words of the check that is meant to see it: a regular expression."""
     first_seed: int | None = None
-    """Of the world that shows it soonest, where another comes first; it is only quicker to begin there."""
+    """Seed of the world that shows it soonest."""
 
 
 def entering(registry: dict[str, Mutant]) -> Callable[..., Callable[[Callable], Callable]]:
@@ -449,7 +449,7 @@ def sequences_that_can_never_run_are_taken_in(patch):
 
 
 def shift_what_is_given_back(patch, by: int) -> None:
-    """The scheduler, and nobody who checks it, thinks that windows begin so many places later."""
+    """The scheduler, but not its checks, starts windows so many places later."""
 
     def give_back(self, sequence):
         with patch.context() as inside:

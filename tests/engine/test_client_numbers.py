@@ -191,8 +191,8 @@ def test_prompt_logprobs_come_once_with_the_first_completion(n: int, chunk: int)
     for name in ("one", "two"):
         engine.add_request(name, prompt, replace(GREEDY, n=n, max_tokens=3, prompt_logprobs=2, logprobs=1))
         deltas = run_all(engine)
-        told = [(index, delta.prompt_logprobs) for (_, index), own in deltas.items() for delta in own]
-        ((index, whole),) = [one for one in told if one[1] is not None]
+        reported = [(index, delta.prompt_logprobs) for (_, index), own in deltas.items() for delta in own]
+        ((index, whole),) = [one for one in reported if one[1] is not None]
         assert index == 0
         expected = [
             position_logprobs(logprobs_at(token, place, 2), 2, engine.tokenizer)
@@ -214,7 +214,7 @@ def test_prompt_logprobs_come_once_with_the_first_completion(n: int, chunk: int)
                 position_logprobs(logprobs_at(token, 17 + place, 1), 1, engine.tokenizer)
                 for place, token in enumerate(tokens)
             ]
-        # Whoever measures the prompt computes all of it.
+        # Prompt logprobs compute the whole prompt.
         assert deltas[name, 0][-1].num_cached_tokens == 0
 
 
@@ -294,7 +294,7 @@ def test_abort_takes_undelivered_deltas_of_its_request_alone() -> None:
         engine.add_request(name, name, GREEDY)
     outputs = [SequenceOutput(number, (97 + number,)) for number in range(3)]
     engine.front.take(CoreOutputs(tuple(outputs), engine.core.stats()))
-    told = engine.abort("two")
-    assert [(delta.token_ids, delta.finish_reason) for delta in told] == [((98,), None), ((), "abort")]
+    reported = engine.abort("two")
+    assert [(delta.token_ids, delta.finish_reason) for delta in reported] == [((98,), None), ((), "abort")]
     assert [(delta.request_id, delta.token_ids) for delta in engine.step()] == [("one", (97,)), ("three", (99,))]
     engine.abort_all()

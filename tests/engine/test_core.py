@@ -88,7 +88,7 @@ def test_ends(run_ahead, params, tokens, ending):
     at_rest(core)
 
 
-def test_an_end_by_length_brings_no_surplus_and_one_by_eos_at_most_a_step():
+def test_surplus_is_empty_by_length_and_one_step_by_eos():
     core, runner = make_core(1)
     core.submit([request(0, max_tokens=5)])
     run(core)
@@ -122,7 +122,7 @@ def test_an_abort_with_steps_in_flight(num_steps):
 
 
 @pytest.mark.parametrize("run_ahead", [1, 2, 3])
-def test_settling_waits_for_what_nobody_wants(run_ahead):
+def test_settle_waits_for_steps_without_live_sequences(run_ahead):
     core, runner = make_core(run_ahead)
     core.submit([request(0)])
     core.step()
@@ -135,7 +135,7 @@ def test_settling_waits_for_what_nobody_wants(run_ahead):
     core.submit([request(1)])
     core.step()
     core.settle()
-    assert core.num_in_flight == run_ahead, "somebody waits for it"
+    assert core.num_in_flight == run_ahead, "a request waits for it"
 
 
 def test_several_tokens_of_a_step_are_cut_at_an_end():
@@ -148,16 +148,16 @@ def test_several_tokens_of_a_step_are_cut_at_an_end():
         return SequenceResult(tuple(brought[item.sequence.sequence_id]))
 
     def complete(step, token_ids):
-        told.append([tuple(one) for one in token_ids])
+        reported.append([tuple(one) for one in token_ids])
         return original(step, [one[:1] for one in token_ids])
 
-    told, original = [], core.scheduler.complete
+    reported, original = [], core.scheduler.complete
     runner.answer, core.scheduler.complete = guessed, complete
     outputs = core.step().outputs
     assert [output.token_ids for output in outputs] == [(97, EOS), (97, 98, 99), (97, 98)]
     assert [output.ending.finish_reason for output in outputs] == ["stop", "length", "error"]
     assert "after 2 tokens" in outputs[2].ending.error
-    assert told == [[(97, EOS), (97, 98, 99), (97, 98)]]
+    assert reported == [[(97, EOS), (97, 98, 99), (97, 98)]]
     assert not core.has_unfinished
 
 
@@ -260,10 +260,10 @@ def test_random_company_ends_and_aborts(seed):
             victim = choose.randrange(next_id)
             aborted.add(victim)
             core.abort([victim])
-    for name, asked in wanted.items():
+    for name, wanted in wanted.items():
         alone, own = make_core(0, max_model_len=60)
         own.answer = ending_answer
-        alone.submit([asked])
+        alone.submit([wanted])
         expected = run(alone)[0][name]
         found = tokens.get(name, [])
         assert found == (expected[: len(found)] if name in aborted else expected)

@@ -10,7 +10,7 @@ from holdfast.engine.pulse import CoreCounts
 
 
 @pytest.mark.parametrize(
-    ("num_told", "counts", "num_unseen", "expected"),
+    ("num_sent", "counts", "num_unseen", "expected"),
     [
         (4, CoreCounts(4, 0, 4, 0.5), 0, 0),
         (0, CoreCounts(4, 0, 4, 0.5), 4, 0),
@@ -20,10 +20,10 @@ from holdfast.engine.pulse import CoreCounts
     ids=["all seen", "seen by the pulse alone", "two on their way", "pulse not written"],
 )
 def test_num_queued_counts_each_sequence_once(
-    num_told: int, counts: CoreCounts, num_unseen: int, expected: int
+    num_sent: int, counts: CoreCounts, num_unseen: int, expected: int
 ) -> None:
     core = CoreProcess.__new__(CoreProcess)
-    core._stats = SimpleNamespace(num_waiting=7, num_submitted=num_told)  # type: ignore[assignment]
-    core._unseen = deque(range(num_told, num_told + num_unseen))
+    core._stats = SimpleNamespace(num_waiting=7, num_submitted=num_sent)  # type: ignore[assignment]
+    core._unseen = deque(range(num_sent, num_sent + num_unseen))
     core._child = SimpleNamespace(pulse=SimpleNamespace(counts=lambda: counts))  # type: ignore[assignment]
     assert core.num_queued == expected

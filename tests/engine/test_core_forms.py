@@ -158,9 +158,7 @@ def test_core_without_grammars_refuses_a_form() -> None:
     ],
     ids=["end tokens ignored", "before min_tokens", "length"],
 )
-def test_complete_form_ends_whatever_else_is_asked(
-    options: dict, said: list[int], num_tokens: int, reason: str
-) -> None:
+def test_complete_grammar_ends_the_answer(options: dict, said: list[int], num_tokens: int, reason: str) -> None:
     core, grammars, runner = make_core()
     runner.script["Q"] = said
     params = SamplingParams(temperature=0.0, structured_outputs=FORM.structured_outputs, **options)
@@ -171,7 +169,7 @@ def test_complete_form_ends_whatever_else_is_asked(
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
-def test_end_without_a_token_is_told_by_the_grammar(second: bool) -> None:
+def test_end_without_a_token_names_the_grammar(second: bool) -> None:
     core, grammars, runner = make_core()
     runner.script["Q"] = [*b"ab", NO_TOKEN]
     names = (0, 1) if second else (0,)

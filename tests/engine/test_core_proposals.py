@@ -117,7 +117,7 @@ def test_a_stop_string_inside_of_what_was_accepted_ends_there() -> None:
     assert engine.stats().num_output_tokens == 10, "drafts after the stop string are no output"
 
 
-def test_a_row_without_a_token_among_the_accepted_fails_the_request_alone() -> None:
+def test_missing_token_among_accepted_ones_fails_one_request() -> None:
     engine = guessing_engine()
     engine.runner.answer = lambda item, result: (
         SequenceResult((*result.token_ids[:1], NO_TOKEN)) if len(result.token_ids) > 1 else result
@@ -158,7 +158,7 @@ def test_proposals_go_no_further_than_the_answer_may() -> None:
     )
 
 
-def test_no_step_runs_ahead_of_one_that_proposes_and_a_rejected_sequence_runs_ahead_again() -> None:
+def test_no_step_runs_ahead_of_one_that_drafts() -> None:
     engine = guessing_engine(run_ahead=1)
     engine.runner.script["guessing"] = list(b"abab" * 9)
     engine.add_request("one", "guessing", GREEDY)

@@ -125,7 +125,7 @@ def test_ctrl_c_between_queueing_and_hearing_of_it_leaks_nothing():
     assert_at_rest(engine)
 
 
-def test_death_is_raised_once_everybody_has_been_told():
+def test_death_is_raised_after_every_request_failed():
     engine = make_engine()
     driver = Driver(engine)
     sinks = [Sink(), Sink()]

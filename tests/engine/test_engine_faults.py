@@ -163,7 +163,7 @@ def test_a_fault_in_the_template_is_a_refusal():
 
 @pytest.mark.parametrize("bad_token", [NO_TOKEN, 264, -7, 2**40])
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_completion_without_a_token_fails_and_its_siblings_go_on(bad_token, k):
+def test_completion_without_a_token_fails_alone(bad_token, k):
     engine = make_engine()
 
     def without_token(item, result):
@@ -181,8 +181,8 @@ def test_a_completion_without_a_token_fails_and_its_siblings_go_on(bad_token, k)
     assert f"after {k} tokens" in last.error
 
 
-def test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterwards():
-    """Nobody knows which pages hold them: a prompt that was cached is computed again."""
+def test_prefixes_are_dropped_after_non_finite_logits():
+    """Any page may hold them, so a cached prompt is computed again."""
     engine = make_engine()
     known = "a prompt of several pages"
 
@@ -201,7 +201,7 @@ def test_nothing_computed_before_numbers_that_are_not_finite_is_shared_afterward
     assert cached_tokens() == 0
 
 
-def test_a_request_that_bans_every_token_itself_takes_no_cached_prefix_from_others():
+def test_request_that_bans_every_token_keeps_cached_prefixes():
     engine = make_engine()
     known = "a prompt of several pages"
 
@@ -222,7 +222,7 @@ def test_a_request_that_bans_every_token_itself_takes_no_cached_prefix_from_othe
 
 
 @pytest.mark.parametrize("k", [0, 1, 5])
-def test_a_failing_model_ends_the_engine_and_everybody_is_told(k):
+def test_failing_model_ends_the_engine_and_every_request(k):
     engine = make_engine(max_num_seqs=2)
     for name in "abc":
         engine.add_request(name, "Q", SamplingParams(n=2, max_tokens=9, temperature=0.0))
@@ -249,7 +249,7 @@ def test_a_failing_model_ends_the_engine_and_everybody_is_told(k):
 
 
 @pytest.mark.parametrize("results", [0, 1, 3])
-def test_a_model_that_answers_for_the_wrong_number_ends_the_engine(results):
+def test_model_with_a_wrong_number_of_results_ends_the_engine(results):
     engine = make_engine()
     for name in "ab":
         engine.add_request(name, "Q", PARAMS)
@@ -275,7 +275,7 @@ def test_a_failing_scheduler_ends_the_engine(method):
 @pytest.mark.parametrize(
     ("cause", "has_frames"), [(Fault("broken"), True), (EngineDeadError("rank.dead", reason="b"), False)]
 )
-def test_the_log_has_frames_of_a_fault_and_of_a_rank_that_is_gone_its_sentence(cause, has_frames, caplog):
+def test_log_has_a_traceback_of_faults_but_not_of_dead_ranks(cause, has_frames, caplog):
     engine = make_engine()
     engine.add_request("a", "Q", PARAMS)
 
@@ -306,7 +306,7 @@ def test_an_engine_that_dies_in_an_abort_tells_the_others():
         engine.step()
 
 
-def test_a_scheduler_that_runs_nobody_does_not_hang_the_engine():
+def test_scheduler_that_runs_nothing_does_not_hang_the_engine():
     engine = make_engine()
     engine.add_request("a", "Q", PARAMS)
     engine.scheduler.schedule = lambda propose: LiveStep(())

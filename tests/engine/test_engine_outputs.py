@@ -119,12 +119,12 @@ def test_a_chosen_token_in_the_top_is_there_once():
     assert found[97].rank == 2
 
 
-def test_the_rank_of_a_chosen_token_is_the_measured_one_among_equals():
+def test_rank_of_the_chosen_token_among_equals():
     tied = TokenLogprobs(97, -0.1, 1, ((98, -0.1), (97, -0.1)))
     assert position_logprobs(tied, 2, None)[97].rank == 1
 
 
-def test_none_of_the_top_when_none_was_asked():
+def test_zero_logprobs_have_no_top():
     assert list(position_logprobs(TokenLogprobs(97, -2.0, 2, TOP), 0, None)) == [97]
 
 
@@ -233,7 +233,7 @@ def test_logprobs_add_up():
     assert [list(position) for position in completion.logprobs] == [[1], [2], [3]]
 
 
-def test_logprobs_add_up_to_the_same_bits_however_tokens_come_together():
+def test_cumulative_logprob_does_not_depend_on_batching():
     first, others = delta(0, "", 9, logprob=-0.7), [delta(0, "", token, logprob=-0.1) for token in (1, 2, 3)]
     totals = {
         assembled(deltas, n=1).output().outputs[0].cumulative_logprob

@@ -148,7 +148,7 @@ def test_a_refusal_reaches_its_reader_only():
     run(work)
 
 
-def test_withdrawing_takes_effect_before_the_next_step_is_launched(run_ahead):
+def test_withdrawal_takes_effect_before_the_next_step(run_ahead):
     async def work():
         engine = make_engine()
         gate = Gate(engine)
@@ -169,7 +169,7 @@ def test_withdrawing_takes_effect_before_the_next_step_is_launched(run_ahead):
     run(work)
 
 
-def test_withdrawing_late_does_not_hit_a_new_request_of_the_same_name():
+def test_late_withdrawal_spares_a_new_request_of_its_name():
     async def work():
         thread = EngineThread(make_engine())
         old = submitted(thread, "old", "name")
@@ -190,7 +190,7 @@ def test_abort_by_name_gives_the_reader_an_end(run_ahead):
         mailbox = submitted(thread, "x", "name", SamplingParams(n=2, max_tokens=20))
         gate.started.acquire()
         thread.abort("name")
-        thread.abort("nobody")
+        thread.abort("unknown")
         gate.open()
         heard = await read(mailbox)
         assert [delta.finish_reason for delta in heard[-2:]] == ["abort", "abort"]

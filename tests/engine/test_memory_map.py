@@ -1,4 +1,4 @@
-"""Memory maps: pages by group as the pool has them, whoever holds them, from this process and from another."""
+"""Memory maps: pages by group like the pool, in this process and from another."""
 
 import asyncio
 import time
@@ -127,7 +127,7 @@ def test_the_same_of_a_core_in_another_process(make_remote):
     check_maps(asyncio.run(main()))
 
 
-def test_nobody_waits_long_for_a_step_that_lasts():
+def test_long_step_does_not_delay_callers():
     engine = make_engine(clock=time.monotonic)
     gate = Gate(engine)
 

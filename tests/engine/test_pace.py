@@ -184,15 +184,15 @@ def test_core_with_a_pacer_keeps_streams_at_their_pace(run_ahead: int) -> None:
 
 
 class Seen(StepPacer):
-    """Keeps what it is told, and limits nothing."""
+    """Records its calls, and limits nothing."""
 
     def __init__(self) -> None:
         super().__init__(3.0)
-        self.asked: list[int] = []
+        self.wanted: list[int] = []
         self.steps: list[tuple[int, int, int, float]] = []
 
     def prompt_rows(self, num_decoding: int) -> int | None:
-        self.asked.append(num_decoding)
+        self.wanted.append(num_decoding)
         return None
 
     def see(self, num_rows: int, num_prompt_rows: int, num_decoding: int, seconds: float) -> None:
@@ -236,4 +236,4 @@ def test_pacer_sees_each_step_with_its_own_rows_and_time(run_ahead: int, is_inte
         assert num_decoding >= rows or prompt_rows
     prompts = [seen[:3] for seen in pacer.steps if seen[1]]
     assert prompts == [(12, 12, 2), (22, 20, 2)]
-    assert pacer.asked == [0, 2, 2, 3], "it is not asked while no prompt waits or is half read"
+    assert pacer.wanted == [0, 2, 2, 3], "it is not called while no prompt waits or is half computed"

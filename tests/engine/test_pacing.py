@@ -34,13 +34,13 @@ def read_prompt(
     lag: int = 0,
     noise: Callable[[], float] = lambda: 1.0,
 ) -> list[tuple[int, float]]:
-    """Rows of prompts and seconds of each step until the prompt is read; results are told `lag` steps late."""
+    """Rows of prompts and seconds of each step until the prompt is read; results arrive `lag` steps late."""
     steps: list[tuple[int, float]] = []
     late: list[tuple[int, int, int, float]] = []
     done = 0
     while done < num_tokens:
-        asked = pacer.prompt_rows(num_decoding)
-        rows = num_tokens - done if asked is None else min(asked, num_tokens - done)
+        wanted = pacer.prompt_rows(num_decoding)
+        rows = num_tokens - done if wanted is None else min(wanted, num_tokens - done)
         seconds = cost(num_decoding + rows, rows, done) * noise()
         steps.append((rows, seconds))
         late.append((num_decoding + rows, rows, num_decoding, seconds))
@@ -114,10 +114,10 @@ def test_pacer_without_a_decode_step_looks_at_one() -> None:
 def test_pacer_looks_at_a_decode_step_now_and_then() -> None:
     pacer = StepPacer(3.0)
     warm(pacer, cpu_seconds, 4)
-    asked = [rows for rows, _ in read_prompt(pacer, cpu_seconds, 4, 4000)]
-    looks = [place for place, rows in enumerate(asked) if rows == 0]
+    wanted = [rows for rows, _ in read_prompt(pacer, cpu_seconds, 4, 4000)]
+    looks = [place for place, rows in enumerate(wanted) if rows == 0]
     assert looks[0] == LOOK_STEPS
-    assert len(looks) == len(asked) // (LOOK_STEPS + 1)
+    assert len(looks) == len(wanted) // (LOOK_STEPS + 1)
 
 
 def test_pacer_without_decoders_keeps_to_seconds() -> None:

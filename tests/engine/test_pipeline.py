@@ -39,7 +39,7 @@ def test_a_sample_with_stages_leaves_no_leak_and_no_wrong_read() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(10))
-def test_a_million_events_with_stages_leave_no_leak_and_no_wrong_read(batch: int) -> None:
+def test_million_events_with_stages_are_sound(batch: int) -> None:
     assert run_worlds(range(batch * 10, batch * 10 + 10), 10_000) >= NEEDED - {"preempt"}
 
 
@@ -98,7 +98,7 @@ class Pipe:
         self.scheduler.check()
 
 
-def test_prompts_and_decodes_are_cut_evenly_and_every_stage_stays_busy() -> None:
+def test_steps_are_split_evenly_over_stages() -> None:
     pipe = Pipe(num_stages=3)
     for _ in range(7):
         pipe.add()
@@ -108,7 +108,7 @@ def test_prompts_and_decodes_are_cut_evenly_and_every_stage_stays_busy() -> None
         (step,) = pipe.fill()
         assert 1 <= len(step) <= 3
         in_flight = sorted(item.sequence.sequence_id for one in pipe.flights for item in one.scheduled)
-        assert in_flight == list(range(7)), "somebody waits though there is room in the pipe"
+        assert in_flight == list(range(7)), "a sequence waits though a stage is free"
 
 
 def test_one_sequence_is_in_one_step() -> None:
@@ -135,7 +135,7 @@ def test_uneven_steps_become_even_again() -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "num_running"), [(2, 5), (3, 4), (3, 10), (4, 9)])
-def test_nobody_is_passed_over_as_often_as_there_are_stages(num_stages: int, num_running: int) -> None:
+def test_no_sequence_is_skipped_num_stages_times(num_stages: int, num_running: int) -> None:
     """Those that were idle too long come with the next step, though those before them are idle again."""
     pipe = Pipe(num_stages, max_num_seqs=16)
     for _ in range(num_running):
@@ -167,7 +167,7 @@ def test_a_step_is_not_cut_by_those_who_cannot_be_admitted() -> None:
     assert max(shares) <= -(-num_running // 2) + 1
 
 
-def test_one_that_lacks_pages_empties_the_pipe_and_the_last_gives_way() -> None:
+def test_sequence_without_pages_drains_the_pipe() -> None:
     """Sequence 4 is in none of the first steps of three stages, and must not wait until those before it end."""
     pipe = Pipe(num_stages=3, num_pages=18)
     for num_prompt in (5, 5, 5, 5, 8, 8):
@@ -178,7 +178,7 @@ def test_one_that_lacks_pages_empties_the_pipe_and_the_last_gives_way() -> None:
         assert pipe.flights, "the pipe is empty"
         pipe.book()
         num_rounds += 1
-    assert num_rounds < 20, "somebody else had to run out of pages"
+    assert num_rounds < 20, "another sequence had to run out of pages"
     running = pipe.scheduler.running
     assert [sequence.sequence_id for sequence in running] == [0, 1, 2, 3, 4]
     assert running[-1].num_tokens > max(sequence.num_tokens for sequence in running[:-1])
@@ -199,7 +199,7 @@ def test_the_more_important_runs_first_in_every_stage(num_stages: int) -> None:
     for _ in range(2 * num_stages):
         pipe.fill()
         pipe.book()
-    # Nobody who runs is pushed out by one that waits.
+    # A waiting sequence displaces no running one.
     assert urgent.num_computed == 0
     pipe.scheduler.finish(pipe.scheduler.running[-1])
     for _ in range(2 * num_stages):

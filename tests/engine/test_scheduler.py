@@ -67,12 +67,12 @@ def test_sequence_that_never_fits_is_refused(num_prompt: int, max_tokens: int, c
     assert "\n" not in str(caught.value)
 
 
-def test_a_longer_context_than_the_pool_is_bounded_by_max_model_len() -> None:
+def test_max_pages_are_bounded_by_max_model_len() -> None:
     needs = PageNeeds(Limits(8, 64, max_model_len=16, page_tokens=4), num_pages=4, groups=WHOLE)
     assert needs.max_pages(grown(10, 1000)) == 4
 
 
-def test_a_claim_has_one_page_to_grow_into_but_never_more_than_it_may_need() -> None:
+def test_claim_has_one_extra_page_within_its_need() -> None:
     assert claim(NEEDS, grown(5, 20), longest=24) == 3
     assert claim(NEEDS, grown(5, 20, num_pages=2), longest=24) == 1
     assert claim(NEEDS, grown(5, 4), longest=8) == 2
@@ -290,7 +290,7 @@ def test_max_num_seqs_holds() -> None:
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 3)
 
 
-def test_nobody_overtakes_one_that_does_not_fit() -> None:
+def test_no_sequence_overtakes_a_blocked_one() -> None:
     scheduler = make(num_pages=8)
     scheduler.add(sequence(0, 16, max_tokens=2))
     scheduler.add(sequence(1, 20, max_tokens=2))
@@ -314,7 +314,7 @@ def test_the_queue_is_bounded_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], list(range(65)), list(range(64))], ids=["empty", "too long", "too many pages"])
-def test_what_can_never_run_is_refused_even_when_the_queue_is_full(prompt: list[int]) -> None:
+def test_impossible_sequence_is_refused_before_a_full_queue(prompt: list[int]) -> None:
     scheduler = make(num_pages=8, max_queue=1)
     scheduler.add(sequence(0, 2))
     with pytest.raises(RequestError) as caught:
@@ -365,7 +365,7 @@ def test_several_victims_of_one_step_keep_their_order() -> None:
     for _ in range(2):
         assert len(run(scheduler).scheduled) == 4
     assert scheduler.pool.num_available == 0
-    assert shape(run(scheduler)) == [(0, 2, 1), (1, 2, 1)], "the fourth yields to the first, the third to nobody"
+    assert shape(run(scheduler)) == [(0, 2, 1), (1, 2, 1)], "the fourth yields to the first, the third to none"
     assert scheduler.num_preemptions == 2
     assert scheduler.waiting == sequences[2:]
     while has_work(scheduler):
@@ -373,7 +373,7 @@ def test_several_victims_of_one_step_keep_their_order() -> None:
     assert [one.num_output_tokens for one in sequences] == [7] * 4
 
 
-def test_nobody_is_preempted_for_a_page_of_tokens_after_an_admission() -> None:
+def test_no_preemption_for_a_page_after_an_admission() -> None:
     page_tokens = 4
     scheduler = make(num_pages=24, page_tokens=page_tokens, max_model_len=96, max_num_seqs=16, caching=False)
     steps_since_admission = None
@@ -404,7 +404,7 @@ def test_no_admission_in_a_step_that_preempts() -> None:
             assert not waiting & {number for number, _, _ in shape(step)}
 
 
-def test_the_oldest_always_advances_even_when_it_needs_every_page() -> None:
+def test_oldest_sequence_always_advances() -> None:
     scheduler = make(num_pages=8, page_tokens=2, max_model_len=16)
     old = sequence(0, 1, max_tokens=15)
     scheduler.add(old)
@@ -421,7 +421,7 @@ def test_the_oldest_always_advances_even_when_it_needs_every_page() -> None:
     assert steps <= 5 * 16
 
 
-def test_a_sequence_alone_has_consecutive_pages_and_so_have_eight() -> None:
+def test_one_or_eight_sequences_have_consecutive_pages() -> None:
     scheduler = make(num_pages=256, max_model_len=128)
     sequences = [sequence(number, 8, max_tokens=90) for number in range(8)]
     for one in sequences:
@@ -527,7 +527,7 @@ def test_finish_in_any_state_any_number_of_times(when: str) -> None:
     assert scheduler.pool.num_available == 6
 
 
-def test_one_that_was_blocked_is_tried_again_when_somebody_leaves_and_another_takes_the_page() -> None:
+def test_blocked_sequence_retries_after_its_page_was_retaken() -> None:
     """As many pages are available as when it was blocked, but the page that the other might have claimed is not needed."""
     scheduler = make(num_pages=8, page_tokens=4, caching=False)
     leaver, grower, blocked = sequence(0, 1), sequence(1, 4), sequence(2, 16, max_tokens=4)
@@ -587,7 +587,7 @@ def test_one_that_sampled_nothing_waits_for_its_caller() -> None:
     scheduler.check()
 
 
-def test_nobody_goes_on_after_max_tokens_and_the_caller_has_to_finish_it() -> None:
+def test_no_sequence_runs_past_max_tokens() -> None:
     scheduler = make(page_tokens=2)
     one = sequence(0, 2, max_tokens=1)
     scheduler.add(one)
@@ -629,7 +629,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
     assert shape(run(scheduler)) == [(1, 8, 3)]
 
 
-def test_running_sequences_share_pages_and_the_last_owner_leaves_them_cached() -> None:
+def test_last_owner_leaves_shared_pages_cached() -> None:
     scheduler = make()
     prompt = list(range(9))
     first, second = sequence(0, prompt), sequence(1, prompt)
@@ -728,4 +728,4 @@ def test_a_blocked_prompt_is_not_matched_again_in_every_step(monkeypatch: pytest
     monkeypatch.setattr(scheduler.prefix, "match", lambda *arguments: calls.append(1) or match(*arguments))
     while scheduler.num_running != 1 or scheduler.num_waiting:
         run(scheduler)
-    assert len(calls) == 3, "one admission, one try, and one more when somebody has left"
+    assert len(calls) == 3, "one admission, one try, and one more after a sequence left"

@@ -106,14 +106,7 @@ QUIET = {
 that, and delay the end of a group for a minute. It reads these when a group is created."""
 
 
-def make_nccl(
-    store: Store,
-    name: str,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    device: torch.device,
-) -> Any:  # noqa: ANN401 no stub has it
+def make_nccl(store: Store, name: str, rank: int, size: int, timeout_s: float, device: torch.device) -> Any:  # noqa: ANN401 no stub has it
     """Make a connected NCCL group: one communicator for collectives, sends and receives."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)

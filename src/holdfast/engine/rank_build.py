@@ -30,14 +30,7 @@ from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.linked import open_linked
 from holdfast.distributed.rendezvous import LOOPBACK, Place, listen_for_ranks
 from holdfast.engine.launched import Launched, accept_ranks, find_launcher, node_name, refuse_second, serve_launched
-from holdfast.engine.rank_messages import (
-    RankConnect,
-    RankLoaded,
-    RankPlanned,
-    RankReady,
-    RankReported,
-    RankStart,
-)
+from holdfast.engine.rank_messages import RankConnect, RankLoaded, RankPlanned, RankReady, RankReported, RankStart
 from holdfast.engine.rank_server import RankServer
 from holdfast.engine.ranked_runner import CLOSE_SECONDS, RankedRunner
 from holdfast.engine.ranks import (
