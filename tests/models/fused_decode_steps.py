@@ -11,15 +11,7 @@ import pytest
 import torch
 
 from holdfast.config import Limits
-from holdfast.kernels.gemm.deferred_rms_norm import (
-    defer_rms_norm_reference,
-    row_amax_reference,
-)
-from holdfast.kernels.gemm.small_batch import (
-    linear_add_reference,
-    normed_linear_reference,
-    small_batch_linear_reference,
-)
+from holdfast.kernels.gemm.deferred_rms_norm import defer_rms_norm_reference
 from holdfast.layers import attention, latent_attention
 from holdfast.models import decoder_declaration, fused_decode
 from holdfast.models.declaration import StepShape
@@ -29,6 +21,12 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, WeightRecipe
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
+from kernels.gemm_references import (
+    linear_add_reference,
+    normed_linear_reference,
+    row_amax_reference,
+    small_batch_linear_reference,
+)
 from kernels.quantized_cases import weight_on
 from runner import drive
 from runner.drive import CPU, LoadedModel, Rig

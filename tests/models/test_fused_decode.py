@@ -16,8 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from holdfast.kernels.gemm.deferred_rms_norm import RowAmax, row_amax_reference
-from holdfast.kernels.gemm.small_batch import normed_linear_reference
+from holdfast.kernels.gemm.deferred_rms_norm import RowAmax
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, NUM_GATE_AMAX
 from holdfast.layers.mlp import GatedMLP, Linear
 from holdfast.memory.workspace_plan import TensorSpec
@@ -31,6 +30,7 @@ from holdfast.models.grouped_readers import parameters, read_spec
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import AS_STORED, FP8, FP8_BLOCK, FP8_TENSOR, INT8, MXFP4, WeightRecipe, WeightScheme
 from kernels.exactness import same_bits
+from kernels.gemm_references import normed_linear_reference, row_amax_reference
 from kernels.triton_cases import QUIET
 from loading.tiny_models import save_tiny
 from models.fused_decode_steps import CPU, LIMITS, decode, make_rig, placed, use_references

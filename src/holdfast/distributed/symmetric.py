@@ -25,7 +25,7 @@ from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows_triton
 from holdfast.kernels.exchange.gather_rows import (
     gather_columns_triton,
     gather_small_triton,
-    meet_triton,
+    rendezvous_triton,
     share_first_triton,
 )
 from holdfast.kernels.exchange.links import (
@@ -299,7 +299,7 @@ class SymmetricExchange:
 
     def end_step(self) -> None:
         if not self._is_at_rest:
-            meet_triton(self.ranks)
+            rendezvous_triton(self.ranks)
         self._is_at_rest = True
         self._held.turn = 0
 

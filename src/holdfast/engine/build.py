@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from holdfast.config import AUTO_STRETCH, EngineConfig
+from holdfast.distributed.mesh import ALONE
 from holdfast.engine.core import CoreResources, EngineCore, StepRunner
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
@@ -191,5 +192,5 @@ def _report(built: BuiltRunner) -> MemoryReport:
     )
     if plan.groups:
         report = replace(report, kv_tokens=plan.kv_tokens, kv_bytes_per_token=int(plan.kv_bytes_per_token))
-    disk = disk_account(plan.declared, plan.resolved)
+    disk = disk_account(plan.resolved, ALONE)
     return replace(report, disk=disk, context_note=plan.context_note, kv_note=plan.kv_note())

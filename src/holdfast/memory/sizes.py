@@ -6,7 +6,8 @@ from holdfast.errors import ConfigError
 
 _PREFIXES = "kmgt"
 UNITS: dict[str, int] = {
-    "": 1, "b": 1,
+    "": 1,
+    "b": 1,
     **{prefix: 1024**power for power, prefix in enumerate(_PREFIXES, 1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, 1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, 1)},

@@ -46,9 +46,8 @@ from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
 from holdfast.observability.preparing import OnPrepare, Preparing, prepare_silently
 from holdfast.planning.exactness import row_sizes
-from holdfast.planning.fit import Agreed
 from holdfast.planning.plan import PlanRequest, RunnerPlan, plan_runner
-from holdfast.planning.resolve import Resolved, by_key_bias, listed
+from holdfast.planning.resolve import Agreed, Resolved, by_key_bias, listed
 from holdfast.planning.target import SMALL_WORKSPACE, Target, choose_device, device_target
 from holdfast.planning.terms import PROCESS_OWNER, PROMPT_ROWS, TOKENIZER_OWNER, graph_sizes, mixed_sizes
 from holdfast.quant.quantized_weight import QuantizedWeight

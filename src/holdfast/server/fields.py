@@ -90,7 +90,7 @@ CLOSED: dict[str, Any] = {"additionalProperties": False}
 OWN_VARIABLES = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "control"),
-        *("self", "continue_final_message", "tools_in_words", "tokenize", "allow_special_tokens"),
+        *("self", "continue_final_message", "tools_as_text", "tokenize", "allow_special_tokens"),
     )
 )
 """Variables of templates and of their renderer: chat_template_kwargs cannot set these, nor names that end in _token."""
@@ -161,8 +161,6 @@ TemplateOptions = Annotated[dict[TemplateName, TemplateValue], Field(max_length=
 
 
 class StructuredFields(Body):
-    """A constraint on the answer, in vLLM's names."""
-
     json_: Annotated[JsonSchema | Text | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: Pattern | None = None
@@ -171,8 +169,6 @@ class StructuredFields(Body):
 
 
 class StreamOptions(Body):
-    """How a stream is written."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[bool | None, UNUSED] = None
