@@ -235,7 +235,7 @@ def a_prefix_is_registered_with_tokens_that_are_not_known(patch):
     after(patch, "_book", act)
 
 
-@mutant("none of .* has outgrown what admission promised|was admitted without room", first_seed=34)
+@mutant("none of .* has outgrown what admission promised|was admitted without pages", first_seed=34)
 def a_claim_ignores_coming_tokens(patch):
     def claim(self, sequence, *rest):
         num_coming, sequence.num_coming = sequence.num_coming, 0
@@ -323,7 +323,7 @@ def proposals_take_no_part_of_the_budget(patch):
     )
 
 
-@mutant("none of .* has outgrown what admission promised|was admitted without room", first_seed=40)
+@mutant("none of .* has outgrown what admission promised|was admitted without pages", first_seed=40)
 def proposals_take_what_others_claim(patch):
     def proposals(self, sequence, guesses, most):
         guesses.num_claimed = 0

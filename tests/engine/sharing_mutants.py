@@ -123,7 +123,7 @@ def equal_prompts_wait_for_ever(patch):
     patch.setattr(Leaders, "awaits", awaits)
 
 
-@mutant("holds what is behind its", first_seed=13)
+@mutant("holds what is before its", first_seed=13)
 def window_pages_of_a_fork_are_not_trimmed(patch):
     def fork_start(hit, twin, groups):
         return Start(hit, hit.tables, twin.num_prompt_tokens - 1, hit.num_tokens, twin)
@@ -131,7 +131,7 @@ def window_pages_of_a_fork_are_not_trimmed(patch):
     patch.setattr(holdfast.engine.scheduler, "fork_start", fork_start)
 
 
-@mutant("holds what is behind its", first_seed=13)
+@mutant("holds what is before its", first_seed=13)
 def window_pages_of_a_fork_after_its_hit_are_kept(patch):
     def fork_start(hit, twin, groups):
         start = real(hit, twin, groups)

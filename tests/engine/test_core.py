@@ -260,10 +260,10 @@ def test_random_company_ends_and_aborts(seed):
             victim = choose.randrange(next_id)
             aborted.add(victim)
             core.abort([victim])
-    for name, wanted in wanted.items():
+    for name, one in wanted.items():
         alone, own = make_core(0, max_model_len=60)
         own.answer = ending_answer
-        alone.submit([wanted])
+        alone.submit([one])
         expected = run(alone)[0][name]
         found = tokens.get(name, [])
         assert found == (expected[: len(found)] if name in aborted else expected)

@@ -241,7 +241,7 @@ def test_rank_group_counts_silence_of_ranks_that_serve(monkeypatch):
             looks[0] += 0.25
             peers[0].say(Heartbeat(0.0))
             until(lambda before=before: group._death is not None or peers[1].num_beats > before + 1)
-        with pytest.raises(EngineDeadError, match=r"rank 2 has given no sign of life for 1\.5 seconds"):
+        with pytest.raises(EngineDeadError, match=r"rank 2 was silent for 1\.5 seconds"):
             group.raise_if_dead()
 
 

@@ -65,11 +65,8 @@ def open_store(
         store = c10d.PrefixStore(f"holdfast-{secret}", server)
         store.set(_key(mesh.rank), "here")
     except RuntimeError as error:
-        place, seconds = f"{host}:{port}", f"{timeout_s:g}"
-        reason = first_line(error)
-        raise EngineDeadError(
-            "rank.rank_zero_silent", rank=mesh.rank, place=place, seconds=seconds, reason=reason
-        ) from error
+        found = {"place": f"{host}:{port}", "seconds": f"{timeout_s:g}", "reason": first_line(error)}
+        raise EngineDeadError("rank.rank_zero_silent", rank=mesh.rank, **found) from error
     _wait_for_all(store, mesh, timeout_s, check)
     return store
 
