@@ -8,6 +8,7 @@ import pytest
 
 from engine.fakes import EOS, HashRunner, make_engine
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine.core import EngineCore
 from holdfast.engine.messages import CoreRequest, Ending
 from holdfast.errors import MessageError, QueueFullError, RequestError
@@ -49,7 +50,7 @@ def at_rest(core: EngineCore) -> None:
     assert core.scheduler.pool.num_available == core.scheduler.pool.num_pages
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+@for_each("run_ahead", [0, 1, 3])
 def test_steps_run_ahead_and_tokens_are_the_same(run_ahead):
     core, runner = make_core(run_ahead)
     core.submit([request(0, b"one"), request(1, b"two", 3)])
@@ -67,9 +68,9 @@ def make_sequential() -> EngineCore:
     return core
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize(
-    ("params", "tokens", "ending"),
+@for_each("run_ahead", [0, 1])
+@for_each(
+    "params, tokens, ending",
     [
         ({}, [*b"ab", EOS], Ending("stop")),
         ({"ignore_eos": True}, [*b"ab", EOS, *b"cdef"], Ending("length")),
@@ -78,7 +79,6 @@ def make_sequential() -> EngineCore:
         ({"min_tokens": 4}, [*b"ab", EOS, *b"cdef"], Ending("length")),
         ({"stop_token_ids": [EOS], "ignore_eos": True}, [*b"ab", EOS], Ending("stop", EOS)),
     ],
-    ids=str,
 )
 def test_ends(run_ahead, params, tokens, ending):
     core, runner = make_core(run_ahead)
@@ -101,7 +101,7 @@ def test_surplus_is_empty_by_length_and_one_step_by_eos():
     assert core.stats().num_prompt_tokens == 1
 
 
-@pytest.mark.parametrize("num_steps", range(6))
+@for_each("num_steps", range(6))
 def test_an_abort_with_steps_in_flight(num_steps):
     core, _ = make_core(1, num_pages=24, max_num_seqs=2)
     core.submit([request(0, b"one", 9), request(1, b"two", 9), request(2, b"three", 9)])
@@ -121,7 +121,7 @@ def test_an_abort_with_steps_in_flight(num_steps):
     at_rest(core)
 
 
-@pytest.mark.parametrize("run_ahead", [1, 2, 3])
+@for_each("run_ahead", [1, 2, 3])
 def test_settle_waits_for_steps_without_live_sequences(run_ahead):
     core, runner = make_core(run_ahead)
     core.submit([request(0)])
@@ -175,7 +175,7 @@ def test_all_or_none_are_queued():
     at_rest(core)
 
 
-@pytest.mark.parametrize("ids", [(), (0,), (1,), (3, 2), (3, 3), (2, 5, 1)], ids=str)
+@for_each("ids", [(), (0,), (1,), (3, 2), (3, 3), (2, 5, 1)])
 def test_sequences_are_new_and_in_order(ids):
     core, _ = make_core()
     core.submit([request(0), request(1)])
@@ -199,10 +199,10 @@ class Interrupt(BaseException):
     """As Ctrl-C."""
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("can_cancel", [True, False])
-@pytest.mark.parametrize("k", range(7))
+@for_each("when", ["before", "after"])
+@for_each("run_ahead", [0, 1])
+@for_each("can_cancel", [True, False])
+@for_each("k", range(7))
 def test_an_interrupted_wait_loses_nothing(when, run_ahead, can_cancel, k):
     """Before: the step has not run. After: its result is there, and the wait is left by the interrupt."""
     core, runner = make_core(run_ahead, can_cancel=can_cancel)
@@ -235,7 +235,7 @@ def test_an_interrupted_wait_loses_nothing(when, run_ahead, can_cancel, k):
     at_rest(core)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@for_each("seed", range(12))
 def test_random_company_ends_and_aborts(seed):
     """Ahead and in turn, with few pages: everybody gets what it gets alone, up to its own end or abort."""
     choose = random.Random(seed)

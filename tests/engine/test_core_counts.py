@@ -3,21 +3,19 @@
 from collections import deque
 from types import SimpleNamespace
 
-import pytest
-
+from for_each import for_each
 from holdfast.engine.core_process import CoreProcess
 from holdfast.engine.pulse import CoreCounts
 
 
-@pytest.mark.parametrize(
-    ("num_sent", "counts", "num_unseen", "expected"),
+@for_each(
+    "num_sent, counts, num_unseen, expected",
     [
         (4, CoreCounts(4, 0, 4, 0.5), 0, 0),
         (0, CoreCounts(4, 0, 4, 0.5), 4, 0),
         (0, CoreCounts(3, 1, 4, 0.5), 6, 3),
         (4, CoreCounts(0, 0, 0, 0.0), 2, 9),
     ],
-    ids=["all seen", "seen by the pulse alone", "two on their way", "pulse not written"],
 )
 def test_num_queued_counts_each_sequence_once(
     num_sent: int, counts: CoreCounts, num_unseen: int, expected: int

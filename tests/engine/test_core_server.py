@@ -6,6 +6,7 @@ import pytest
 
 from engine.fakes import make_engine, own_pulse
 from engine.test_core import request
+from for_each import for_each
 from holdfast.engine import core_process
 from holdfast.engine.core import EngineCore
 from holdfast.engine.core_process import CoreServer
@@ -160,15 +161,14 @@ def test_core_server_tells_how_it_is_at_every_moment(monkeypatch: pytest.MonkeyP
     assert sum(isinstance(message, CoreMap) for message in messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("last", "num_sent"),
+@for_each(
+    "last, num_sent",
     [
         ((StatsRequest(),), 1),
         ((StatsRequest(), MapRequest()), 1),
         ((MapRequest(), StatsRequest()), 1),
         ((MapRequest(),), 0),
     ],
-    ids=["stats", "stats and a map", "a map and stats", "a map"],
 )
 def test_core_server_sends_stats_once(last: tuple[Message, ...], num_sent: int) -> None:
     engine = make_engine()

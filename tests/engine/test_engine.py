@@ -21,6 +21,7 @@ from engine.fakes import (
     tokens_of,
 )
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.errors import QueueFullError, RequestError
 from holdfast.request.outputs import CompletionDelta, Logprob
@@ -72,7 +73,7 @@ def test_no_max_tokens_fills_the_context():
     assert deltas[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("eos", [EOS, OTHER_EOS])
+@for_each("eos", [EOS, OTHER_EOS])
 def test_every_eos_token_ends_without_text(eos):
     deltas, _ = scripted([*b"ab", eos, *b"zz"], SamplingParams(max_tokens=9))
     assert (tokens_of(deltas), text_of(deltas)) == ([*b"ab", eos], "ab")
@@ -108,7 +109,7 @@ def test_stop_token_counts_even_if_it_is_an_ignored_eos():
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", EOS)
 
 
-@pytest.mark.parametrize("min_tokens", range(8))
+@for_each("min_tokens", range(8))
 def test_min_tokens_holds_off_end_tokens(min_tokens):
     deltas, _ = scripted([*b"ab", EOS, *b"c", EOS, *b"defg"], SamplingParams(max_tokens=8, min_tokens=min_tokens))
     ends_at = next((place for place in (3, 5) if place >= min_tokens), 8)
@@ -116,7 +117,7 @@ def test_min_tokens_holds_off_end_tokens(min_tokens):
     assert deltas[-1].finish_reason == ("length" if ends_at == 8 else "stop")
 
 
-@pytest.mark.parametrize("include", [False, True], ids=["left out", "kept"])
+@for_each("include", [False, True])
 def test_stop_string_across_tokens(include):
     params = SamplingParams(max_tokens=9, stop=["END", "zzz"], include_stop_str_in_output=include)
     deltas, _ = scripted(list(b"abENDcd"), params)
@@ -263,7 +264,7 @@ def test_logprobs_zero_is_the_chosen_token_alone():
     assert [list(delta.logprobs[0]) for delta in deltas] == [[ord("a")], [ord("b")]]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 32])
+@for_each("chunk", [1, 2, 3, 7, 32])
 def test_prompt_logprobs_are_whole_whatever_the_chunks(chunk):
     engine = make_engine(max_num_batched_tokens=chunk)
     prompt = "0123456789"
@@ -367,7 +368,7 @@ def test_generated_names_avoid_given_ones():
     assert engine.add_request(None, "Q", GREEDY) == "3"
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257, 5, b"x", ["x"]], ids=repr)
+@for_each("name", ["", "x" * 257, 5, b"x", ["x"]])
 def test_odd_names_are_refused(name):
     with raises_code("request.request_id", RequestError):
         make_engine().add_request(name, "Q", GREEDY)
@@ -452,7 +453,7 @@ def test_abort_at_every_token_frees_pages(state, num_steps):
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("state", ABORT_CASES)
+@for_each("state", ABORT_CASES)
 def test_the_states_of_the_abort_test_are_reached(state):
     engine = ABORT_CASES[state].engine()
     seen = set()

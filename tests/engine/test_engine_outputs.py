@@ -3,6 +3,7 @@
 import pytest
 
 from engine.fakes import EOS, logprobs_at, shared_tokenizer
+from for_each import for_each
 from holdfast.engine.messages import CoreRequest, Ending, SequenceOutput
 from holdfast.engine.outputs import Completion, DeltaBuffer, OutputAssembler, PromptLogprobs, position_logprobs
 from holdfast.request.outputs import CompletionDelta, Logprob, RequestMetrics
@@ -36,9 +37,9 @@ def say(subject: Completion, tokens: bytes | list[int], ending: Ending | None = 
 LENGTH, STOP = Ending("length"), Ending("stop")
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 5])
-@pytest.mark.parametrize(
-    ("params", "tokens", "core", "text", "count", "ending"),
+@for_each("at_once", [1, 2, 5])
+@for_each(
+    "params, tokens, core, text, count, ending",
     [
         ({}, b"abc", None, "abc", 3, None),
         ({}, b"abc", LENGTH, "abc", 3, LENGTH),
@@ -57,7 +58,6 @@ LENGTH, STOP = Ending("length"), Ending("stop")
         ({}, "aé".encode()[:2], LENGTH, "a\ufffd", 2, LENGTH),
         ({}, b"ab", Ending("error", error="why"), "ab", 2, Ending("error", error="why")),
     ],
-    ids=str,
 )
 def test_text_and_ending(params, tokens, core, text, count, ending, at_once):
     subject = completion(logprobs=1, **params)
@@ -132,7 +132,7 @@ def entry(position: int) -> TokenLogprobs:
     return TokenLogprobs(97 + position, -float(position), 1, ())
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 6])
+@for_each("chunk", [1, 2, 3, 5, 6])
 def test_chunks_add_up_and_repeats_are_passed_over(chunk):
     prompt = PromptLogprobs(6, 0)
     for _ in range(2):
@@ -242,7 +242,7 @@ def test_cumulative_logprob_does_not_depend_on_batching():
     assert totals == {-0.7 - 0.1 - 0.1 - 0.1}
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@for_each("every", [1, 2, 3, 5])
 def test_merged_deltas_say_the_same(every):
     assembler, buffer = OutputAssembler("prompt", [5, 6], 2), DeltaBuffer()
     for number, item in enumerate(ANSWER):

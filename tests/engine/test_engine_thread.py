@@ -7,6 +7,7 @@ import pytest
 
 from engine.fakes import Gate, assert_at_rest, make_engine, solo, text_of, tokens_of
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine.engine_thread import EngineThread, Mailbox
 from holdfast.errors import EngineDeadError, RequestError
 from holdfast.request.outputs import CompletionDelta
@@ -298,7 +299,7 @@ def test_stop_aborts_everybody_queued_or_running():
     run(work)
 
 
-@pytest.mark.parametrize("where", ["execute", "finish", "schedule"])
+@for_each("where", ["execute", "finish", "schedule"])
 def test_when_the_engine_dies_everybody_hears_why(where):
     async def work():
         engine = make_engine(max_num_seqs=1)

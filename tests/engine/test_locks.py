@@ -13,6 +13,7 @@ from engine.owned_locks import Guard, OwnedLock
 from engine.test_core import request
 from engine.test_core_server import Line
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.engine import core_process
 from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
 from holdfast.engine.core import EngineCore
@@ -133,7 +134,7 @@ class WatchedSocket:
         return getattr(self._socket, name)
 
 
-@pytest.mark.parametrize("name", ["send", "send_frame", "try_send"])
+@for_each("name", ["send", "send_frame", "try_send"])
 def test_channel_makes_and_sends_a_frame_in_its_turn(name):
     ours, theirs = map(Channel, channel_pair())
     watched, made = WatchedSocket(ours), []
@@ -156,7 +157,7 @@ def test_channel_makes_and_sends_a_frame_in_its_turn(name):
         end.close()
 
 
-@pytest.mark.parametrize("name", ["send", "send_frame", "try_send"])
+@for_each("name", ["send", "send_frame", "try_send"])
 def test_channel_is_free_after_a_send_that_failed(name):
     ours, theirs = map(Channel, channel_pair())
     theirs.close()
@@ -366,7 +367,7 @@ def test_rank_group_gives_no_result_while_ranks_are_ended():
     assert "rank 2 was killed" in str(found[0])
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@for_each("dies", [False, True])
 def test_rank_group_wakes_who_waits_for_a_step(dies):
     group, step = make_group(), Future()
     waiting, found = end_of(group, step)

@@ -4,8 +4,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
-import pytest
-
+from for_each import for_each
 from holdfast.engine.pacing import LOOK_STEPS, MIN_ROWS, START_ROWS, StepPacer
 
 SIZES = (64, 128, 256, 512)
@@ -58,8 +57,8 @@ def warm(pacer: StepPacer, cost: Cost, num_decoding: int) -> float:
     return cost(num_decoding, 0, 0)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("num_decoding", [1, 8, 64])
+@for_each("lag", [0, 1])
+@for_each("num_decoding", [1, 8, 64])
 def test_pacer_on_a_gpu_keeps_steps_below_twice(num_decoding: int, lag: int) -> None:
     pacer = StepPacer(1.7, SIZES, tile_rows=TILE_ROWS)
     base = warm(pacer, gpu_seconds, num_decoding)
@@ -69,7 +68,7 @@ def test_pacer_on_a_gpu_keeps_steps_below_twice(num_decoding: int, lag: int) -> 
     assert sum(seconds for _, seconds in steps) / len(steps) > 1.4 * base, "too few rows"
 
 
-@pytest.mark.parametrize("num_decoding", [1, 4, 8])
+@for_each("num_decoding", [1, 4, 8])
 def test_pacer_on_a_cpu_reaches_its_target_from_below(num_decoding: int) -> None:
     pacer = StepPacer(3.0, max_seconds=1.0)
     base = warm(pacer, cpu_seconds, num_decoding)

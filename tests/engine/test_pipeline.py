@@ -8,6 +8,7 @@ from engine.fakes import HashRunner, assert_at_rest, make_engine, run_all, solo,
 from engine.pipeline_mutants import PIPELINE_MUTANTS
 from engine.simulated_world import World
 from engine.simulation import Simulation
+from for_each import for_each
 from holdfast.cache.groups import CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.core import EngineCore
@@ -134,7 +135,7 @@ def test_uneven_steps_become_even_again() -> None:
     assert pipe.fill() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize(("num_stages", "num_running"), [(2, 5), (3, 4), (3, 10), (4, 9)])
+@for_each("num_stages, num_running", [(2, 5), (3, 4), (3, 10), (4, 9)])
 def test_no_sequence_is_skipped_num_stages_times(num_stages: int, num_running: int) -> None:
     """Those that were idle too long come with the next step, though those before them are idle again."""
     pipe = Pipe(num_stages, max_num_seqs=16)
@@ -188,7 +189,7 @@ def test_sequence_without_pages_drains_the_pipe() -> None:
     assert pipe.scheduler.pool.num_available == 18
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@for_each("num_stages", [2, 3])
 def test_the_more_important_runs_first_in_every_stage(num_stages: int) -> None:
     pipe = Pipe(num_stages, max_num_seqs=4)
     for _ in range(4):
@@ -241,7 +242,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@for_each("num_stages", [2, 3])
 def test_answers_are_those_of_one_step_at_a_time(num_stages: int) -> None:
     """Choices that count or follow tokens too: each token that a step begins with is known when it is launched."""
     engine = piped_engine(num_stages)
@@ -256,7 +257,7 @@ def test_answers_are_those_of_one_step_at_a_time(num_stages: int) -> None:
     assert_at_rest(engine)
 
 
-@pytest.mark.parametrize(("num_requests", "num_in_flight"), [(1, 1), (4, 2)])
+@for_each("num_requests, num_in_flight", [(1, 1), (4, 2)])
 def test_stages_compute_while_text_is_made(num_requests: int, num_in_flight: int) -> None:
     """When the tokens of a step are handed out, what follows them has been launched, also of a sequence that is alone."""
     engine = piped_engine(2)

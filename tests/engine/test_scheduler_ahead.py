@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.scheduling import make, num_cached, run, sequence, shape
+from for_each import for_each
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
@@ -328,8 +329,8 @@ def test_forgetting_nothing_changes_nothing() -> None:
     assert given(scheduler).step.released == ()
 
 
-@pytest.mark.parametrize(
-    ("chosen", "words"),
+@for_each(
+    "chosen, words",
     [
         ([(7, 7)], "got 2 tokens and had no guesses"),
         ([(), ()], "2 results for 1 sequences"),
@@ -369,9 +370,7 @@ def four(sequence: Sequence) -> list[int]:
     return [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "num_computed"), [((9,), 7), ((1, 9), 8), ((1, 2, 9), 9), ((1, 2, 3, 4, 9), 11), ((), 7)]
-)
+@for_each("chosen, num_computed", [((9,), 7), ((1, 9), 8), ((1, 2, 9), 9), ((1, 2, 3, 4, 9), 11), ((), 7)])
 def test_rejected_drafts_are_not_computed(chosen, num_computed: int) -> None:
     scheduler, one = guessing()
     step = given(scheduler, four)
@@ -405,8 +404,8 @@ def test_speculating_sequence_waits_for_its_token() -> None:
     assert one.num_coming == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "num_guesses"),
+@for_each(
+    "options, num_guesses",
     [
         ({}, 4),
         ({"rows": 8}, 4),
@@ -416,7 +415,6 @@ def test_speculating_sequence_waits_for_its_token() -> None:
         ({"max_model_len": 9}, 2),
         ({"max_model_len": 7}, 0),
     ],
-    ids=str,
 )
 def test_proposals_are_bounded_by_every_limit(options: dict, num_guesses: int) -> None:
     scheduler, _ = guessing(**options)
@@ -496,18 +494,17 @@ def test_only_speculating_sequences_are_drafted() -> None:
     assert [item.proposals for item in step.scheduled] == [(5,), ()]
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
+@for_each(
+    "damage, words",
     [
         (lambda scheduler, one: setattr(one, "slot", 3), "slots .* are free"),
         (lambda scheduler, one: setattr(one, "num_coming", 5), "num_coming=5, in flight are 2 tokens"),
         (lambda scheduler, one: setattr(one, "num_scheduled", 6), "num_scheduled=6"),
-        (lambda scheduler, one: scheduler._in_flight.popleft(), "steps .* are in flight|from .* on, behind"),
+        (lambda scheduler, one: scheduler._in_flight.popleft(), "steps .* are in flight|from .* on, after"),
         (lambda scheduler, one: scheduler._quarantine.clear(), "slots .* are free"),
         (lambda scheduler, one: scheduler._tracks[0].num_sent.__setitem__(0, 9), "sent are"),
         (lambda scheduler, one: scheduler._slots.put(5), "slots .* are free"),
     ],
-    ids=["slot", "coming", "scheduled", "flight", "quarantine", "sent", "free slot"],
 )
 def test_check_notices_damage(damage, words: str) -> None:
     scheduler = make()

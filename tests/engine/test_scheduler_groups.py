@@ -3,6 +3,7 @@
 import pytest
 
 from engine.scheduling import PARAMS, has_work, run, sequence, shape
+from for_each import for_each
 from holdfast.cache.groups import HOLE, CacheGroup
 from holdfast.config import Limits
 from holdfast.engine.page_needs import PageNeeds
@@ -75,15 +76,14 @@ def test_state_restarts_after_a_dropped_step() -> None:
     scheduler.check()
 
 
-@pytest.mark.parametrize(
-    ("groups", "num_pages", "words"),
+@for_each(
+    "groups, num_pages, words",
     [
         ((WHOLE,), 7, "the KV cache holds 28 tokens"),
         ((WINDOW,), 6, "the KV cache holds 6 pages, and such a sequence needs 7"),
         ((WHOLE, WINDOW), 14, "the KV cache holds 14 pages, and such a sequence needs 15"),
         ((WHOLE, STATE), 9, "the KV cache holds 9 pages, and such a sequence needs 10"),
     ],
-    ids=["whole", "window", "both", "state"],
 )
 def test_sequence_that_never_fits_names_the_capacity(groups, num_pages: int, words: str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -160,7 +160,7 @@ def test_lowest_free_slot_is_taken_first() -> None:
     slots.check([0, 1, 3, 4, 5])
 
 
-@pytest.mark.parametrize("num_filled", [0, 1])
+@for_each("num_filled", [0, 1])
 def test_blocked_sequence_is_tried_again_once_a_hole_is_filled(num_filled: int) -> None:
     limits = Limits(max_num_seqs=4, max_num_batched_tokens=4, max_model_len=64, page_tokens=2)
     scheduler = Scheduler(limits, 7, True, 100, groups=[CacheGroup("window of 4", 2, window=4)], prefix_root=b"root")

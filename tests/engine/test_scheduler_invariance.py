@@ -3,6 +3,7 @@
 import pytest
 
 from engine.scheduling import PARAMS, has_work, run, sequence, shape
+from for_each import for_each
 from holdfast.config import Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.request.sequence import Sequence
@@ -41,7 +42,7 @@ def test_preempted_output_is_recomputed_row_by_row():
     assert [step for step in steps if step[0] >= 6] == [(place, 1) for place in range(6, end)]
 
 
-@pytest.mark.parametrize(("num_prompt", "num_hit"), [(8, 8), (7, 4), (3, 0), (12, 12)])
+@for_each("num_prompt, num_hit", [(8, 8), (7, 4), (3, 0), (12, 12)])
 def test_only_pages_of_prompts_are_found_again(num_prompt, num_hit):
     """What was chosen behind them was computed in another way than a prompt with the same tokens is."""
     scheduler = make()
