@@ -41,7 +41,7 @@ def test_every_product_but_those_of_queries_latents_has_its_norm_deferred(monkey
         shapes.append(tuple(weight.shape))
         return normed_linear_reference(rows, weight, *others)
 
-    for module in ("holdfast.layers.latent_attention", "holdfast.models.fused_decode"):
+    for module in ("holdfast.families.latent.layer", "holdfast.models.fused_decode"):
         monkeypatch.setattr(f"{module}.normed_linear", counted)
     decode(make_rig(model, backend="torch_latent"), 2, num_steps=1)
     own = {shape for shape in shapes if shape[1] == model.spec.hidden_size}

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from for_each import for_each
-from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, StepBounds, TritonPagedDeclaration
+from holdfast.attention.declarations import INDEX_SCORE_BYTES, AttentionSpec, StepBounds
 from holdfast.config import EngineConfig, Limits
 from holdfast.distributed.mesh import meshes
+from holdfast.families.grouped.declarations import TritonPagedDeclaration
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM
 from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, PHASES, Term

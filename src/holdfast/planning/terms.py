@@ -10,18 +10,14 @@ T rows of a step, N sequences, P pages of the longest one, U changed pages
 from collections import Counter
 from typing import NamedTuple
 
-from holdfast.attention.declarations import (
-    AttentionSpec,
-    BackendDeclaration,
-    StepBounds,
-    choose_declaration,
-    key_bias_terms,
-    sink_terms,
-)
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
 from holdfast.cache.compressed import state_terms
 from holdfast.cache.spec import LayerCache, kv_padding_term, uniform_cache
 from holdfast.config import Limits
 from holdfast.distributed.exchange_plan import CHOICE_FIELDS, ExchangeNeeds, can_be_captured, exchange_terms
+from holdfast.families.choose import choose_declaration
+from holdfast.families.grouped.declarations import key_bias_terms, sink_terms
+from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.geometry import EDITS_PER_PROGRAM, MAX_LOGIT_ROWS, NUM_FIELDS, key_bias_spec, logit_scratch_specs
 from holdfast.memory.devices import SPLIT_K_BYTES
 from holdfast.memory.planner import PAGE_PHASES, Term
@@ -366,7 +362,7 @@ def needs_beside_weights(resolved: Resolved) -> Needs:
         *(() if declaration is None else declaration.terms(specs, bounds)),
         *_key_bias_terms(resolved, specs),
         # Sinks of compressed attention stay where they were loaded.
-        *(() if not specs or specs[0].is_compressed else sink_terms(specs[:1] * len(resolved.layers))),
+        *sink_terms(specs[:1] * len(resolved.layers)),
         *_device_terms(resolved, captures),
     ]
     exchange = exchange_needs(resolved)
@@ -399,7 +395,8 @@ def _distinct_specs(resolved: Resolved) -> tuple[AttentionSpec, ...]:
         return ()
     if heads.is_compressed:
         every = resolved.attention_specs()
-        return tuple({(spec.ratio, spec.is_overlapped): spec for spec in reversed(every)}.values())
+        kinds = zip(heads.ratios, (layer in heads.overlapped_layers for layer in range(len(every))), strict=True)
+        return tuple(dict(zip(reversed(list(kinds)), reversed(every), strict=True)).values())
     key = "distinct layers", *resolved.stored_key(), resolved.protected.is_open
     caches = resolved.declared.remembered(key, lambda: _distinct_layers(resolved, heads))
     return tuple(resolved.attention_spec(cache, heads) for cache in caches)
@@ -486,7 +483,8 @@ def _key_bias_terms(resolved: Resolved, specs: tuple[AttentionSpec, ...]) -> lis
     num_layers = sum(kv_format.is_quantized for kv_format in resolved.formats())
     if heads is None or heads.rope_dim or num_layers == 0:
         return []
-    is_plain, has_rotated_bias = specs[0].is_plain_softmax, any(spec.has_key_bias for spec in specs)
+    is_plain = isinstance(specs[0], GroupedAttentionSpec) and specs[0].is_plain_softmax
+    has_rotated_bias = any(spec.has_key_bias for spec in specs)
     means = []
     if is_plain and not has_rotated_bias:
         mean_bytes = num_layers * key_bias_spec(heads.num_kv_heads, heads.head_dim).num_bytes
