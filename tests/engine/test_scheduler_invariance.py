@@ -59,7 +59,7 @@ def test_only_pages_of_prompts_are_found_again(num_prompt, num_hit):
 def test_no_sequence_drafts():
     scheduler = make()
     scheduler.add(sequence(1, 4))
-    with pytest.raises(AssertionError, match="proposals"):
+    with pytest.raises(AssertionError, match="draft tokens"):
         scheduler.schedule(lambda one: (1, 2))
 
 
