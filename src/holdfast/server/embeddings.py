@@ -161,8 +161,8 @@ async def _vectors(
     try:
         pooling.check(params)
     except RequestError as error:
-        is_dimensions = error.values.get("name") == "dimensions" or error.asked.startswith("dimensions")
-        raise prompt_error(error, "dimensions" if is_dimensions else "model") from error
+        is_too_large = error.code == "request.dimensions_too_large"
+        raise prompt_error(error, "dimensions" if is_too_large else "model") from error
     salt, truncate = cache_salt(request, body), params.truncate_prompt_tokens is not None
     prepared: list[PreparedRequest] = []
     for place, prompt in enumerate(inputs):
