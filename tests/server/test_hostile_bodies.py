@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from for_each import for_each
 from holdfast.server import conversations
-from holdfast.server.anthropic_input import conversation_of
+from holdfast.server.anthropic_messages import conversation_of
 from holdfast.server.anthropic_schemas import MessageRequest
 from holdfast.server.bodies import MAX_NAMES, SMALL_BODY_BYTES, Body, parse, parse_json, read_model
 from holdfast.server.embedding_schemas import EmbeddingRequest, OllamaEmbedRequest, RerankRequest, ScoreRequest

@@ -17,7 +17,7 @@ from holdfast.request.outputs import CompletionDelta, PositionLogprobs, RequestO
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.server.answers import AnswerWriter, respond, to_json
 from holdfast.server.chat_completions import ChunkFrame
-from holdfast.server.conversations import Salted, cache_salt
+from holdfast.server.conversations import cache_salt
 from holdfast.server.errors import ApiError
 from holdfast.server.logprobs import CompletionLogprobWriter
 from holdfast.server.logs import record_of
@@ -93,7 +93,7 @@ async def _opened(request: Request, body: CompletionRequest) -> "CompletionWrite
         prompt_logprobs=body.logprobs if body.echo else None,
         **({} if rule is None else {"structured_outputs": rule.made()}),
     )
-    prepared = await prepare_prompts(request, body, prompts, params, rule)
+    prepared = await prepare_prompts(request, body.cache_salt, prompts, params, rule)
     name, counted = new_id("cmpl"), Counted()
     names = [name] if len(prepared) == 1 else [f"{name}-{place}" for place in range(len(prepared))]
     answers = [Answer(request, one, own, counted) for own, one in zip(names, prepared, strict=True)]
@@ -113,14 +113,14 @@ def _check_count(service: Service, num_prompts: int, n: int) -> None:
 
 
 async def prepare_prompts(
-    request: Request, body: Salted, prompts: Sequence[Prompt], params: SamplingParams, rule: Rule | None
+    request: Request, salt: str | None, prompts: Sequence[Prompt], params: SamplingParams, rule: Rule | None
 ) -> list[PreparedRequest]:
     """Validate prompts completely before the first is queued; errors name the prompt."""
-    llm, salt = service_of(request).llm, cache_salt(request, body)
+    llm, own_salt = service_of(request).llm, cache_salt(request, salt)
     prepared: list[PreparedRequest] = []
     for place, prompt in enumerate(prompts):
         try:
-            prepared.append(await llm.prepare(prompt, params, cache_salt=salt))
+            prepared.append(await llm.prepare(prompt, params, cache_salt=own_salt))
         except PromptError as error:
             raise prompt_error(error, "prompt" if len(prompts) == 1 else f"prompt[{place}]") from error
         except RequestError as error:

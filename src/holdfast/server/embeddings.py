@@ -163,7 +163,7 @@ async def _vectors(
     except RequestError as error:
         is_too_large = error.code == "request.dimensions_too_large"
         raise prompt_error(error, "dimensions" if is_too_large else "model") from error
-    salt, truncate = cache_salt(request, body), params.truncate_prompt_tokens is not None
+    salt, truncate = cache_salt(request, body.cache_salt), params.truncate_prompt_tokens is not None
     prepared: list[PreparedRequest] = []
     for place, prompt in enumerate(inputs):
         name = f"{field}[{place}]" if len(inputs) > 1 else field
@@ -185,7 +185,7 @@ def _scoring(
             first,
             second,
             instruction=instruction,
-            cache_salt=cache_salt(request, body),
+            cache_salt=cache_salt(request, body.cache_salt),
             truncate=body.truncate_prompt_tokens is not None,
             priority=body.priority or 0,
         )

@@ -75,7 +75,7 @@ async def _opened(request: Request, body: OllamaRequest) -> "OllamaWriter":
             raise ApiError("http.raw_system")
         made = {} if rule is None else {"structured_outputs": rule.made()}
         params = sampling_params(service, fields, max_tokens=max_tokens, logprobs=num_top, **made)
-        [prepared] = await prepare_prompts(request, fields, [body.prompt or ""], params, rule)
+        [prepared] = await prepare_prompts(request, None, [body.prompt or ""], params, rule)
     else:
         tools = (body.tools or ()) if isinstance(body, OllamaChatRequest) else ()
         messages = read_messages(body)
