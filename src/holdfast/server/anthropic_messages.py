@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from holdfast.request.outputs import CompletionDelta
 from holdfast.server import anthropic_schemas as blocks
+from holdfast.server import schemas
 from holdfast.server.answers import SplitWriter, arguments_of, respond, to_json
 from holdfast.server.anthropic_schemas import CountTokensRequest, InputMessage, MessageRequest
 from holdfast.server.conversations import (
@@ -28,15 +29,6 @@ from holdfast.server.errors import ApiError
 from holdfast.server.fields import SamplingFields
 from holdfast.server.openapi import post
 from holdfast.server.sampling import Rule, check_model
-from holdfast.server.schemas import (
-    AssistantMessage,
-    CalledFunction,
-    InstructionMessage,
-    Message,
-    MessageToolCall,
-    ToolMessage,
-    UserMessage,
-)
 from holdfast.server.service import Service, service_of
 from holdfast.server.streams import Answer, Counted, EventStream, new_id
 from holdfast.server.tokens import chat_tokens
@@ -108,13 +100,13 @@ async def _opened(request: Request, body: MessageRequest) -> "MessageWriter":
 
 def conversation_of(body: CountTokensRequest) -> Conversation:
     """Convert a request; ApiError for blocks that their message may not have."""
-    messages: list[Message] = []
+    messages: list[schemas.Message] = []
     system = _joined(body.system)
     if system:
-        messages.append(InstructionMessage(role="system", content=system))
+        messages.append(schemas.InstructionMessage(role="system", content=system))
     for index, message in enumerate(body.messages):
         _append(messages, message, f"messages[{index}]")
-    if isinstance(messages[-1], AssistantMessage) and messages[-1].tool_calls:
+    if isinstance(messages[-1], schemas.AssistantMessage) and messages[-1].tool_calls:
         place = f"messages[{len(body.messages) - 1}]"
         raise _misplaced(place, "a tool call without its tool_result", "Add a user message.")
     choice = body.tool_choice
@@ -173,7 +165,7 @@ def _joined(content: str | list[blocks.TextBlock] | None) -> str:
     return "\n".join(block.text for block in content if not block.text.startswith(BILLING))
 
 
-def _append(messages: list[Message], message: InputMessage, place: str) -> None:
+def _append(messages: list[schemas.Message], message: InputMessage, place: str) -> None:
     if message.role == "assistant":
         messages.append(_assistant(message, place))
     elif message.role == "user":
@@ -185,10 +177,10 @@ def _append(messages: list[Message], message: InputMessage, place: str) -> None:
             if not isinstance(block, blocks.TextBlock):
                 raise _misplaced(f"{place}.content[{index}]", f"a {block.type} block of the system", "Send text.")
             texts.append(block.text)
-        messages.append(InstructionMessage(role="system", content="\n".join(texts)))
+        messages.append(schemas.InstructionMessage(role="system", content="\n".join(texts)))
 
 
-def _append_user(messages: list[Message], message: InputMessage, place: str) -> None:
+def _append_user(messages: list[schemas.Message], message: InputMessage, place: str) -> None:
     """Append tool results as messages of their own, in the order of the blocks, and join the texts between them."""
     content = message.content or ""
     texts: list[str] = [content] if isinstance(content, str) else []
@@ -200,7 +192,7 @@ def _append_user(messages: list[Message], message: InputMessage, place: str) -> 
             texts = []
             result = _joined(block.content)
             result = f"Error: {result}" if block.is_error else result
-            messages.append(ToolMessage(role="tool", content=result, tool_call_id=block.tool_use_id))
+            messages.append(schemas.ToolMessage(role="tool", content=result, tool_call_id=block.tool_use_id))
         else:
             raise _misplaced(
                 f"{place}.content[{index}]", f"a {block.type} block of the user", "Send text or tool_result."
@@ -208,34 +200,34 @@ def _append_user(messages: list[Message], message: InputMessage, place: str) -> 
     _append_text(messages, texts)
 
 
-def _append_text(messages: list[Message], texts: list[str]) -> None:
+def _append_text(messages: list[schemas.Message], texts: list[str]) -> None:
     """Append to the last user message if there is one: many templates need alternating roles."""
     if not texts:
         return
     last = messages[-1] if messages else None
-    if isinstance(last, UserMessage):
+    if isinstance(last, schemas.UserMessage):
         assert isinstance(last.content, str), "a user message is one text"
         last.content = "\n".join([last.content, *texts])
     else:
-        messages.append(UserMessage(role="user", content="\n".join(texts)))
+        messages.append(schemas.UserMessage(role="user", content="\n".join(texts)))
 
 
-def _assistant(message: InputMessage, place: str) -> AssistantMessage:
-    answer = AssistantMessage(role="assistant")
+def _assistant(message: InputMessage, place: str) -> schemas.AssistantMessage:
+    answer = schemas.AssistantMessage(role="assistant")
     if isinstance(message.content, str):
         answer.content = message.content
         return answer
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[MessageToolCall] = []
+    calls: list[schemas.MessageToolCall] = []
     for index, block in enumerate(message.content):
         if isinstance(block, blocks.TextBlock):
             texts.append(block.text)
         elif isinstance(block, blocks.ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, blocks.ToolUseBlock):
-            function = CalledFunction(name=block.name, arguments=block.input)
-            calls.append(MessageToolCall(id=block.id, function=function))
+            function = schemas.CalledFunction(name=block.name, arguments=block.input)
+            calls.append(schemas.MessageToolCall(id=block.id, function=function))
         elif not isinstance(block, blocks.RedactedThinkingBlock):
             raise _misplaced(
                 f"{place}.content[{index}]", f"a {block.type} block of the assistant", "Send it as the user."
@@ -274,13 +266,9 @@ class MessageWriter(SplitWriter):
         self._reasoning: list[str] = []
         self._num_calls = 0
 
-    @property
-    def text(self) -> str:
-        """Return the text blocks that are closed."""
-        return "".join(block["text"] for block in self._message["content"] if block["type"] == "text")
-
-    def whole(self) -> dict[str, Any]:
-        return self._message
+    def whole(self) -> tuple[dict[str, Any], str | None]:
+        texts = [block["text"] for block in self._message["content"] if block["type"] == "text"]
+        return self._message, "".join(texts)
 
     def begin(self) -> None:
         self._write("message_start", f'"message":{to_json(self._message)}')

@@ -25,7 +25,6 @@ from holdfast.server.errors import ApiError, from_exception, is_our_fault
 from holdfast.server.logs import RequestRecord, record_of
 from holdfast.server.service import Service, service_of
 
-DONE = b"data: [DONE]\n\n"
 PING_SECONDS = 10.0
 _HEADERS = [
     (b"cache-control", b"no-cache"),
