@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers import decoders, models
 
+from error_codes import raises_code
 from holdfast.errors import UnsupportedModelError
 from holdfast.text.detokenizer import IncrementalDetokenizer, TextStream, TokenPieces, byte_alphabet, decode_rule
 from holdfast.text.tokenizer import Tokenizer, tokenizer_from_directory
@@ -223,7 +224,7 @@ def test_pieces_join_to_what_the_native_decoder_writes(decoder):
 
 @pytest.mark.parametrize("decoder", DECLINED.values(), ids=DECLINED)
 def test_decoders_that_cannot_be_streamed_are_declined(decoder):
-    with pytest.raises(UnsupportedModelError, match="known here"):
+    with raises_code("tokenizer.unsupported", UnsupportedModelError):
         decode_rule(state(decoder), "tokenizer.json")
 
 

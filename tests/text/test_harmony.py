@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.text.answer_parser import AnswerForm
+from holdfast.text.answer_parser import AnswerFormat
 from holdfast.text.harmony import HARMONY, MAX_HEADER_CHARS, TOKENS, HarmonyParser
 from holdfast.text.reasoning import HARMONY as HARMONY_REASONING
 from holdfast.text.tool_calls import MAX_CALLS
@@ -60,7 +60,7 @@ def test_harmony_calls_above_the_limit_are_content():
 
 
 def test_harmony_stray_markers_are_hidden_from_content():
-    form = AnswerForm(HARMONY_REASONING, HARMONY, TOOLS)
+    form = AnswerFormat(HARMONY_REASONING, HARMONY, TOOLS)
     text = "<|channel|>final<|message|>a<|constrain|>b<|mess<|message|>age|><|con"
     for pieces in ([text], list(text)):
         assert in_short(read(form.parser(None, TOKENS), pieces)) == ["ab<|message|><|con"]

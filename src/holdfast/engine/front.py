@@ -20,7 +20,7 @@ from holdfast.errors import RequestError, shown
 from holdfast.observability.log import get_logger
 from holdfast.request.outputs import CompletionDelta
 from holdfast.text.chat_template import ChatTemplate
-from holdfast.text.grammar import FormCheck, Vocabulary
+from holdfast.text.grammar import GrammarCheck, Vocabulary
 from holdfast.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 256
@@ -56,7 +56,7 @@ class Front:
         """`vocabulary`: that of the tokenizer for grammars, if it is shared."""
         if vocabulary is None and tokenizer is not None:
             vocabulary = Vocabulary(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
-        self._forms = forms = None if vocabulary is None else FormCheck(vocabulary)
+        self._forms = forms = None if vocabulary is None else GrammarCheck(vocabulary)
         self._admission = Admission(
             facts.longest, facts.vocab_size, facts.max_queue, tokenizer, chat_template, forms, takes_priorities
         )

@@ -81,7 +81,7 @@ CLOSED: dict[str, Any] = {"additionalProperties": False}
 OWN_VARIABLES = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "control"),
-        *("self", "continue_final_message", "tools_in_words", "tokenize", "allow_special_tokens"),
+        *("self", "continue_final_message", "tools_as_text", "tokenize", "allow_special_tokens"),
     )
 )
 """Variables of templates and of their renderer: chat_template_kwargs cannot set these, nor names that end in _token."""

@@ -332,18 +332,17 @@ def test_single_experts_are_declined_in_words():
         ("glm-dsa", "GlmMoeDsaForCausalLM"),
     ],
 )
-def test_a_family_that_runs_from_a_folder_alone_sends_people_there(arch, architecture):
-    with raises_code("gguf.unsupported_architecture", UnsupportedModelError):
+def test_gguf_config_family_for_folders_only_names_its_folder(arch, architecture):
+    with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         spec(general__architecture=arch)
+    assert architecture in str(caught.value)
 
 
 @pytest.mark.parametrize(("arch", "is_planned"), [("mamba", False), ("glm4moe", True)])
-def test_a_family_that_does_not_run_sends_nobody_to_a_folder_of_it(arch, is_planned):
+def test_gguf_config_unsupported_family_names_no_folder(arch, is_planned):
     with raises_code("gguf.unsupported_architecture", UnsupportedModelError) as caught:
         spec(general__architecture=arch)
     message = str(caught.value)
-    assert (
-        f"describes a {arch}; GGUF files of llama, qwen2, qwen3, gemma3, qwen2moe, qwen3moe, deepseek2 run" in message
-    )
-    assert "a folder of the same model would not run either" in message
+    assert f"describes a {arch}. GGUF files of llama, qwen2," in message
+    assert "A folder of the same model would not run either." in message
     assert ("holdfast plan" in message) is is_planned

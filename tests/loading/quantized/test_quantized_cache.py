@@ -88,14 +88,14 @@ def test_a_second_start_finds_what_the_first_has_kept(cache, model, caplog, reci
     first = slot_of(model, plan)
     assert first.hit is None
     assert first.save(weights) is None
-    assert "the next start reads these" in caplog.text
+    assert "for the next start" in caplog.text
     second = slot_of(open_written(model.path), plan_of(model, recipe))
     assert second.hit is not None
     source, again = second.hit
     assert (again.weights, again.recipe) == (plan.weights, plan.recipe)
     assert read_all(source, again, 300_000) == {name: bits(plane) for name, plane in planes_of(plan, weights).items()}
     source.close()
-    assert "quantized weights of an earlier start are read from" in caplog.text
+    assert "reading quantized weights of an earlier start from" in caplog.text
     assert names(cache) == [cache_key(first.identity, plan)]
 
 
@@ -192,7 +192,7 @@ def test_a_source_that_changed_is_quantized_again(cache, model, caplog, file, ch
     changed = open_written(model.path)
     slot = slot_of(changed, plan_of(changed))
     assert slot.hit is None
-    assert f"cached weights are of another source, and the model is quantized again: {words}" in caplog.text
+    assert f"cached weights have another source, so the model is quantized again: {words}" in caplog.text
     assert slot.save(loaded(slot.plan)) is None
     assert len(names(cache)) == 2
     hit = slot_of(changed, plan_of(changed)).hit
@@ -215,7 +215,7 @@ def test_a_damaged_entry_is_dropped_and_written_again(cache, model, caplog):
     os.truncate(slot.folder / FILE, 1000)
     again = slot_of(model, plan)
     assert again.hit is None
-    assert f"cached weights are dropped, and the model is quantized again: {FILE} has 1000 bytes" in caplog.text
+    assert f"dropping cached weights and quantizing the model again: {FILE}: it has 1000 bytes" in caplog.text
     assert names(cache) == []
     assert again.save(loaded(plan)) is None
     hit = slot_of(model, plan).hit
@@ -246,7 +246,7 @@ def test_an_entry_under_anothers_name_is_dropped(cache, model, caplog):
     slots[0].save(loaded(plans[0]))
     slots[0].folder.rename(slots[1].folder)
     assert slot_of(model, plans[1]).hit is None
-    assert "tells of another load than the folder is named after" in caplog.text
+    assert "describes another load than the folder's name" in caplog.text
     slots[0].save(loaded(plans[0]))
     manifest = slots[0].folder / MANIFEST_FILE
     manifest.write_text(manifest.read_text().replace('"mtime_ns": 1', '"mtime_ns": 2'))
@@ -255,7 +255,7 @@ def test_an_entry_under_anothers_name_is_dropped(cache, model, caplog):
 
 
 def test_what_is_not_worth_caching_is_told(cache, model):
-    assert find_cached(model, plan_of(model, WeightRecipe())) == "nothing is quantized as it loads"
+    assert find_cached(model, plan_of(model, WeightRecipe())) == "nothing is quantized on load"
     dummy = replace(model, source=DummySource(PARAMETERS, "bfloat16"))
     assert find_cached(dummy, plan_of(model)) == "weights are dummies"
     plan = plan_of(model)
@@ -290,7 +290,7 @@ def test_a_disk_that_fills_up_leaves_nothing(cache, model, monkeypatch, caplog):
     monkeypatch.setattr(quantized_writer, "write_fully", full)
     assert slot_of(model, plan).save(loaded(plan)) == "No space left on device"
     assert len(num_written) > 1
-    assert "not kept for the next start: No space left on device" in caplog.text
+    assert "not saved for the next start: No space left on device" in caplog.text
     assert names(cache) == []
 
 
@@ -369,7 +369,7 @@ def test_the_least_recently_used_goes_first(cache, model, caplog):
     assert not slots["int8"].folder.exists()
     assert slots["fp8"].folder.exists()
     assert slots["tensor"].folder.exists()
-    assert "of cached weights removed" in caplog.text
+    assert "of cached weights: " in caplog.text
     told = slot_of(model, plan_of(model, WeightRecipe(FP8, "none")), max_bytes=1000).save({})
     assert told is not None
     assert "the cache 1000 B" in told

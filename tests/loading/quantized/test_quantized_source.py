@@ -104,7 +104,7 @@ def test_one_changed_bit_is_found_wherever_it_is_and_however_it_is_read(saved, m
     spec = plan.specs[bisect_right(ends, place)]
     cached, ledger = plan_from_cache(plan, source), Ledger()
     with chunks_of(max_bytes):
-        with raises_code("weights.damaged", ModelFormatError):
+        with raises_code("weights.damaged", ModelFormatError, tensor=spec.name):
             load_weights(cached, source, "cpu", ledger, lambda done, total: None, allow_nonfinite=True)
         assert not list(ledger)
         flip(folder / FILE, header + place)

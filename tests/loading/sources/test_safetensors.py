@@ -1,5 +1,6 @@
 """Safetensors: files that the package accepts and no others; folders with an index; rows of all files as one source."""
 
+import gc
 import json
 import os
 import random
@@ -400,7 +401,7 @@ def test_missing_shards_are_named(tmp_path):
 
 def test_index_and_files_must_agree(tmp_path):
     shards(tmp_path, {"a.safetensors": ["x"], "b.safetensors": ["y"]}, {"x": "b.safetensors", "y": "b.safetensors"})
-    assert "a.safetensors disagree about the tensor 'x'" in refusal_of_folder(tmp_path, "weights.index_mismatch")
+    assert "disagree about the tensor 'x'" in refusal_of_folder(tmp_path, "weights.index_mismatch")
     shards(tmp_path, {"a.safetensors": ["x", "extra"]}, {"x": "a.safetensors"})
     assert "a.safetensors disagree about the tensor 'extra'" in refusal_of_folder(tmp_path, "weights.index_mismatch")
 
@@ -669,6 +670,7 @@ def test_threads_in_many_files_get_their_own_bytes(tmp_path):
     """Files are closed for others while some are being read: a number that is used again must not be mistaken."""
     files = {f"{index:03}.safetensors": {f"t{index}": ("F32", [40, 50 + index])} for index in range(20)}
     source = source_of(tmp_path, files)
+    gc.collect()  # errors of earlier tests hold open files
     before = len(os.listdir("/proc/self/fd"))
     wanted = {name: read_rows(source, name, 0, 40) for name in source.entries}
 

@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     num_rows: int
     read: Read
     offset: int
-    """Of its bytes in the chunk."""
+    """First byte in the chunk."""
     num_bytes: int
     finds_amax: bool
     """True if the amax of its rows is needed before any of the move's rows is placed."""
