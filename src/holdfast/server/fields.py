@@ -31,23 +31,23 @@ MAX_PROMPT_TOKENS = 2**21
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def refuse(words: str) -> PydanticCustomError:
-    """Make an error whose message is exactly `words`, braces included."""
-    return PydanticCustomError("refused", "{words}", {"words": words})
+def refuse(message: str) -> PydanticCustomError:
+    """Make an error with exactly this message, braces included."""
+    return PydanticCustomError("refused", "{message}", {"message": message})
 
 
 class Refused:
     """The type of a known field that is not implemented: accepts null and the values that change nothing."""
 
-    def __init__(self, words: str, *accepted: object) -> None:
-        self._words = words
+    def __init__(self, message: str, *accepted: object) -> None:
+        self._message = message
         self._accepted = accepted
 
     def check(self, value: object) -> object:
         """Return the value if it changes nothing."""
         if value is None or any(type(value) is type(same) and value == same for same in self._accepted):
             return value
-        raise refuse(self._words)
+        raise refuse(self._message)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:  # noqa: ANN401
         return core_schema.no_info_plain_validator_function(self.check)
@@ -55,7 +55,7 @@ class Refused:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"enum": [None, *self._accepted], "description": self._words}
+        return {"enum": [None, *self._accepted], "description": self._message}
 
 
 @cache
