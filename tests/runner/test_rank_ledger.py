@@ -35,7 +35,7 @@ from holdfast.models.grouped_readers import parameters
 from holdfast.models.parameters import Parameter
 from holdfast.planning import fit
 from holdfast.planning.plan import RunnerPlan
-from holdfast.planning.stages import equal_cuts
+from planning.test_plan_stages import equal_cuts
 from holdfast.planning.target import gpu_target
 from holdfast.planning.terms import graph_term
 from holdfast.runner import assembly, step_inputs
