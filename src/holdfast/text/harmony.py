@@ -23,7 +23,6 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 TURN = f"{START}assistant"
-"""The end of a prompt."""
 MAX_HEADER_CHARS = 512
 FUNCTIONS = "functions."
 
@@ -52,7 +51,6 @@ class _State(Enum):
     FIRST = auto()
     """At the beginning of an answer, in a header that the prompt began."""
     NEXT = auto()
-    """After the end of a message."""
     HEADER = auto()
     BODY = auto()
     CALL = auto()
@@ -87,7 +85,6 @@ class HarmonyParser:
         self._kind: type[ContentDelta] | type[ReasoningDelta] | None = ContentDelta
         """Kind of the body that is read; None drops it."""
         self._name = ""
-        """Name of the call that is read."""
         self._arguments = ArgumentsReader()
         self._shown: set[type[ContentDelta] | type[ReasoningDelta]] = set()
         self._is_new_message = False

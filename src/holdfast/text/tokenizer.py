@@ -27,7 +27,6 @@ OTHER_FORMATS = {
     "tekken.json": "a Mistral tekken vocabulary",
     "vocab.json": "a vocabulary and merges in files of their own",
 }
-"""Files that a folder may hold instead of tokenizer.json."""
 BY_IDS = 'pass prompts as token ids: LLM(model, tokenizer="none").generate(prompt_token_ids=[...])'
 """The fix for a model whose tokenizer is not supported."""
 CONFIG_FILE = "tokenizer_config.json"
@@ -39,7 +38,6 @@ NO_BOUND = 2**31
 """More characters than any text has."""
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
 MAX_COMPOSED_CHARS = 4
-"""Most characters that Unicode composes into one."""
 
 
 @dataclass(frozen=True, slots=True)

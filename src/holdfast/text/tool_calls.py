@@ -57,7 +57,6 @@ class ToolFormat:
 
     name: str
     opening: str
-    """Marker before a call."""
     closing: str
     """Marker after it; empty if there is none, or the syntax has its own end."""
     syntax: JsonSyntax | HeadSyntax | TagSyntax | None
@@ -69,13 +68,11 @@ class ToolFormat:
     slack: re.Pattern[str] = _NO_SLACK
     """Pattern of the text between a call and its closing marker."""
     between: str = "\n"
-    """Separator of two forced calls."""
     breaks_lines: bool = False
     """A forced call has a line break on the inner side of each marker."""
     tokens: tuple[str, ...] = ()
     """Markers that are tokens of the vocabulary. A text without special tokens may lack them."""
     stops: tuple[str, ...] = ()
-    """Tokens that end an answer."""
 
     @property
     def lists_calls(self) -> bool:
