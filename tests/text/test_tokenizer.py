@@ -258,7 +258,7 @@ def test_mutated_files_give_a_tokenizer_or_an_error_of_ours(data, tmp_path_facto
         tokenizer.decode(tokenizer.encode("hello world"))
 
 
-@for_each(
+@pytest.mark.parametrize(
     "present, words",
     [
         ("tokenizer.model", "SentencePiece"),

@@ -171,7 +171,7 @@ GOLDEN = [
 ]
 
 
-@for_each("form, text, expected", GOLDEN)
+@pytest.mark.parametrize("form, text, expected", GOLDEN)
 def test_transcripts(form, text, expected):
     whole = form.parser(TOOLS)
     assert in_short(read(whole, [text])) == expected
@@ -182,7 +182,7 @@ def test_transcripts(form, text, expected):
         assert parser.problems == whole.problems
 
 
-@for_each("form, text, expected", GOLDEN)
+@pytest.mark.parametrize("form, text, expected", GOLDEN)
 def test_tool_parser_reports_problems(form, text, expected):
     parser = form.parser(TOOLS)
     deltas = read(parser, [text])

@@ -110,9 +110,9 @@ def test_chunks_are_placed_where_they_were_read(num_places, num_readers):
     assert feed.copy_seconds == 0
 
 
-@for_each("num_places", [1, 3])
-@for_each("num_pinned", [1, 2, 12])
-@for_each("num_readers", [1, 4])
+@pytest.mark.parametrize("num_places", [1, 3])
+@pytest.mark.parametrize("num_pinned", [1, 2, 12])
+@pytest.mark.parametrize("num_readers", [1, 4])
 def test_chunks_come_through_pinned_memory(num_places, num_pinned, num_readers, fake_gpu):
     tensors, moves = some_moves(9)
     chunks = cut_chunks(moves, [], CHUNK_BYTES)
@@ -161,7 +161,7 @@ def test_late_gpu_has_read_a_pinned_chunk_before_it_is_filled(monkeypatch, num_p
     assert released == [0], "copies end before their memory is let go"
 
 
-@for_each("num_chunks", [1, 2, 7, 33, 100])
+@pytest.mark.parametrize("num_chunks", [1, 2, 7, 33, 100])
 def test_some_chunks_are_timed_and_stand_for_all_by_their_bytes(num_chunks, fake_gpu):
     rows = torch.randn(8 * num_chunks, 32)  # 8 rows to a chunk
     move = Move("t", "float32", "t", Part("t", 0, tuple(rows.shape)), None, 0)

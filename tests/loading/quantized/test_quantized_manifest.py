@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from error_codes import raises_code
 from for_each import for_each
 from holdfast.distributed.mesh import Mesh
@@ -55,7 +57,7 @@ def touch(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
 
-@for_each(
+@pytest.mark.parametrize(
     "file, change, words",
     [
         ("model-a.safetensors", grow, r"model-a\.safetensors has \d+ bytes and had \d+"),

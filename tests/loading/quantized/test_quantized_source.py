@@ -203,7 +203,7 @@ def scale_of_its_own(folder: Path) -> None:
     edited(folder, lambda values: values["weights"][1].update(name="lm_head.weight.scale"))
 
 
-@for_each(
+@pytest.mark.parametrize(
     "damage, code",
     [
         (cut, "weights.saved_broken"),

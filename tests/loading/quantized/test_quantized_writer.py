@@ -16,7 +16,6 @@ import torch
 from safetensors import safe_open
 
 from error_codes import raises_code
-from for_each import for_each
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ConfigError, ModelFormatError
 from holdfast.loading.quantized import writer as quantized_writer
@@ -190,7 +189,7 @@ def model(tmp_path):
     return write_model(tmp_path / "m")
 
 
-@for_each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_saved_model_is_a_model_of_its_own(tmp_path, model, recipe):
     plan = plan_of(model, recipe)
     weights, folder = loaded(plan), tmp_path / "out"
