@@ -15,7 +15,7 @@ import holdfast.engine.build as engine_build
 from holdfast.api.llm import LLM
 from holdfast.engine.admission import TokensPrompt
 from holdfast.engine.engine import Engine
-from holdfast.models.decoder import Decoder
+from holdfast.models.layer_stack import LayerStack
 from holdfast.runner.build import BuiltRunner
 from holdfast.runner.runner import Runner
 
@@ -42,9 +42,9 @@ class OpenEngine(NamedTuple):
         return self.built.runner
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> LayerStack:
         model = self.built.runner.model
-        assert isinstance(model, Decoder), f"{model} is no decoder"
+        assert isinstance(model, LayerStack), f"{model} is no decoder"
         return model
 
     @property

@@ -38,7 +38,7 @@ from mps import OVERLAP, mps
 from holdfast.distributed.exchange import Exchange
 from holdfast.distributed.symmetric import SymmetricExchange
 from holdfast.kernels.exchange.add_rows import DeferredStream, add_rows_triton
-from holdfast.kernels.exchange.gather_rows import meet_triton
+from holdfast.kernels.exchange.gather_rows import rendezvous_triton
 from holdfast.kernels.exchange.signals import ATOMIC, RELAXED
 from holdfast.kernels.exchange.sum_rows import Tiles, sum_rows_triton
 
@@ -113,7 +113,7 @@ def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, An
         return exchange.peer_rooms(turns[0], torch.bfloat16)
 
     def in_two_kernels() -> None:
-        meet_triton(ranks)
+        rendezvous_triton(ranks)
         sum_rows_triton(rooms(), out, ranks._replace(signals=None), Tiles(2048, 8), two_passes=False)
 
     calls: dict[str, Callable[[], object]] = {
@@ -130,7 +130,7 @@ def timed_variants(exchange: SymmetricExchange, sizes: Sizes, told: dict[str, An
                 rooms(), DeferredStream(stream, stream[0], scaled, squares), ranks, tiles, begins_next
             )
     calls["signal kernel, then sum kernel"] = in_two_kernels
-    calls["meeting alone"] = lambda: meet_triton(ranks)
+    calls["meeting alone"] = lambda: rendezvous_triton(ranks)
     calls["torch one-shot"] = torch_one_shot(exchange, shape)
     for name, call in calls.items():
         try:

@@ -153,7 +153,7 @@ def next_in_turn() -> Any:  # noqa: ANN401 a generator of nothing
         symmetric.add_rows_triton = kept
 
 
-def ways_of(model: LayerStack[Any], is_alone: bool) -> dict[str, Any]:
+def ways_of(model: LayerStack, is_alone: bool) -> dict[str, Any]:
     """Each as a function of a batch and its plan, that gives logits."""
 
     def apart(batch: Any, plan: Any) -> torch.Tensor:  # noqa: ANN401 the backend's own types

@@ -20,10 +20,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from holdfast.attention.backend import Batch, EagerStep, GroupedAttention
-from holdfast.attention.declarations import AttentionSpec, BackendDeclaration, StepBounds
-from holdfast.attention.select import build_backend
+from holdfast.attention.backend import AttentionBackend, Batch, EagerStep
+from holdfast.attention.declarations import AttentionSpec, BackendDeclaration
 from holdfast.cache.storage import PageStorage
+from holdfast.families.backends import BackendInputs, build_backend
+from holdfast.families.grouped.pages import GroupedBackend
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.models.spec import ModelSpec
 from holdfast.quant.kv_quantize import hadamard_block, rotate_heads
@@ -135,7 +136,7 @@ class VllmPages:
 
     name: ClassVar[str] = "vllm_pages"
 
-    def __init__(self, inner: GroupedAttention[Any], storage: PageStorage, vllm_format: VllmFormat) -> None:
+    def __init__(self, inner: GroupedBackend, storage: PageStorage, vllm_format: VllmFormat) -> None:
         self._inner = inner
         self._storage = storage
         self._format = vllm_format
@@ -190,9 +191,8 @@ class MakeVllmPages(NamedTuple):
         declaration: BackendDeclaration,
         specs: Sequence[AttentionSpec],
         storage: PageStorage,
-        bounds: StepBounds,
-        num_sms: int,
-        batch_invariant: bool,
-    ) -> GroupedAttention[Any]:
-        inner = build_backend(declaration, specs, storage, bounds, num_sms, batch_invariant)
+        inputs: BackendInputs,
+    ) -> AttentionBackend:
+        inner = build_backend(declaration, specs, storage, inputs)
+        assert isinstance(inner, GroupedBackend), f"{inner.name} keeps no keys and values by head"
         return VllmPages(inner, storage, self.format)

@@ -20,8 +20,9 @@ from holdfast.cli import bench_record
 from holdfast.config import EngineConfig, Limits
 from holdfast.engine.scheduler import Scheduler
 from holdfast.loading.declared import open_declared
-from holdfast.planning.fit import PlanRequest, RunnerPlan
+from holdfast.planning.fit import RunnerPlan
 from holdfast.planning.plan import plan_runner
+from holdfast.planning.resolve import PlanRequest
 from holdfast.planning.target import memory_target
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, Sequence

@@ -50,9 +50,11 @@ def pointers(line: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def defined_names(source: Source) -> set[str]:
-    """Functions and classes of a file, and methods as Class.method."""
+    """Functions, classes and operations of a file, and methods as Class.method."""
     names = set()
     for node in source.tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):

@@ -21,7 +21,8 @@ from holdfast.config import EngineConfig
 from holdfast.loading.declared import open_declared
 from holdfast.memory.devices import GPUS
 from holdfast.models.declared_model import DeclaredModel
-from holdfast.planning.fit import PlanRequest, find_fit
+from holdfast.planning.fit import fit_runner
+from holdfast.planning.resolve import PlanRequest
 from holdfast.planning.target import Target, gpu_target
 
 MODELS = ("Qwen3-8B", "Qwen3-30B-A3B", "gpt-oss-20b", "DeepSeek-V2-Lite", "phi-4")
@@ -61,7 +62,7 @@ def tokens_of(line: str, asked: DeclaredModel, target: Target) -> tuple[int, int
     else:
         few = {} if command == "serve" else {"max_num_seqs": ONE_SEQUENCE}
         request = place(EngineConfig.from_options(**(few | engine)), asked, target)[0]
-    fit = find_fit(request)
+    fit = fit_runner(request)
     return fit.kv_tokens, fit.resolved.limits.max_model_len
 
 
@@ -84,7 +85,7 @@ def test_plan_commands_give_the_tokens_beside_them(model: str, gpu: str) -> None
     assert planned.request.target == target
     check_promises(model, target, view)
     if GPUS[gpu].name.endswith(("4060 Ti", "3080")):
-        assert f"({GPUS[gpu].nominal_gb} GB)" in view.asked
+        assert f"({GPUS[gpu].nominal_gb} GB)" in view.summary
 
 
 @pytest.mark.parametrize("gpu", ["rtx3080", pytest.param("2xrtx3080", marks=pytest.mark.slow)])
@@ -111,7 +112,7 @@ RUN = RunOptions("model", "Hello", None, raw=False, quiet=True, as_json=False)
 
 @pytest.mark.parametrize(
     "opens",
-    [lambda: chat_module.chat("model", None, {}, {}), lambda: run_module.run(RUN, {}, {})],
+    [lambda: chat_module.chat(chat_module.ChatRequest("model"), {}, {}), lambda: run_module.run(RUN, {}, {})],
     ids=["chat", "run"],
 )
 def test_chat_and_run_open_one_sequence(opens: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,15 @@ import pytest
 
 from cli.plan_requests import plan_request
 from holdfast.cli.plan_commands import plan_command, start_command
-from holdfast.cli.plan_view import Cell, PlanView, asked_words, plain_number, sweep, token_words, view_of
+from holdfast.cli.plan_view import Cell, PlanView, plain_number, summary_of, sweep, token_text, view_of
 from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import MemoryPlanError
 from holdfast.memory.planner import PHASES
 from holdfast.planning.alternatives import Alternative, in_scheme, list_alternatives
-from holdfast.planning.fit import PlanRequest, find_fit, fit_runner, settle
+from holdfast.planning.fit import fit_runner
+from holdfast.planning.resolve import PlanRequest, resolve
 from holdfast.planning.target import cpu_target
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 
@@ -41,14 +42,14 @@ def test_a_plan_that_fits_is_the_planners(asked: PlanRequest) -> None:
     assert view.kv_bytes_per_token == plan.kv_bytes_per_token
     assert view.budget_bytes == plan.memory.budget_bytes
     assert view.not_in_this_version == plan.not_in_this_version
-    assert view.alternatives == list_alternatives(asked)
+    assert view.alternatives == list_alternatives(resolve(asked))
 
 
 @pytest.mark.parametrize("asked", [TOO_LONG, TOO_LARGE], ids=["context", "model"])
 def test_a_plan_that_does_not_fit_is_as_short_as_the_refusal_says(asked: PlanRequest) -> None:
     view = view_of(asked, None)
     with pytest.raises(MemoryPlanError) as caught:
-        find_fit(asked)
+        fit_runner(asked)
     table = caught.value.table
     assert table is not None
     assert not view.fits
@@ -152,14 +153,14 @@ def test_numbers_are_whole_where_they_can_be() -> None:
 
 def test_words_about_tokens() -> None:
     fitting: PlanView = view_of(plan_request("Qwen3-8B", "h200", max_model_len=8192, max_num_seqs=2), None)
-    assert fitting.kv_words == (
+    assert fitting.kv_text == (
         "KV cache size: 16,384 tokens (144.00 KiB each), Maximum concurrency for 8,192 tokens per request: 2.00x"
     )
-    assert view_of(TOO_LARGE, None).kv_words == "a token of KV takes 256.00 KiB"
+    assert view_of(TOO_LARGE, None).kv_text == "a token of KV takes 256.00 KiB"
 
 
 def words_of(asked: PlanRequest) -> str:
-    return asked_words(asked, settle(asked)[1])
+    return summary_of(asked, resolve(asked))
 
 
 def change(option: str, value: object) -> Alternative:
@@ -194,8 +195,8 @@ def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
 
 
 def test_bytes_of_a_token() -> None:
-    assert token_words(Fraction(147456)) == "144.00 KiB"
-    assert token_words(Fraction(1000, 3)) == "333.33 B on average"
+    assert token_text(Fraction(147456)) == "144.00 KiB"
+    assert token_text(Fraction(1000, 3)) == "333.33 B on average"
 
 
 def test_only_what_was_asked_is_repeated() -> None:
@@ -314,25 +315,25 @@ def in_format(name: str) -> PlanRequest:
 
 def test_every_cell_is_the_plan_of_its_formats() -> None:
     for cell in CELLS:
-        alone = find_fit(in_scheme(in_format(cell.kv_cache_dtype), cell.quantization))
+        alone = fit_runner(in_scheme(in_format(cell.kv_cache_dtype), cell.quantization))
         assert cell.kv_tokens == alone.kv_tokens
         assert cell.kv_protected_layers == len(alone.resolved.protected.layers)
         assert cell.runs
-    assert [cell for cell in CELLS if cell.is_asked] == [CELLS[0]]
+    assert [cell for cell in CELLS if cell.is_planned] == [CELLS[0]]
 
 
 def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
     names = list(dict.fromkeys(cell.kv_cache_dtype for cell in CELLS))
     assert names[0] == "bfloat16"
     assert set(names) == {"bfloat16", *(name for name, value in KV_FORMATS.items() if value.is_quantized)}
-    sizes = [layout.bytes_per_token(resolved) for layout, resolved in (settle(in_format(name)) for name in names)]
+    sizes = [resolve(in_format(name)).bytes_per_token() for name in names]
     assert all(larger > smaller for larger, smaller in pairwise(sizes))
     assert {cell.quantization for cell in CELLS} == {"none", "fp8", "mxfp4"}
 
 
 def test_what_was_asked_is_always_among_them() -> None:
     cells = sweep(plan_request("Qwen3-8B", "h200", quantization="int8", kv_cache_dtype="fp8"))
-    assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_asked] == [("fp8", "int8")]
+    assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_planned] == [("fp8", "int8")]
     assert {cell.quantization for cell in cells if cell.runs} == {"none", "fp8", "mxfp4", "int8"}
     on_old = sweep(plan_request("Qwen3-8B", "a100-80g"))
     assert {cell.quantization for cell in on_old} == {"none", "int8", "mxfp4"}, "it has no products in fp8"
@@ -370,7 +371,7 @@ def test_the_chart_has_a_bar_a_cell_and_a_name_a_format() -> None:
     assert heading.text.split() == ["KV", "pages", "weights", "tokens"]
     assert len(lines) == len(CELLS)
     assert sum(line.text.startswith("bfloat16") for line in lines) == 1
-    assert lines[0].text.endswith("asked")
+    assert lines[0].text.endswith("this plan")
     for cell, line in zip(CELLS[1:], lines[1:], strict=True):
         assert line.text.endswith("not in this version") == (line.style == "dim") == (not cell.runs)
     wider = [line.text for line in lines if "4 layers wider" in line.text]
@@ -391,4 +392,4 @@ def test_bars_count_eighths(value: int, cells: str) -> None:
 
 def test_no_cells_are_no_chart() -> None:
     assert len(sweep_lines((), "a GPU")) == 2
-    assert sweep_lines((Cell("bfloat16", "none", 0, True, True),), "a GPU")[2].text.split()[-1] == "asked"
+    assert sweep_lines((Cell("bfloat16", "none", 0, True, True),), "a GPU")[2].text.endswith("this plan")

@@ -19,7 +19,7 @@ from holdfast.distributed.exchange_plan import ExchangeNeeds
 from holdfast.distributed.mesh import Mesh
 from holdfast.distributed.symmetric import SymmetricExchange
 from holdfast.kernels.exchange import links, signals
-from holdfast.kernels.exchange.gather_rows import _meet_kernel
+from holdfast.kernels.exchange.gather_rows import _rendezvous_kernel
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import TensorSpec, arena_bytes
 from pointer_bounds import BOUNDS
@@ -42,7 +42,7 @@ class InterpretedRanks:
         self._memory: dict[int, torch.Tensor] = {}
         self._store: dict[str, bytes] = {}
         # The language and its core, which functions of the language see.
-        self._languages = [interpreter._patch_lang(one.fn) for one in (_meet_kernel, interpreter.tl.zeros)]
+        self._languages = [interpreter._patch_lang(one.fn) for one in (_rendezvous_kernel, interpreter.tl.zeros)]
         # Launches overlap: none may take the language away from another.
         monkeypatch.setattr(interpreter, "_patch_lang", lambda function: SimpleNamespace(restore=lambda: None))
         monkeypatch.setattr(interpreter.interpreter_builder, "create_inline_asm", self._assemble)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from error_codes import raises_code
 from holdfast.distributed.mesh import ALONE, Mesh, meshes
 from holdfast.errors import ConfigError
 
@@ -30,5 +31,5 @@ def test_one_rank_is_alone() -> None:
     "place", [{"tensor_rank": 2, "tensor_size": 2}, {"stage": -1}, {"expert_rank": True, "expert_size": 2}]
 )
 def test_places_that_are_not_there_are_refused(place: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="was asked"):
+    with raises_code("rank.not_a_rank", ConfigError):
         Mesh(**place)

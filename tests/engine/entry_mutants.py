@@ -1,7 +1,5 @@
 """Planted bugs of rows that stand for several tokens: where sequences begin behind a prefix, what is kept, what is written."""
 
-from dataclasses import replace
-
 import holdfast.engine.scheduler
 from engine.mutants import Mutant, entering
 from holdfast.cache.groups import CacheGroup
@@ -27,7 +25,7 @@ def a_hit_begins_behind_its_last_token(patch):
 @mutant("reads what is not its own")
 def nobody_is_told_what_is_stored(patch):
     real = holdfast.engine.scheduler.admitted
-    patch.setattr(holdfast.engine.scheduler, "admitted", lambda *own: replace(real(*own), num_stored=0))
+    patch.setattr(holdfast.engine.scheduler, "admitted", lambda *own: real(*own)._replace(num_stored=0))
 
 
 @mutant("reads what is not its own|has not what its window of")

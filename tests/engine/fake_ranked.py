@@ -93,7 +93,7 @@ def program(kind: str, station: str) -> None:
     engine = None
     try:
         if kind in ("launched", "nodes"):
-            engine = ranked_engine(name, NUM_RANKS, meet=partial(launched.meet_ranks, as_launched(kind)))
+            engine = ranked_engine(name, NUM_RANKS, rendezvous=partial(launched.accept_ranks, as_launched(kind)))
         elif kind == "script":
             engine = ranked_engine(name, NUM_RANKS)
         else:

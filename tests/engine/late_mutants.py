@@ -153,9 +153,9 @@ def surplus_tokens_are_counted(patch):
 @mutant("has other pages in its slot")
 def new_pages_are_told_twice(patch):
     def new_pages(sequence, track):
-        num_told = list(track.num_told)
+        num_sent = list(track.num_sent)
         pages = real(sequence, track)
-        track.num_told, track.is_grown = num_told, True
+        track.num_sent, track.is_grown = num_sent, True
         return pages
 
     real = holdfast.engine.scheduler.new_pages
@@ -166,8 +166,8 @@ def new_pages_are_told_twice(patch):
 def new_pages_are_not_told(patch):
     def act(self, sequence, num_tokens, missing):
         track = self._tracks[sequence.sequence_id]
-        track.num_told = [
-            max(told, len(table) - 1) for told, table in zip(track.num_told, sequence.tables, strict=True)
+        track.num_sent = [
+            max(told, len(table) - 1) for told, table in zip(track.num_sent, sequence.tables, strict=True)
         ]
 
     after(patch, "_extend", act)
@@ -176,7 +176,7 @@ def new_pages_are_not_told(patch):
 @mutant(r"was told \d+ of \d+ places")
 def pages_of_a_hit_are_not_told(patch):
     def act(self, sequence, hit):
-        self._tracks[sequence.sequence_id].num_told = [len(table) for table in sequence.tables]
+        self._tracks[sequence.sequence_id].num_sent = [len(table) for table in sequence.tables]
 
     after(patch, "_start", act)
 
@@ -385,7 +385,7 @@ def one_that_starts_anew_is_not_released(patch):
 def outputs_before_a_preemption_are_not_told(patch):
     def admitted(sequence, fork_of):
         told = real(sequence, fork_of)
-        return replace(told, token_ids=told.token_ids[: told.num_prompt_tokens])
+        return told._replace(token_ids=told.token_ids[: told.num_prompt_tokens])
 
     real = holdfast.engine.scheduler.admitted
     patch.setattr(holdfast.engine.scheduler, "admitted", admitted)

@@ -138,7 +138,7 @@ def a_hit_counts_one_token_too_many(patch):
 
 @mutant("must not use cached pages")
 def sequences_that_must_not_hit_do(patch):
-    patch.setattr(Scheduler, "_asks_cache", lambda self, sequence: self._caches_prefixes)
+    patch.setattr(Scheduler, "_uses_cache", lambda self, sequence: self._caches_prefixes)
 
 
 @mutant("has not the 0 positions of its account", first_seed=12)

@@ -86,7 +86,7 @@ def sequences_that_must_not_share_fork(patch):
 def open_page_of_a_fork_is_not_copied(patch):
     def admitted(sequence, fork_of):
         told = real(sequence, fork_of)
-        return replace(told, num_stored=told.num_stored + 64) if fork_of >= 0 else told
+        return told._replace(num_stored=told.num_stored + 64) if fork_of >= 0 else told
 
     real = holdfast.engine.scheduler.admitted
     patch.setattr(holdfast.engine.scheduler, "admitted", admitted)

@@ -368,5 +368,5 @@ def test_refusals_cost_no_more_than_looking():
 
 def test_descriptions_are_one_bounded_line():
     assert describe(ValueError("a\n b")) == "ValueError: a b"
-    assert describe(ConfigError("a", "b", "c")) == "a; b; c"
+    assert describe(ConfigError("value.empty", name="a")) == "a must not be empty."
     assert len(describe(ValueError("x" * 10**6))) == 300

@@ -83,7 +83,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told_before_weights_are_and_token_id
     config, progress = EngineConfig(model=str(folder)), []
     with pytest.raises(ModelFormatError, match="a tiktoken model") as caught:
         build_engine(config, lambda done, total: progress.append(done))
-    assert 'LLM(model, tokenizer="none").generate(prompt_token_ids=[...])' in caught.value.do
+    assert 'LLM(model, tokenizer="none").generate(prompt_token_ids=[...])' in str(caught.value)
     assert progress == []
     ids = list(b"hello")
     (wanted,) = LLM(str(model)).generate(prompt_token_ids=ids, params=GREEDY)
@@ -123,8 +123,8 @@ def test_a_tokenizer_of_ones_own(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"tokenizer": "/no/such/place"}, ModelNotFoundError, "neither a folder nor a GGUF file"),
-        ({"chat_template": "/no/such/file.jinja"}, ConfigError, "cannot be read"),
+        ({"tokenizer": "/no/such/place"}, ModelNotFoundError, "neither a folder, a GGUF file"),
+        ({"chat_template": "/no/such/file.jinja"}, ConfigError, "is not readable"),
         ({"memory_limit": "1KiB"}, MemoryPlanError, "short"),
         ({"max_model_len": 10**6, "memory_limit": "1MiB"}, MemoryPlanError, "short"),
         ({"device": "cuda:99"}, ConfigError, "CUDA devices"),

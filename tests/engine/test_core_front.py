@@ -151,13 +151,13 @@ def test_front_refusals_end_their_sequences_alone(connect):
     core.submit([request(0), request(1)])
     core.submit([request(2)])
     core.submit([request(3)])
-    full = QueueFullError("a", "b", "c")
+    full = QueueFullError("value.empty", name="a")
     child.script += [Refused((0, 1), full), outputs(output(2, 5, "stop"), num_submitted=3), Refused((3,), full)]
     assert core.num_queued == 4
     first = core.step()
     assert [(one.sequence_id, one.ending.error) for one in first.outputs if one.ending] == [
-        (0, "a; b; c"),
-        (1, "a; b; c"),
+        (0, "a must not be empty."),
+        (1, "a must not be empty."),
     ]
     assert core.num_queued == 2
     assert tokens(core.step()) == [(5,)]

@@ -99,7 +99,7 @@ def test_another_refusal_is_an_error_and_leaves_no_trace():
     driver = Driver(engine)
 
     def refuse(sequence):
-        raise RequestError("no", "no", "no")
+        raise RequestError("value.empty", name="x")
 
     engine.scheduler.add = refuse
     with driver.call() as call:

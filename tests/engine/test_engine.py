@@ -349,7 +349,7 @@ def test_a_full_queue_refuses_all_or_nothing():
 def test_names_are_labels_and_only_live_ones_clash():
     engine = make_engine()
     engine.add_request("0", "Q", GREEDY)
-    with pytest.raises(RequestError, match="request id '0' was given; a live request has it already"):
+    with raises_code("request.request_id_in_use", RequestError):
         engine.add_request("0", "R", GREEDY)
     assert engine.add_request(None, "R", GREEDY) == "1"
     engine.abort("0")
@@ -369,7 +369,7 @@ def test_names_that_nobody_gave_avoid_those_that_somebody_did():
 
 @pytest.mark.parametrize("name", ["", "x" * 257, 5, b"x", ["x"]], ids=repr)
 def test_odd_names_are_refused(name):
-    with pytest.raises(RequestError, match="request id"):
+    with raises_code("request.request_id", RequestError):
         make_engine().add_request(name, "Q", GREEDY)
 
 

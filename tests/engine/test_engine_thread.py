@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from engine.fakes import Gate, assert_at_rest, make_engine, solo, text_of, tokens_of
+from error_codes import raises_code
 from holdfast.engine.engine_thread import EngineThread, Mailbox
 from holdfast.errors import EngineDeadError, RequestError
 from holdfast.request.outputs import CompletionDelta
@@ -139,7 +140,7 @@ def test_a_refusal_reaches_its_reader_only():
         thread = EngineThread(engine)
         first, second = submitted(thread, "one", "same name"), submitted(thread, "two", "same name")
         gate.open()
-        with pytest.raises(RequestError, match="a live request has it already"):
+        with raises_code("request.request_id_in_use", RequestError):
             await read(second)
         assert tokens_of(await read(first)) == solo("one", PARAMS)[0]
         ended(thread)

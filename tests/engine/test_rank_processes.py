@@ -22,7 +22,7 @@ from holdfast import SamplingParams
 from holdfast.config import EngineConfig
 from holdfast.engine import rank_build
 from holdfast.engine.channel import Channel, ChannelClosedError, channel_pair
-from holdfast.engine.messages import Shutdown, Start
+from holdfast.engine.messages import Refused, Shutdown, Start, encode_message
 from holdfast.engine.pulse import Pulse, open_pulse_file
 from holdfast.engine.rank_build import build_ranks
 from holdfast.engine.rank_messages import (
@@ -93,7 +93,7 @@ def test_ready_ranks_tell_what_they_hold():
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("refuses", UnsupportedModelError, "rank 2: a fake was asked; it has no weights; take another"),
+        ("refuses", UnsupportedModelError, "rank 2: weights must not be empty."),
         ("fails", EngineDeadError, "rank 2: it stopped at OSError: no weights today"),
         ("exits", EngineDeadError, "rank 2: it ended (exit status 3: what it said last)"),
     ],
@@ -139,7 +139,7 @@ def test_what_rank_0_has_built_is_given_back_where_another_is_lost_meanwhile(tmp
 
         def build(self) -> tuple[SimpleNamespace, tuple[()]]:
             if not is_built:
-                raise EngineDeadError("rank 0 was to meet all", "nobody came", "start again")
+                raise EngineDeadError("rank.missing_ranks", missing="rank 1", num_ranks=2, seconds=1)
             return SimpleNamespace(release=lambda: released.append(len(ended))), ()
 
     class Lost:
@@ -147,7 +147,7 @@ def test_what_rank_0_has_built_is_given_back_where_another_is_lost_meanwhile(tmp
             pass
 
         def wait(self, building: Future) -> None:
-            raise EngineDeadError("the ranks were asked", "rank 1 was killed", "make a new engine")
+            raise EngineDeadError("rank.dead", reason="rank 1 was killed")
 
         def end(self) -> None:
             ended.append(1)
@@ -285,7 +285,7 @@ def _foreign() -> dict[str, tuple[bytes, ...]]:
         "cut short": (frame[: len(frame) // 2],),
         "oversized": (bytes(oversized),),
         "repeated": (encode_rank_message(RankPlanned({}), 1), encode_rank_message(RankPlanned({}), 1)),
-        "not due": (encode_rank_message(Start(EngineConfig()), 1),),
+        "not due": (encode_message(Start(EngineConfig()), 1),),
         "a frame first": (frame,),
     }
 
@@ -318,7 +318,7 @@ def test_what_a_rank_does_not_know_ends_it_with_a_sentence(name):
     said = heard(channel)
     assert process.wait(20.0) == 1
     assert len(said) == 1, said
-    assert ";" in str(getattr(said[0], "error", said[0]))
+    assert str(said[0].error if isinstance(said[0], Refused) else said[0].cause).endswith(".")
     channel.close()
     for file in files:
         os.close(file)

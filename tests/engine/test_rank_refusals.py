@@ -20,7 +20,7 @@ from holdfast import LLM
 from holdfast.config import EngineConfig
 from holdfast.engine import build as engine_build
 from holdfast.engine import launched, rank_build
-from holdfast.engine.launched import Launched, meet_ranks
+from holdfast.engine.launched import Launched, accept_ranks
 from holdfast.engine.rank_build import OVERLAPPING, check_devices
 from holdfast.engine.rank_messages import RankLoaded, RankPlanned, RankReported
 from holdfast.engine.ranks import RankGroup
@@ -68,10 +68,10 @@ def test_ranks_of_compressed_attention_name_one_gpu(tmp_path: Path, monkeypatch,
 @pytest.mark.parametrize(
     ("device", "num_devices", "mask", "size", "words"),
     [
-        ("cuda", 2, None, 4, "4 ranks from cuda:0 on were asked; torch sees 2 CUDA devices here, and each rank takes one; ask for 2"),
-        ("cuda:1", 2, None, 2, "2 ranks from cuda:1 on were asked; torch sees 2 CUDA devices here, and each rank takes one; ask for 1"),
-        ("cuda", 1, "3", 2, "torch sees 1 CUDA devices here (CUDA_VISIBLE_DEVICES=3), and each rank takes one"),
-        ("auto", 1, "0", 8, "8 ranks from cuda:0 on were asked; torch sees 1 CUDA devices here (CUDA_VISIBLE_DEVICES=0)"),
+        ("cuda", 2, None, 4, "4 ranks from cuda:0 on need a GPU each, but torch sees 2 CUDA devices. Use at most 2 ranks"),
+        ("cuda:1", 2, None, 2, "2 ranks from cuda:1 on need a GPU each, but torch sees 2 CUDA devices. Use at most 1 ranks"),
+        ("cuda", 1, "3", 2, "torch sees 1 CUDA devices (CUDA_VISIBLE_DEVICES=3)"),
+        ("auto", 1, "0", 8, "8 ranks from cuda:0 on need a GPU each, but torch sees 1 CUDA devices (CUDA_VISIBLE_DEVICES=0)"),
         ("cuda", 0, "", 2, "device='cuda' was asked; torch sees 0 CUDA devices here"),
     ],
 )  # fmt: skip
@@ -152,7 +152,7 @@ def test_a_port_of_the_launcher_that_is_in_use(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         with pytest.raises(HoldfastError) as caught:
-            meet_ranks(Launched(0, 2, "127.0.0.1", port, False))
+            accept_ranks(Launched(0, 2, "127.0.0.1", port, False))
     assert f"127.0.0.1:{port}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -169,7 +169,7 @@ def test_a_rank_that_comes_twice_is_there_once(monkeypatch) -> None:
 
     monkeypatch.setattr(launched, "_store", lambda told: Store())
     found: list = []
-    meeting = threading.Thread(target=lambda: found.extend(meet_ranks(Launched(0, 3, "127.0.0.1", 1, True))))
+    meeting = threading.Thread(target=lambda: found.extend(accept_ranks(Launched(0, 3, "127.0.0.1", 1, True))))
     meeting.start()
     assert is_told.wait(10)
     port, _, secret = next(iter(store.values())).partition(":")

@@ -50,7 +50,7 @@ class Peer:
         self.num_kills = 0
         self.num_beats = 0
         self.process = SimpleNamespace(pid=0, poll=lambda: self.status, kill=self.kill, wait=self.wait)
-        self.last_lines = SimpleNamespace(join=lambda timeout: None, words=lambda: "")
+        self.last_lines = SimpleNamespace(join=lambda timeout: None, last=lambda: "")
         self.life_line = SimpleNamespace(beat=self.beat)
         self.pulse = own_pulse()
         self.pulse.beat()
@@ -88,7 +88,7 @@ class Peer:
 @contextmanager
 def group_of(count: int) -> Iterator[tuple[RankGroup, list[Peer]]]:
     peers = [Peer() for _ in range(count)]
-    group = RankGroup(EngineConfig(tensor_parallel_size=count + 1), count + 1, meet=lambda: peers)
+    group = RankGroup(EngineConfig(tensor_parallel_size=count + 1), count + 1, rendezvous=lambda: peers)
     try:
         for rank, peer in enumerate(peers, 1):
             number, start = peer.heard(1)[0]
@@ -161,10 +161,13 @@ def test_rank_group_refuses_what_is_not_due_and_what_is_late():
 
 DEATHS = {
     "killed": (lambda peer: setattr(peer, "status", -9), r"rank {} was killed \(signal SIGKILL\)"),
-    "refused": (lambda peer: peer.say(Refused((), ConfigError("x", "y", "z"))), r"rank {}: x; y; z"),
+    "refused": (
+        lambda peer: peer.say(Refused((), ConfigError("value.empty", name="x"))),
+        r"rank {}: x must not be empty",
+    ),
     "died": (lambda peer: peer.say(Died("no memory")), r"rank {}: it stopped at no memory"),
     "ended": (lambda peer: peer.other.close(), r"rank {}: it ended"),
-    "nonsense": (lambda peer: peer.other.send(lambda: b"GET / HTTP/1.1\r\n\r\n"), r"rank {}: .*does not begin as one"),
+    "nonsense": (lambda peer: peer.other.send(lambda: b"GET / HTTP/1.1\r\n\r\n"), r"rank {}: .*Not a Holdfast message"),
 }
 """How a rank goes, and what is said of it; each before those after it, if two go together."""
 
@@ -200,8 +203,10 @@ def test_rank_group_blames_the_cause_and_not_who_was_taken_along(first, second, 
 def test_rank_group_hears_the_cause_that_comes_a_moment_later():
     with group_of(2) as (group, peers):
         peers[1].other.close()
-        threading.Timer(ranks.BLAME_SECONDS / 4, lambda: peers[0].say(Refused((), ConfigError("x", "y", "z")))).start()
-        with pytest.raises(ConfigError, match="rank 1: x; y; z"):
+        threading.Timer(
+            ranks.BLAME_SECONDS / 4, lambda: peers[0].say(Refused((), ConfigError("value.empty", name="x")))
+        ).start()
+        with pytest.raises(ConfigError, match="rank 1: x must not be empty"):
             group.expect(RankReported, 10)
 
 
@@ -388,7 +393,7 @@ def test_ranked_runner_begins_no_step_that_others_were_not_sent():
     ranked = RankedRunner(runner, group, StepThread())  # type: ignore[arg-type]
 
     def fail(frame: bytes) -> None:
-        raise EngineDeadError("a", "rank 1 was killed", "c")
+        raise EngineDeadError("rank.dead", reason="rank 1 was killed")
 
     group.send_frame = fail  # type: ignore[method-assign]
     with pytest.raises(EngineDeadError, match="rank 1 was killed"):

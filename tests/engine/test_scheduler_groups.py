@@ -79,16 +79,16 @@ def test_a_state_is_computed_anew_after_a_step_that_never_came_back() -> None:
     ("groups", "num_pages", "words"),
     [
         ((WHOLE,), 7, "the KV cache holds 28 tokens"),
-        ((WINDOW,), 6, "the KV cache holds 6 pages, and one such sequence takes 7"),
-        ((WHOLE, WINDOW), 14, "the KV cache holds 14 pages, and one such sequence takes 15"),
-        ((WHOLE, STATE), 9, "the KV cache holds 9 pages, and one such sequence takes 10"),
+        ((WINDOW,), 6, "the KV cache holds 6 pages, and such a sequence needs 7"),
+        ((WHOLE, WINDOW), 14, "the KV cache holds 14 pages, and such a sequence needs 15"),
+        ((WHOLE, STATE), 9, "the KV cache holds 9 pages, and such a sequence needs 10"),
     ],
     ids=["whole", "window", "both", "state"],
 )
-def test_what_can_never_run_is_refused_in_words_that_are_true(groups, num_pages: int, words: str) -> None:
+def test_sequence_that_never_fits_names_the_capacity(groups, num_pages: int, words: str) -> None:
     with pytest.raises(RequestError) as caught:
         make(*groups, num_pages=num_pages).add(sequence(0, 29, max_tokens=3))
-    assert caught.value.has == words
+    assert caught.value.values["capacity"] == words
     roomy = make(*groups, num_pages=num_pages + 1)
     roomy.add(sequence(0, 29, max_tokens=3))
     while has_work(roomy):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from engine.fakes import hidden_of, make_engine, run_all, shared_tokenizer
+from error_codes import raises_code
 from holdfast.engine.outputs import OutputAssembler
 from holdfast.engine.pooling import Pooling, Reranker
 from holdfast.engine.scoring import Scoring, paired
@@ -107,7 +108,7 @@ def test_wrong_texts_are_refused() -> None:
             paired(*wrong)
     engine = reranking_engine()
     for query, document in (("", "a"), ("a", "")):
-        with pytest.raises(PromptError, match="empty text"):
+        with raises_code("request.prompt_empty", PromptError):
             Scoring(engine, ["q", query], ["d", document]).prepare(1)
     with pytest.raises(RequestError):
         Scoring(make_engine(), ["q"], ["d"])

@@ -1,7 +1,5 @@
 """Sharing within and across steps: equal prompts fork, equal beginnings share, leaders are awaited, and what must not share does not."""
 
-from dataclasses import replace
-
 import pytest
 
 from engine.scheduling import PARAMS, has_work, make, run, sequence, shape
@@ -432,8 +430,7 @@ BAD_FORKS = {
         "which does not end its prompt here",
     ),
     "fork of a fork": (
-        replace(
-            GOOD,
+        GOOD._replace(
             admitted=(admission(0), admission(1, 0), admission(2, 1)),
             items=(LEADER, FORK, StepItem(2, 5, 1, True, ((4, 5),))),
         ),

@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import torch
 
-from holdfast.attention import torch_compressed, torch_latent
-from holdfast.attention.torch_compressed import OnlineSoftmax
-from holdfast.attention.torch_latent import attend_latents
+from holdfast.families.compressed import torch_backend as torch_compressed
+from holdfast.families.compressed.torch_backend import OnlineSoftmax
+from holdfast.families.latent import torch_backend as torch_latent
+from holdfast.families.latent.torch_backend import attend_latents
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent import latent_prefill
 from holdfast.kernels.latent.compressed_attention import compressed_attention, compressed_attention_reference
@@ -397,7 +398,7 @@ class TorchWorld:
             token_S = torch.arange(start + count)
             slots_S = torch.tensor(pages)[token_S // page] * page + token_S % page
             q_nNX, rows = case.q_TNX[row : row + count], slice(row, row + count)
-            with patch.object(torch_latent, "LATENT_BLOCK_TOKENS", 64):
+            with patch.object(torch_latent, "BLOCK_TOKENS", 64):
                 out_TNL[rows] = attend_latents(q_nNX, self.planes, slots_S, start, case.scale)
         return out_TNL.flatten(1)
 
@@ -424,7 +425,7 @@ class TorchCompressedWorld:
         case, out_TND = self.case, memory.take("out", self.step.num_rows, self.case.num_heads, self.sizes.width)
         for index, ((start, count), row) in enumerate(zip(case.rows, case.row_starts, strict=True)):
             own_n = start + torch.arange(count)
-            with patch.object(torch_compressed, "LATENT_BLOCK_TOKENS", 64):
+            with patch.object(torch_compressed, "BLOCK_TOKENS", 64):
                 softmax = OnlineSoftmax(case.q_TNX[row : row + count], self.sinks_N, case.scale)
                 first = max(0, start - self.window + 1)
                 slots_S = self._slots(case, index)[first:]

@@ -10,7 +10,7 @@ from holdfast.kernels.gemm.linear import dequantize_rows, quantized_view
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
 from holdfast.kernels.geometry import order_specs
 from holdfast.kernels.moe.expert_linear import expert_linear_reference
-from holdfast.kernels.moe.routing import ExpertOrder, order_experts_reference
+from holdfast.kernels.moe.routing import ExpertOrder, order_experts
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_quantize import dequantize
 from holdfast.quant.weight_schemes import WEIGHT_SCHEMES
@@ -122,7 +122,7 @@ def order_of(case: ExpertCase) -> ExpertOrder:
     ids = case.expert_ids_TS
     specs = order_specs(*ids.shape, case.weight.shape[0])
     tensors = [torch.empty(spec.shape, dtype=torch.int32, device=ids.device) for spec in specs]
-    order = order_experts_reference(ids, case.weight.shape[0], tensors)
+    order = order_experts(ids, case.weight.shape[0], tensors)
     if order.block_rows > 1:
         order.pairs_BR[order.block_experts_B < 0] = 2**30
     return order

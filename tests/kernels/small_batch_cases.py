@@ -10,18 +10,12 @@ import torch
 from holdfast.kernels.gemm import small_batch, small_batch_quantized
 from holdfast.kernels.gemm.deferred_rms_norm import AmaxScratch, NormedRows, RowAmax, SmallBatchScratch
 from holdfast.kernels.gemm.gemv import num_k_splits
-from holdfast.kernels.gemm.small_batch import (
-    linear_add,
-    linear_add_reference,
-    normed_linear,
-    normed_linear_reference,
-    small_batch_linear,
-    small_batch_linear_reference,
-)
+from holdfast.kernels.gemm.small_batch import linear_add, normed_linear, small_batch_linear
 from holdfast.kernels.geometry import FUSED_DECODE_ROWS, GEMV_MIN_BLOCK_N, NUM_GATE_AMAX, SMALL_BATCH_BLOCK_N
 from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import WeightScheme
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
+from kernels.gemm_references import linear_add_reference, normed_linear_reference, small_batch_linear_reference
 from kernels.quantized_cases import (
     HALF_SLACK,
     codable_rows,

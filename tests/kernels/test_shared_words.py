@@ -8,10 +8,10 @@ from holdfast.kernels.shared_words import (
     count_words,
     gather,
     get_words,
+    interpreter_buffer,
     put_words,
     scatter,
     shared_words,
-    words_instead,
 )
 from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, tl
 from kernels.exactness import random
@@ -48,7 +48,7 @@ def _permute_kernel(p_x, p_order, p_out, SIZE: constexpr, PLAIN: constexpr):
 def test_each_program_counts_alone(device, guarded, num_warps):
     x = random(3, 512, seed=1).abs().clamp(max=0.999).to(device)
     out = guarded(3, 2, 64, dtype=torch.int32)
-    _histogram_kernel[(3,)](x, out, words_instead(3, x), SIZE=512, BINS=64, num_warps=num_warps)
+    _histogram_kernel[(3,)](x, out, interpreter_buffer(3, x), SIZE=512, BINS=64, num_warps=num_warps)
     for row in range(3):
         counts = torch.bincount((x[row][x[row] < 0.9] * 64).int(), minlength=64)
         assert out[row].tolist() == [counts.tolist(), (2 * counts.flip(0)).tolist()]

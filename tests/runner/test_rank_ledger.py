@@ -38,8 +38,7 @@ from holdfast.planning.plan import RunnerPlan
 from holdfast.planning.stages import equal_cuts
 from holdfast.planning.target import gpu_target
 from holdfast.planning.terms import graph_term
-from holdfast.runner import build as build_module
-from holdfast.runner import step_inputs
+from holdfast.runner import assembly, step_inputs
 from holdfast.runner.build import RunnerBuild, plan_model
 
 META = torch.device("meta")
@@ -184,7 +183,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     of ranks whose sums a GPU could not make exact."""
     monkeypatch.setattr(step_inputs, "scatter_pages", lambda *tensors: None)
     monkeypatch.setattr(fit, "refuse_inequality", lambda *arguments: None)
-    monkeypatch.setattr(build_module, "centre_keys", lambda *arguments: 0)
+    monkeypatch.setattr(assembly, "centre_keys", lambda *arguments: 0)
 
 
 QUICK = [

@@ -6,7 +6,6 @@ import math
 import re
 import weakref
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,24 +15,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.chunks import ring_tables
+from holdfast.cache.spec import LayerCache
 from holdfast.errors import ConfigError, MemoryPlanError
+from holdfast.families.grouped.key_bias import key_bias_norms
+from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.memory.ledger import Ledger
 from holdfast.memory.workspace_plan import aligned
-from holdfast.models.spec import ModelSpec
 from holdfast.quant.formats import DEFAULT_PROTECTED_LAYERS, KV_FORMATS
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import LiveStep, ScheduledSequence, Sequence
-from holdfast.runner.build import BuiltRunner, key_bias_norms
+from holdfast.runner.build import BuiltRunner
 from kernels.exactness import require_native
 from loading.tiny_models import FAMILIES, save_tiny
-from planning.plan_cases import declared
 from runner.tiny_runners import TinyBuilder, held_storages
 
-
-def spec(**changes: object) -> ModelSpec:
-    found = declared("Qwen2.5-7B-Instruct").spec
-    assert found is not None
-    return replace(found, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=16, **changes)  # type: ignore[arg-type]
+LAYERS = [
+    GroupedAttentionSpec(LayerCache(layer, "attention", KV_FORMATS["fp8"], 2, 16), 6, 0.25, None, 64, "bfloat16", "cpu")
+    for layer in range(3)
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -43,17 +42,12 @@ def test_only_keys_count(dtype: torch.dtype) -> None:
         bias = torch.full((6 * 16 + 2 * 2 * 16,), 1e4, dtype=dtype)
         bias[96:128] = size
         weights[f"layers.{layer}.qkv.bias"] = bias
-    assert key_bias_norms(weights, spec()) == pytest.approx([0.0, 2.0 * 32**0.5, 300.0 * 32**0.5])
+    assert key_bias_norms(weights, LAYERS) == pytest.approx([0.0, 2.0 * 32**0.5, 300.0 * 32**0.5])
 
 
 def test_large_biases_do_not_overflow() -> None:
     weights = {f"layers.{layer}.qkv.bias": torch.full((160,), 6e4, dtype=torch.float16) for layer in range(3)}
-    assert key_bias_norms(weights, spec()) == pytest.approx([float(torch.tensor(6e4).half()) * 32**0.5] * 3)
-
-
-def test_a_model_without_biases_has_none_to_read() -> None:
-    with pytest.raises(AssertionError, match="has no key biases"):
-        key_bias_norms({}, spec(qkv_bias=False))
+    assert key_bias_norms(weights, LAYERS) == pytest.approx([float(torch.tensor(6e4).half()) * 32**0.5] * 3)
 
 
 MIB = 1024**2
@@ -305,7 +299,7 @@ def test_weights_say_which_layers_are_protected(build, caplog):
 @pytest.mark.parametrize("norms", [[1.0, 1.0, 50.0], [0.0, 3.0, 2.0], [9.0, 3.0, math.nan]])
 @pytest.mark.parametrize("count", [1, 2])
 def test_pages_and_attention_follow_the_weights(build, monkeypatch, norms, count):
-    monkeypatch.setattr("holdfast.runner.build.key_bias_norms", lambda *_: norms)
+    monkeypatch.setattr("holdfast.runner.assembly.key_bias_norms", lambda *_: norms)
     options = {"kv_cache_dtype": "turboquant_k3v4_nc", "kv_protected_dtype": "auto", "kv_protected_layers": count}
     built = build("qwen2_window", **options, max_model_len=8)
     sizes = [math.inf if math.isnan(norm) else norm for norm in norms]

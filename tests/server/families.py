@@ -36,7 +36,7 @@ class Choice:
 
 
 @dataclass
-class Told:
+class Answered:
     """All that an answer says."""
 
     choices: list[Choice]
@@ -74,7 +74,7 @@ class Chat:
             body["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
         return body | _known(stop=stop, max_tokens=max_tokens)
 
-    def whole(self, value: dict[str, Any]) -> Told:
+    def whole(self, value: dict[str, Any]) -> Answered:
         choices = []
         for place, one in enumerate(value["choices"]):
             assert one["index"] == place
@@ -87,9 +87,9 @@ class Chat:
             choices.append(
                 Choice(message["content"] or "", reasoning, calls, one["finish_reason"], one.get("stop_reason"))
             )
-        return Told(choices, _openai_usage(value["usage"]), value["id"])
+        return Answered(choices, _openai_usage(value["usage"]), value["id"])
 
-    def streamed(self, text: str) -> Told:
+    def streamed(self, text: str) -> Answered:
         assert text.endswith("data: [DONE]\n\n")
         chunks = events(text)
         choices: dict[int, Choice] = {}
@@ -109,7 +109,7 @@ class Chat:
                     choice.calls[call["index"]].written += call["function"]["arguments"]
                 choice.reason, choice.stop = one["finish_reason"], one.get("stop_reason")
         usage = _openai_usage(chunks[-1]["usage"]) if chunks[-1].get("usage") else (0, 0, 0)
-        return Told([choices[index] for index in sorted(choices)], usage, chunks[0]["id"])
+        return Answered([choices[index] for index in sorted(choices)], usage, chunks[0]["id"])
 
 
 class Completions(Chat):
@@ -126,14 +126,14 @@ class Completions(Chat):
     ) -> dict[str, Any]:
         return {"prompt": turns[-1][1], "max_tokens": max_tokens or 100} | _known(stop=stop)
 
-    def whole(self, value: dict[str, Any]) -> Told:
+    def whole(self, value: dict[str, Any]) -> Answered:
         assert [one["index"] for one in value["choices"]] == list(range(len(value["choices"])))
         choices = [
             Choice(one["text"], reason=one["finish_reason"], stop=one.get("stop_reason")) for one in value["choices"]
         ]
-        return Told(choices, _openai_usage(value["usage"]), value["id"])
+        return Answered(choices, _openai_usage(value["usage"]), value["id"])
 
-    def streamed(self, text: str) -> Told:
+    def streamed(self, text: str) -> Answered:
         as_chat = [
             {**chunk, "choices": [{**one, "delta": {"content": one["text"]}} for one in chunk["choices"]]}
             for chunk in events(text)
@@ -160,7 +160,7 @@ class Responses:
             body["tools"] = [{"type": "function", "name": name, "parameters": None} for name in tools]
         return body | _known(stop=stop, max_output_tokens=max_tokens)
 
-    def whole(self, value: dict[str, Any]) -> Told:
+    def whole(self, value: dict[str, Any]) -> Answered:
         choice = Choice(reason=value["status"])
         for item in value["output"]:
             if item["type"] == "message":
@@ -172,14 +172,14 @@ class Responses:
         usage = value["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         counts = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"]
-        return Told([choice], counts, value["id"])
+        return Answered([choice], counts, value["id"])
 
-    def streamed(self, text: str) -> Told:
+    def streamed(self, text: str) -> Answered:
         """What deltas add up to; the last event has to say the same."""
-        told = events(text)
-        assert [event["sequence_number"] for event in told] == list(range(len(told)))
+        found = events(text)
+        assert [event["sequence_number"] for event in found] == list(range(len(found)))
         choice, calls = Choice(), dict[int, Call]()
-        for event in told:
+        for event in found:
             match event["type"]:
                 case "response.output_text.delta":
                     choice.content += event["delta"]
@@ -189,8 +189,8 @@ class Responses:
                     calls[event["output_index"]].written += event["delta"]
                 case "response.output_item.added" if event["item"]["type"] == "function_call":
                     calls[event["output_index"]] = Call(event["item"]["name"], event["item"]["call_id"])
-        final = self.whole(told[-1]["response"])
-        choice.calls, choice.reason = [calls[place] for place in sorted(calls)], told[-1]["type"].split(".")[1]
+        final = self.whole(found[-1]["response"])
+        choice.calls, choice.reason = [calls[place] for place in sorted(calls)], found[-1]["type"].split(".")[1]
         assert choice == final.only
         return final
 
@@ -217,7 +217,7 @@ class Messages:
             body["tools"] = [{"name": name, "input_schema": {"type": "object"}} for name in tools]
         return body | _known(stop_sequences=stop)
 
-    def whole(self, value: dict[str, Any]) -> Told:
+    def whole(self, value: dict[str, Any]) -> Answered:
         choice = Choice(reason=value["stop_reason"], stop=value["stop_sequence"])
         for block in value["content"]:
             if block["type"] == "tool_use":
@@ -226,13 +226,13 @@ class Messages:
                 choice.reasoning += block["thinking"]
             else:
                 choice.content += block["text"]
-        return Told([choice], _anthropic_usage(value["usage"]), value["id"])
+        return Answered([choice], _anthropic_usage(value["usage"]), value["id"])
 
-    def streamed(self, text: str) -> Told:
-        told = [event for event in events(text) if event["type"] != "ping"]
-        assert (told[0]["type"], told[-1]["type"]) == ("message_start", "message_stop")
+    def streamed(self, text: str) -> Answered:
+        found = [event for event in events(text) if event["type"] != "ping"]
+        assert (found[0]["type"], found[-1]["type"]) == ("message_start", "message_stop")
         choice, open_block, num_blocks = Choice(), None, 0
-        for event in told:
+        for event in found:
             if event["type"] == "content_block_start":
                 assert (open_block, event["index"]) == (None, num_blocks), "blocks overlap, or one is skipped"
                 open_block = event["content_block"]
@@ -248,9 +248,9 @@ class Messages:
                 choice.reasoning += delta.get("thinking", "")
                 if "partial_json" in delta:
                     choice.calls[-1].written += delta["partial_json"]
-        end = told[-2]
+        end = found[-2]
         choice.reason, choice.stop = end["delta"]["stop_reason"], end["delta"]["stop_sequence"]
-        return Told([choice], _anthropic_usage(end["usage"]), told[0]["message"]["id"])
+        return Answered([choice], _anthropic_usage(end["usage"]), found[0]["message"]["id"])
 
 
 class Ollama:
@@ -271,13 +271,13 @@ class Ollama:
             body["tools"] = [{"type": "function", "function": {"name": name}} for name in tools]
         return body | {"options": _known(stop=stop, num_predict=max_tokens)}
 
-    def whole(self, value: dict[str, Any]) -> Told:
-        return self._told([value])
+    def whole(self, value: dict[str, Any]) -> Answered:
+        return self._answered([value])
 
-    def streamed(self, text: str) -> Told:
-        return self._told([json.loads(line) for line in text.split("\n") if line])
+    def streamed(self, text: str) -> Answered:
+        return self._answered([json.loads(line) for line in text.split("\n") if line])
 
-    def _told(self, lines: list[dict[str, Any]]) -> Told:
+    def _answered(self, lines: list[dict[str, Any]]) -> Answered:
         assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
         choice = Choice(reason=lines[-1]["done_reason"])
         for line in lines:
@@ -288,7 +288,7 @@ class Ollama:
                 function = call["function"]
                 assert function["index"] == len(choice.calls)
                 choice.calls.append(Call(function["name"], call["id"], json.dumps(function["arguments"])))
-        return Told([choice], (lines[-1]["prompt_eval_count"], -1, lines[-1]["eval_count"]))
+        return Answered([choice], (lines[-1]["prompt_eval_count"], -1, lines[-1]["eval_count"]))
 
 
 Family = Chat | Completions | Responses | Messages | Ollama
@@ -303,8 +303,8 @@ def ask(
     *,
     stream: bool,
     headers: dict[str, str] | None = None,
-) -> Told:
-    """Ask, with usage in the stream if the family wants to be asked for it."""
+) -> Answered:
+    """Send a request, with usage in the stream if the family needs an option for it."""
     body = {**body, "stream": stream}
     if stream and isinstance(family, Chat):
         body["stream_options"] = {"include_usage": True}

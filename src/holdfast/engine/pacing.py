@@ -173,6 +173,6 @@ class PromptRows:
         """Rows for a sequence that has so many left: all of a decode step, else a share. The first gets one in any case."""
         if num_wanted <= 1:
             return num_wanted
-        num_taken = min(num_wanted, max(min(self.left, self._most), is_first))
+        num_taken = min(num_wanted, max(min(self.left, self._most), int(is_first)))
         self.left = max(self.left - num_taken, 0)
         return num_taken

@@ -1,10 +1,9 @@
-"""Words of shared memory that a kernel addresses by itself: counted in by any thread, read by any other.
+"""Words of shared memory that a kernel addresses itself: any thread may count, put or get.
 
-Triton counts and scans in layouts of its own choice, of which it changes many: a histogram by ballots, a scan or a scatter that
-costs more than all the rest of a small kernel. Here each element of a block does what it is told where it lies.
+Triton converts layouts for a histogram, a scan or a scatter, which can cost more than the rest of a small kernel. These
+functions work on each element where it is.
 
-What is put is seen by other threads behind a barrier, which is the caller's. Where no assembler is (the interpreter) words lie in
-memory that is passed in its place.
+Callers place barriers before other threads read a word. The interpreter has no assembler and uses a global buffer instead.
 """
 
 import torch
@@ -15,44 +14,42 @@ from holdfast.kernels.triton_compat import constexpr, is_interpreted, jit, kerne
 # ruff: noqa: ANN001, ANN201, RET505 the arguments of kernels have no types
 
 MAX_WORDS = 8704
-"""Of a program: 34 KiB, beside which Triton must need no more than 14, or more than 48: it asks for no more where its own part is small."""
+"""Words of a program: 34 KiB. Triton must need at most 14 KiB more, or over 48: it requests large shared memory only then."""
 WORDS = kernel_constant(MAX_WORDS)
 WORDS_ASM = kernel_constant(f".shared .align 16 .b32 holdfast_words[{MAX_WORDS}]; mov.u32 $0, holdfast_words;")
 GET_ASM = kernel_constant("ld.shared.b32 $0, [$1];")
 CLEAR_ASM = kernel_constant("st.shared.v4.b32 [$1], {0, 0, 0, 0}; mov.b32 $0, 0;")
 PUT_ASM = kernel_constant("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
-COUNT_ASM = kernel_constant(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }",
-)
+COUNT_ASM = kernel_constant("{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }")
 SCATTER_ASM = kernel_constant(
-    "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $4, 0; mad.wide.s32 a, $2, 4, $1; @p st.global.b32 [a], $3; mov.b32 $0, 0; }",
+    "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $4, 0; mad.wide.s32 a, $2, 4, $1; @p st.global.b32 [a], $3; mov.b32 $0, 0; }"
 )
 
 GATHER_ASM = kernel_constant(
-    "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $3, 0; mad.wide.s32 a, $2, 4, $1; mov.b32 $0, 0; @p ld.global.b32 $0, [a]; }",
+    "{ .reg .pred p; .reg .b64 a; setp.ne.b32 p, $3, 0; mad.wide.s32 a, $2, 4, $1; mov.b32 $0, 0; @p ld.global.b32 $0, [a]; }"
 )
 
 
-def words_instead(num_programs: int, like: torch.Tensor) -> torch.Tensor | None:
-    """What a launch of so many programs passes as `p_instead`: nothing where there is shared memory."""
+def interpreter_buffer(num_programs: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Return the buffer of the interpreter for `num_programs`; None if there is shared memory."""
     if not is_interpreted():
         return None
     return torch.empty(num_programs * MAX_WORDS, dtype=torch.int32, device=like.device)
 
 
 @jit
-def shared_words(p_instead):
-    """All words of this program, with anything in them. Once in a kernel, and not in a loop."""
-    if p_instead is None:
+def shared_words(p_buffer):
+    """All words of this program, uninitialized. Call once per kernel, outside of loops."""
+    if p_buffer is None:
         return tl.inline_asm_elementwise(WORDS_ASM, "=r", [], tl.int32, is_pure=False, pack=1)
     else:
         i_program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
-        return p_instead + i_program * WORDS
+        return p_buffer + i_program * WORDS
 
 
 @jit
 def clear_words(words, o_four):
-    """Words `4 * o_four` and the three that follow each are zero."""
+    """Zero words `4 * o_four` and the three after each."""
     if words.dtype.is_ptr():
         for i in tl.static_range(4):
             tl.store(words + o_four * 4 + i, o_four * 0)
@@ -62,7 +59,7 @@ def clear_words(words, o_four):
 
 @jit
 def get_words(words, o_word):
-    """int32."""
+    """Load int32 words."""
     if words.dtype.is_ptr():
         return tl.load(words + o_word)
     else:
@@ -71,7 +68,7 @@ def get_words(words, o_word):
 
 @jit
 def put_words(words, o_word, b_value):
-    """int32."""
+    """Store int32 words."""
     if words.dtype.is_ptr():
         tl.store(words + o_word, b_value)
     else:
@@ -81,7 +78,7 @@ def put_words(words, o_word, b_value):
 
 @jit
 def count_words(words, o_word, m_counted):
-    """One is added for each element. A block has no fewer elements than the program has threads: else some count twice."""
+    """Add one per element. A block needs at least as many elements as the program has threads, else some count twice."""
     if words.dtype.is_ptr():
         tl.atomic_add(words + o_word, 1, mask=m_counted, sem="relaxed")
     else:
@@ -91,7 +88,7 @@ def count_words(words, o_word, m_counted):
 
 @jit
 def scatter(p_out, o_out, b_value, m_out, PLAIN: constexpr):
-    """tl.store of 32 bits where the elements lie: places that lie anywhere are not worth another layout."""
+    """tl.store of 32 bits without a layout conversion."""
     if PLAIN:
         tl.store(p_out + o_out, b_value, mask=m_out)
     else:
@@ -101,7 +98,7 @@ def scatter(p_out, o_out, b_value, m_out, PLAIN: constexpr):
 
 @jit
 def gather(p_x, o_x, m_x, PLAIN: constexpr):
-    """int32: tl.load of 32 bits in the same way, 0 where nothing is asked for."""
+    """int32: tl.load of 32 bits without a layout conversion; 0 if masked."""
     if PLAIN:
         return tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.int32, bitcast=True)
     else:

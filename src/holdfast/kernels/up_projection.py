@@ -1,8 +1,8 @@
-"""Up-projected latent attention (MLA) as sizes: when it is less work than the absorbed form, and how it stays within its room; no torch.
+"""Sizes of up-projected latent attention (MLA): when it is less work than absorbed attention, and its scratch; no torch.
 
 N query heads, P + R elements of a query head, L latent, V value elements of a head, W tokens of a chunk, G heads of a group
 
-Keys and values of every head are made of the latents of W tokens for G heads at a time, attended to, and forgotten.
+Latents of W tokens become keys and values of G heads at a time, which rows attend to once.
 """
 
 from typing import NamedTuple
@@ -11,26 +11,26 @@ from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.formats import DTYPE_BYTES
 
 UP_PROJECTED_BYTES = 96 * 2**20
-"""All that one sequence's rows take at a time, whatever their number, the heads and the context."""
+"""Scratch of one sequence's rows, for any number of rows, heads and tokens."""
 STATE_BYTES = UP_PROJECTED_BYTES // 3
-"""Of that, what rows have attended to so far; the rest is for latents, keys and values of a chunk."""
+"""The part for outputs so far; the rest is for latents, keys and values of a chunk."""
 CHUNK_STEP = 128
 """Chunks are multiples of so many tokens."""
 TILE_ROWS = 128
 """Rows of a program."""
 NUM_PROGRAMS = 132
-"""The multiprocessors of a large GPU: with fewer programs some of them idle, so the tokens of a chunk are split."""
+"""Multiprocessors of a large GPU: with fewer programs the tokens of a chunk are split."""
 SPLIT_TOKENS = 512
 """Fewest tokens of a split."""
 LEAST_ROWS = 128
 """With fewer rows a program's tile is not full."""
 KV_B_COST, ATTENTION_COST = 0.6, 0.7
-"""Time of a product here beside one of absorbed attention, as measured on an H200 (TFLOPS): 516 in kv_b and 460 in attention beside 312."""
+"""Time of a product relative to absorbed attention on an H200 (TFLOPS): 516 in kv_b and 460 in attention, 312 absorbed."""
 LAUNCHES_COST = 5 * 10**9
-"""In products of absorbed attention, 32 us of an H200, for a group of heads: its launches take a host 150 us, which a step of
-thousands of rows hides in part behind its other work; with half as many, prompts of 512 rows would wait for them."""
+"""Launches of a group of heads, in products of absorbed attention: 32 us of an H200. They take a host 150 us, which a step of
+thousands of rows partly hides. With half as many, prompts of 512 rows would wait for them."""
 MANY_ROWS = 4096
-"""From so many rows on half as many heads fill a GPU, and chunks may be longer."""
+"""From so many rows on half as many heads fill a GPU, so chunks may be longer."""
 
 
 class UpProjection(NamedTuple):
@@ -48,39 +48,38 @@ class UpProjection(NamedTuple):
         return self.nope_dim + self.value_dim
 
     def group_heads(self, num_rows: int) -> int:
-        """Heads that are taken at a time, by so many rows; groups are as equal as can be."""
+        """Heads of a group; groups are as equal as possible."""
         most = 8 if num_rows >= MANY_ROWS else 16
         return -(-self.num_heads // -(-self.num_heads // most))
 
     def token_elements(self, num_heads: int) -> int:
-        """That a token of a chunk takes: its latent row, and keys and values of a group of heads."""
+        """Elements of a token of a chunk: its latent row, and keys and values of a group of heads."""
         return self.latent_dim + self.rope_dim + num_heads * self.expanded_dim
 
     def chunk_tokens(self, num_heads: int, num_elements: int) -> int:
-        """Tokens of a chunk for a group of so many heads, in room for so many elements."""
+        """Tokens of a chunk for a group of heads, in `num_elements` of scratch."""
         tokens = num_elements // self.token_elements(num_heads)
-        assert tokens >= CHUNK_STEP, f"room for {tokens} tokens, and a chunk is {CHUNK_STEP} at the least"
+        assert tokens >= CHUNK_STEP, f"room for {tokens} tokens; a chunk has at least {CHUNK_STEP}"
         return tokens // CHUNK_STEP * CHUNK_STEP
 
     def state_rows(self, num_floats: int) -> int:
-        """Rows of one head whose state fits into so many float32 numbers: an output and the logarithm of a sum."""
+        """Rows of one head whose state, an output and an lse, fits into `num_floats`."""
         return num_floats // (self.value_dim + 1)
 
 
 def num_splits(num_rows: int, num_heads: int, num_tokens: int, state_rows: int) -> int:
-    """Splits of a chunk of so many tokens: enough programs where rows and heads are few, in room for so many rows of a head."""
+    """Return the splits of a chunk: enough programs if rows and heads are few, and at most what the state holds."""
     programs = -(-num_rows // TILE_ROWS) * num_heads
     return max(1, min(NUM_PROGRAMS // programs, num_tokens // SPLIT_TOKENS, state_rows // (num_rows * num_heads)))
 
 
 def takes_up_projection(num_rows: int, start: int, shape: UpProjection) -> bool:
-    """Whether rows of a sequence behind `start` tokens take less time with keys and values of every head.
+    """True if rows of a sequence after `start` tokens take less time up-projected.
 
-    Absorbed, a row and token of a head cost 2 L + R products and a row L (P + V) more on both sides of kv_b; up-projected, a row and
-    token cost P + R + V, and every token L (P + V). What a prompt's own tokens cost in kv_b is the same either way, so what
-    decides is the context before it: by products alone more than L (P + V) / (2 L - P - V) rows, if it is long, 171 for 512, 128
-    and 128; by their speeds more than 91. What is saved has to be worth the launches, which are by sequence here: of 16 heads a
-    prompt of its own has 800 rows at the least.
+    Absorbed, a row and token of a head cost 2 L + R products, and a row L (P + V) more in kv_b. Up-projected, a row and token
+    cost P + R + V, and every token L (P + V). A prompt's own tokens cost the same in kv_b either way, so the context decides.
+    By products a long one takes more than L (P + V) / (2 L - P - V) rows (171 for 512, 128 and 128), by speeds more than 91.
+    The gain must also exceed the launches per sequence: with 16 heads a prompt without context has at least 800 rows.
     """
     pairs = num_rows * start + num_rows * (num_rows + 1) // 2
     by_kv_b = shape.latent_dim * shape.expanded_dim
@@ -91,13 +90,13 @@ def takes_up_projection(num_rows: int, start: int, shape: UpProjection) -> bool:
 
 
 def warm_steps(shape: UpProjection, max_rows: int, max_context: int) -> tuple[tuple[int, int], ...]:
-    """Starts and rows of sequences that launch every kernel together: as many rows as can be, and some whose context is split.
+    """Return (start, rows) of warm-up sequences that launch every kernel: the most rows, and some with a split context.
 
-    Empty where no rows of a sequence are up-projected, whatever its context.
+    Empty if no rows are ever up-projected.
     """
     most = min(max_rows, max_context)
     steps = [step for step in ((0, most), (max_context - most, most)) if takes_up_projection(step[1], step[0], shape)]
-    # The most rows that leave half of a GPU idle: where these are not split, or not taken, no rows are both.
+    # The most rows that leave half of a GPU idle: if these are not split or not taken, no rows are both.
     rows = min(most, TILE_ROWS * max(1, NUM_PROGRAMS // 2 // shape.group_heads(TILE_ROWS)))
     start, deepest = max(0, 2 * SPLIT_TOKENS - rows), max_context - rows
     while start < deepest and not takes_up_projection(rows, start, shape):
@@ -108,15 +107,15 @@ def warm_steps(shape: UpProjection, max_rows: int, max_context: int) -> tuple[tu
 
 
 def expanded_specs(shape: UpProjection, dtype: str, max_rows: int, max_context: int) -> tuple[TensorSpec, ...]:
-    """The room for any rows up to `max_rows` of a sequence of up to `max_context` tokens, at most UP_PROJECTED_BYTES.
+    """Return the scratch for at most `max_rows` rows and `max_context` tokens, at most UP_PROJECTED_BYTES.
 
-    The first tensor is for a chunk, the second for what was attended to: more tokens or rows than fit come one after another.
+    One tensor is for a chunk, one for outputs so far: tokens and rows that do not fit follow in turn.
     """
     num_heads = max(shape.group_heads(num_rows) for num_rows in (1, MANY_ROWS))
     context = -(-max_context // CHUNK_STEP) * CHUNK_STEP
     most_elements = (UP_PROJECTED_BYTES - STATE_BYTES) // DTYPE_BYTES[dtype]
     num_elements = min(most_elements, context * shape.token_elements(num_heads))
-    # One head of one chunk fits always: its tokens are a few hundred bytes each.
+    # One head of one chunk always fits: its tokens take a few hundred bytes each.
     most_floats = STATE_BYTES // 4
     splits = max(1, min(NUM_PROGRAMS, max_context // SPLIT_TOKENS))
     num_floats = min(most_floats, splits * max_rows * num_heads * (shape.value_dim + 1))

@@ -5,10 +5,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
-from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.compressed import ENTRIES
 from holdfast.cache.spec import CacheSpec, LayerCache
 from holdfast.distributed.mesh import Mesh
+from holdfast.families.compressed.spec import CompressedAttentionSpec
+from holdfast.families.grouped.spec import GroupedAttentionSpec
+from holdfast.families.latent.spec import LatentAttentionSpec
+from holdfast.families.sparse.spec import SparseAttentionSpec
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.activations import Request, experts_request
 from holdfast.models.declared_weights import Weight
@@ -79,46 +82,49 @@ class HeadGeometry(NamedTuple):
 
     def compressed_specs(
         self, cache: CacheSpec, max_model_len: int, dtype: str, device_kind: str
-    ) -> tuple[AttentionSpec, ...]:
-        """What the attention of every layer computes over its window and its entries, where there are such."""
+    ) -> tuple[CompressedAttentionSpec, ...]:
+        """List what the attention of every layer computes over its window and its entries."""
         places = {own.layer: place for place, own in enumerate(cache.layers) if own.name == ENTRIES}
         specs = []
         for layer, ratio in enumerate(self.ratios):
-            spec = self.attention_spec(cache.layers[layer], cache.group_of(layer), max_model_len, dtype, device_kind)
-            is_overlapped = layer in self.overlapped_layers
-            spec = replace(spec, is_compressed=True, ratio=ratio, is_overlapped=is_overlapped)
-            if not is_overlapped:
-                spec = replace(spec, index_heads=0, index_top_k=0)
+            own, is_overlapped, place = cache.layers[layer], layer in self.overlapped_layers, places.get(layer, -1)
+            spec = CompressedAttentionSpec(
+                *(own, self.num_heads, self.score_scale, self.windows[layer], max_model_len, dtype, device_kind),
+                group=cache.group_of(layer),
+                ratio=ratio,
+                is_overlapped=is_overlapped,
+                index_heads=self.index_heads if is_overlapped else 0,
+                index_top_k=self.index_top_k if is_overlapped else 0,
+            )
             if ratio:
-                place = places[layer]
-                spec = replace(
-                    spec, entries=cache.layers[place], entries_group=cache.group_of(place), entries_index=place
-                )
+                entries, group = cache.layers[place], cache.group_of(place)
+                spec = replace(spec, entries=entries, entries_group=group, entries_index=place)
             specs.append(spec)
         return tuple(specs)
 
     def attention_spec(
         self, cache: LayerCache, group: int, max_model_len: int, dtype: str, device_kind: str
-    ) -> AttentionSpec:
-        """What the attention of one layer computes, over what its cache keeps."""
-        return AttentionSpec(
-            cache=cache,
-            num_heads=self.num_heads,
-            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
-            window=self.windows[cache.layer],
-            max_model_len=max_model_len,
-            dtype=dtype,
-            device_kind=device_kind,
-            has_key_bias=self.is_rotated and self.has_separable_key_bias and cache.format.is_quantized,
-            group=group,
-            softcap=self.softcap,
-            has_sinks=self.has_sinks,
+    ) -> GroupedAttentionSpec | LatentAttentionSpec:
+        """Return what the attention of one layer computes over its cache, with keys and values by head or over latents."""
+        window = self.windows[cache.layer]
+        base = cache, self.num_heads, self.score_scale, window, max_model_len, dtype, device_kind, group
+        if not self.rope_dim:
+            has_key_bias = self.is_rotated and self.has_separable_key_bias and cache.format.is_quantized
+            return GroupedAttentionSpec(*base, has_key_bias, self.softcap, self.has_sinks)
+        if not self.index_heads:
+            return LatentAttentionSpec(*base, nope_dim=self.nope_dim, value_dim=self.value_dim)
+        return SparseAttentionSpec(
+            *base,
             nope_dim=self.nope_dim,
             value_dim=self.value_dim,
             index_heads=self.index_heads,
             index_top_k=self.index_top_k,
             index_turns_neighbours=self.index_turns_neighbours,
         )
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 class StepShape(NamedTuple):

@@ -1,4 +1,4 @@
-"""DecoderDeclaration: what the decoder of models/decoder.py takes: weights, caches, scratch; the only source for plan, load and run; no torch."""
+"""DecoderDeclaration: what the decoder of models/layer_stack.py takes: weights, caches, scratch; the only source for plan, load and run; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,22 +16,9 @@ from holdfast.models.activations import (
     step_requests,
     takes_fused_decode,
 )
-from holdfast.models.declaration import (
-    CacheRows,
-    HeadGeometry,
-    StepShape,
-    indivisible_experts,
-    rank_experts,
-    split,
-)
+from holdfast.models.declaration import CacheRows, HeadGeometry, StepShape, indivisible_experts, rank_experts, split
 from holdfast.models.declared_weights import Weight, weight_of
-from holdfast.models.parameters import (
-    CheckpointNames,
-    Parameter,
-    list_before_layers,
-    list_behind_layers,
-    list_layer,
-)
+from holdfast.models.parameters import CheckpointNames, Parameter, list_before_layers, list_behind_layers, list_layer
 from holdfast.models.sharding import shard_parameters, vocabulary_rows
 from holdfast.models.spec import LayerKind, ModelSpec
 from holdfast.quant.formats import QUANTIZED_HEAD_DIM, KVFormat

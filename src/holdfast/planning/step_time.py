@@ -21,7 +21,7 @@ from holdfast.models.declared_weights import WeightGroup
 from holdfast.models.spec import ExpertsSpec, ModelSpec, uniform_experts
 from holdfast.planning.exchange_time import exchange_seconds
 from holdfast.planning.resolve import Resolved
-from holdfast.planning.terms import MAX_GRAPH_ROWS, TOKEN_BUCKETS, Layout
+from holdfast.planning.terms import MAX_GRAPH_ROWS, TOKEN_BUCKETS
 from holdfast.quant.formats import DTYPE_BYTES, KVFormat, index_dtype_beside, index_planes
 from holdfast.quant.weight_schemes import MXFP4, WEIGHT_SCHEMES
 
@@ -119,16 +119,16 @@ class _Sizes(NamedTuple):
     num_expert_layers: int
 
 
-def step_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: StepLoad) -> float:
+def step_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> float:
     """Predict one step of one rank; ranks of other stages take as long."""
-    spec, num_layers = rank_spec(layout.declared, layout.mesh), layout.num_layers
-    is_fused = _is_fused(layout, resolved, spec, load)
+    spec, num_layers = rank_spec(resolved.declared, resolved.mesh), len(resolved.layers)
+    is_fused = _is_fused(resolved, spec, load)
     seconds = STEP_SECONDS + num_layers * _layer_seconds(spec, rates, is_fused, load.rows)
-    seconds += _product_seconds(layout, resolved, rates, load, spec)
-    seconds += _attention_seconds(layout, resolved, rates, load)
-    row_bytes = layout.declared.hidden_size * DTYPE_BYTES[resolved.dtype]
-    seconds += exchange_seconds(layout.mesh, num_layers, load.rows, row_bytes, rates.link)
-    has_graph = not layout.enforce_eager and load.rows <= (TOKEN_BUCKETS[-1] if load.prompt_rows else MAX_GRAPH_ROWS)
+    seconds += _product_seconds(resolved, rates, load, spec)
+    seconds += _attention_seconds(resolved, rates, load)
+    row_bytes = resolved.declared.hidden_size * DTYPE_BYTES[resolved.dtype]
+    seconds += exchange_seconds(resolved.mesh, num_layers, load.rows, row_bytes, rates.link)
+    has_graph = not resolved.enforce_eager and load.rows <= (TOKEN_BUCKETS[-1] if load.prompt_rows else MAX_GRAPH_ROWS)
     if rates.kind == "cpu":
         return seconds
     host = (
@@ -146,10 +146,10 @@ def rank_spec(declared: DeclaredModel, mesh: Mesh) -> ModelSpec | None:
     return None if rank is None else declared.remembered(("rank spec", mesh), lambda: rank(mesh))
 
 
-def _is_fused(layout: Layout, resolved: Resolved, spec: ModelSpec | None, load: StepLoad) -> bool:
-    if spec is None or layout.is_invariant or load.prompt_rows or not fits_fused_decode(load.rows):
+def _is_fused(resolved: Resolved, spec: ModelSpec | None, load: StepLoad) -> bool:
+    if spec is None or resolved.is_invariant or load.prompt_rows or not fits_fused_decode(load.rows):
         return False
-    return takes_fused_decode(spec, resolved.dtype, layout.target.kind, resolved.recipe)
+    return takes_fused_decode(spec, resolved.dtype, resolved.target.kind, resolved.recipe)
 
 
 def _layer_seconds(spec: ModelSpec | None, rates: Rates, is_fused: bool, rows: int) -> float:
@@ -171,10 +171,10 @@ def _layer_seconds(spec: ModelSpec | None, rates: Rates, is_fused: bool, rows: i
 # --- products
 
 
-def _sizes(layout: Layout) -> _Sizes:
+def _sizes(resolved: Resolved) -> _Sizes:
     def count() -> _Sizes:
         dense = experts = head = layers = 0
-        for weight in layout.declared.parameters(layout.mesh):
+        for weight in resolved.declared.parameters(resolved.mesh):
             size = prod(weight.shape)
             if weight.group == "experts":
                 experts += size
@@ -185,13 +185,13 @@ def _sizes(layout: Layout) -> _Sizes:
                 dense += size
         return _Sizes(dense, experts, head, layers)
 
-    return layout.declared.remembered(("step sizes", layout.mesh), count)
+    return resolved.declared.remembered(("step sizes", resolved.mesh), count)
 
 
-def _product_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: StepLoad, spec: ModelSpec | None) -> float:
+def _product_seconds(resolved: Resolved, rates: Rates, load: StepLoad, spec: ModelSpec | None) -> float:
     """All products of a step, experts and head among them."""
-    groups = layout.declared.group_bytes(resolved.dtype, resolved.recipe, layout.mesh)
-    sizes = _sizes(layout)
+    groups = resolved.declared.group_bytes(resolved.dtype, resolved.recipe, resolved.mesh)
+    sizes = _sizes(resolved)
     seconds = 0.0
     for name, group in groups.items():
         rows, elements, read = float(load.rows), sizes.dense, 1.0
@@ -274,21 +274,21 @@ class KvRead(NamedTuple):
         return most * (length - most * self.ratio / 2)
 
 
-def kv_reads(layout: Layout, resolved: Resolved) -> tuple[KvRead, ...]:
+def kv_reads(resolved: Resolved) -> tuple[KvRead, ...]:
     """Every kind of stored row that a step reads."""
-    return layout.declared.remembered(("kv reads", *layout.stored_key(resolved)), lambda: _list_reads(layout, resolved))
+    return resolved.declared.remembered(("kv reads", *resolved.stored_key()), lambda: _list_reads(resolved))
 
 
-def _list_reads(layout: Layout, resolved: Resolved) -> tuple[KvRead, ...]:
-    heads, declared = layout.heads(), layout.declared
-    sequence_bytes = declared.kv_bytes_per_sequence(resolved.kv_format, layout.mesh)
+def _list_reads(resolved: Resolved) -> tuple[KvRead, ...]:
+    heads, declared = resolved.heads(), resolved.declared
+    sequence_bytes = declared.kv_bytes_per_sequence(resolved.kv_format, resolved.mesh)
     fixed = (KvRead(1, sequence_bytes, KV_SHARE, most_rows=1),) if sequence_bytes else ()
     if heads is None:
-        rows = declared.declaration.cache_rows(resolved.kv_format, layout.mesh)
-        flops = 4.0 * declared.num_heads * declared.head_dim / layout.mesh.tensor_size
+        rows = declared.declaration.cache_rows(resolved.kv_format, resolved.mesh)
+        flops = 4.0 * declared.num_heads * declared.head_dim / resolved.mesh.tensor_size
         share = _kv_share(resolved.kv_format)
         return (*(KvRead(row.num_layers, row.row_bytes, share, row.ratio, prompt_flops=flops) for row in rows), *fixed)
-    formats = layout.formats(resolved)
+    formats = resolved.formats()
     if heads.is_compressed:
         return (*_compressed_reads(heads, formats), *fixed)
     if heads.rope_dim:
@@ -348,12 +348,12 @@ def _kv_share(kv_format: KVFormat) -> float:
     return KV_SHARES.get(kv_format.name, KV_SHARE)
 
 
-def _attention_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: StepLoad) -> float:
+def _attention_seconds(resolved: Resolved, rates: Rates, load: StepLoad) -> float:
     """Decode rows, then rows of prompts."""
     seconds, before, rows = 0.0, load.prompt_context, load.prompt_rows / load.num_prompts
-    alone, waves = (1.0, 1.0) if rates.kind == "cpu" else _occupied(layout, rates, load.num_sequences)
+    alone, waves = (1.0, 1.0) if rates.kind == "cpu" else _occupied(resolved, rates, load.num_sequences)
     prompt_share = PROMPT_ATTENTION_SHARES[rates.kind]
-    for read in kv_reads(layout, resolved):
+    for read in kv_reads(resolved):
         if load.num_sequences:
             attended = load.num_sequences * read.num_layers * read.attended(load.context)
             share = read.share * alone * (waves if read.in_waves else 1.0)
@@ -366,13 +366,13 @@ def _attention_seconds(layout: Layout, resolved: Resolved, rates: Rates, load: S
     return seconds
 
 
-def _occupied(layout: Layout, rates: Rates, num_sequences: int) -> tuple[float, float]:
+def _occupied(resolved: Resolved, rates: Rates, num_sequences: int) -> tuple[float, float]:
     """Of the read rate: what few sequences reach with their splits, and what a last wave of tiles leaves.
 
     36 sequences of 8 KV heads are 2.2 waves on 132 multiprocessors, and take 3 (h200-2026-11-15-quantized-kv).
     """
     spread = min(1.0, (num_sequences - 1) / (WHOLE_BATCH - 1))
-    alone, heads = ONE_SEQUENCE_SHARE + (1 - ONE_SEQUENCE_SHARE) * spread, layout.heads()
+    alone, heads = ONE_SEQUENCE_SHARE + (1 - ONE_SEQUENCE_SHARE) * spread, resolved.heads()
     if not rates.num_multiprocessors or heads is None:
         return alone, 1.0
     waves = num_sequences * heads.num_kv_heads / rates.num_multiprocessors

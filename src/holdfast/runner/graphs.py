@@ -24,16 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.kernels import geometry, hyper_connections
-from holdfast.kernels.attention import (
-    quantized_attention,
-    tiled_attention,
-)
+from holdfast.kernels.attention import quantized_attention, tiled_attention
 from holdfast.kernels.exchange import add_rows
 from holdfast.kernels.gemm import block_scaled_gemv, gemv, quantized_tiles, row_scaled_tiles
-from holdfast.kernels.latent import (
-    latent_projection,
-    latent_tiles,
-)
+from holdfast.kernels.latent import latent_projection, latent_tiles
 from holdfast.kernels.moe import expert_sum
 from holdfast.models.spec import ExpertsSpec
 

@@ -161,8 +161,6 @@ TemplateOptions = Annotated[dict[TemplateName, TemplateValue], Field(max_length=
 
 
 class StructuredFields(Body):
-    """A constraint on the answer, in vLLM's names."""
-
     json_: Annotated[JsonSchema | Text | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: Pattern | None = None
@@ -171,8 +169,6 @@ class StructuredFields(Body):
 
 
 class StreamOptions(Body):
-    """How a stream is written."""
-
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[bool | None, UNUSED] = None

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.distributed.exchange_plan import SIGNAL_BYTES
 from holdfast.kernels.exchange import links, signals
-from holdfast.kernels.exchange.gather_rows import meet_triton
+from holdfast.kernels.exchange.gather_rows import rendezvous_triton
 from holdfast.kernels.exchange.links import fetch_end, fetch_rows, offer_end, offer_rows, release_links
 from holdfast.kernels.exchange.signals import release_waits
 from holdfast.kernels.exchange.sum_rows import Ranks
@@ -38,7 +38,7 @@ def waiting_calls(own: torch.Tensor, other: torch.Tensor) -> dict[str, Callable[
             offer_rows(rows_TH, slots_LN, offer_end(own, other, 0, 0))
 
     return {
-        "meet": lambda: meet_triton(ranks),
+        "meet": lambda: rendezvous_triton(ranks),
         "fetch": lambda: fetch_rows(slots_LN, rows_TH, fetch_end(own, other, 0, 0)),
         "offer": offer_twice,
     }

@@ -12,7 +12,6 @@ from holdfast.kernels.gemm.block_scaled_gemv import (
     BlockGemvForm,
     block_products_asm,
     block_scaled_gemv,
-    block_scaled_gemv_reference,
     gemv_form,
     row_form,
     takes,
@@ -23,6 +22,7 @@ from holdfast.quant.quantized_weight import QuantizedWeight
 from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 from kernels.assembler import run_assembler
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
+from kernels.gemm_references import block_scaled_gemv_reference
 from kernels.quantized_cases import (
     HALF_SLACK,
     codable_rows,

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.kernels.gemm.linear import quantized_linear_reference
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows_reference
 from holdfast.kernels.gemm.quantized_tiles import (
     E2M1_ASM_TEXT,
@@ -24,6 +23,7 @@ from holdfast.quant.weight_schemes import FP8, FP8_BLOCK, INT8, MXFP4
 from kernels.assembler import run_assembler
 from kernels.exactness import assert_as_exact_as_torch, random, same_bits
 from kernels.expert_cases import SCHEMES, expert_case, quantized_case_rows
+from kernels.gemm_references import quantized_linear_reference
 from kernels.quantized_cases import (
     EVERY_SCHEME,
     codable_rows,

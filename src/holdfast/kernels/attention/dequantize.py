@@ -1,10 +1,10 @@
-"""Codes taken apart inside a kernel: words of a page become half-precision operands, two or four numbers an instruction.
+"""Decoding of codes inside a kernel: words of a page become half-precision operands, two or four numbers per instruction.
 
-A part of a head is what lies at one place of all its words (quant/kv_quantize.py). Keys are looked up: the magnitudes in a
-word are the selectors of a byte permutation over eight e4m3 numbers, and its signs lie where e4m3 has them. Values are
-computed: their bits are or-ed into the mantissa of 512, and a cubic in packed half precision does the rest.
+A part of a head is one bit field of all its words (quant/kv_quantize.py). Keys are looked up: the magnitudes in a word select
+bytes of eight e4m3 numbers (prmt), and its signs are at e4m3's sign bits. Values are computed: their bits are or-ed into the
+mantissa of 512, and a cubic in packed half precision does the rest.
 
-Where no assembler is (the interpreter), the same bits go the long way: PLAIN.
+PLAIN computes the same bits without assembler, for the interpreter.
 """
 
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
@@ -16,7 +16,7 @@ from holdfast.quant.latent_quantize import LATENT_STEP
 
 
 def fp8_byte(number: float) -> int:
-    """The e4m3 byte of a positive number that e4m3 has."""
+    """Return the e4m3 byte of a positive number that e4m3 represents."""
     exponent = 7
     while number >= 2:
         number, exponent = number / 2, exponent + 1
@@ -26,7 +26,7 @@ def fp8_byte(number: float) -> int:
 
 
 def fp8_word(magnitudes: tuple[float, ...]) -> str:
-    """Four of them as a constant of the assembler."""
+    """Four e4m3 bytes as a constant of the assembler."""
     return f"0x{sum(fp8_byte(number) << 8 * i for i, number in enumerate(magnitudes)):08x}"
 
 
@@ -58,9 +58,9 @@ lop3.b32 $1, t, s, 0x80808080, 0xF8;
 
 
 def keys_3_asm(is_halved: bool) -> str:
-    """Bytes of codes, sign bits: four parts; or bytes of both halves, sign bits: four parts each.
+    """Assembler from code bytes and sign bits to four parts; or from bytes of both halves to four parts each.
 
-    The sign bits of a column's parts are the lower half of a byte, or the upper one where the column is in the upper half.
+    The sign bits of a column's parts are the lower half of a byte; the upper half for columns of the upper half.
     """
     if is_halved:
         halves = (("$8", "$10", 0), ("$9", "$10", 4))
@@ -150,7 +150,7 @@ LOG2_ASM = kernel_constant("lg2.approx.ftz.f32 $0, $1;")
 
 @jit
 def fast_exp2(x, PLAIN: constexpr):
-    """2 ** x without care for the smallest numbers."""
+    """2 ** x, with denormal results flushed to zero."""
     if PLAIN:
         return tl.exp2(x)
     else:
@@ -159,7 +159,7 @@ def fast_exp2(x, PLAIN: constexpr):
 
 @jit
 def fast_log2(x, PLAIN: constexpr):
-    """The logarithm of a positive number; of zero -inf."""
+    """log2 of a positive number; -inf of zero."""
     if PLAIN:
         return tl.log2(x)
     else:
@@ -192,7 +192,7 @@ def key_parts_4(b_codes, o_c, PLAIN: constexpr):
 
 @jit
 def key_parts_3(b_codes, b_signs, o_c, HALF_COLUMNS: constexpr, PLAIN: constexpr):
-    """Keys of 3 bits: four parts. `b_signs` has each byte of sign bits twice, for a column and for one half a row on."""
+    """Keys of 3 bits: four parts. `b_signs` has each byte of sign bits twice: for a column, and for the one half a row later."""
     if PLAIN:
         k = 4 * (o_c % 4)[None, :]
         b_bits = b_signs.to(tl.int32) >> tl.where(o_c < HALF_COLUMNS, 0, 4)[None, :]
@@ -205,46 +205,22 @@ def key_parts_3(b_codes, b_signs, o_c, HALF_COLUMNS: constexpr, PLAIN: constexpr
         b_upper = tl.where(o_c < HALF_COLUMNS, 0, 255).to(tl.uint8)[None, :]
         b_upper = tl.broadcast_to(b_upper, b_codes.shape)
         b_0, b_1, b_2, b_3 = tl.inline_asm_elementwise(
-            KEYS_3_ASM,
-            "=r,=r,=r,=r,r,r,r",
-            [b_codes, b_signs, b_upper],
-            dtype=(tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
-            is_pure=True,
-            pack=4,
-        )
+            KEYS_3_ASM, "=r,=r,=r,=r,r,r,r", [b_codes, b_signs, b_upper],
+            (tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv), True, 4,
+        )  # fmt: skip
         return b_0.to(tl.float16), b_1.to(tl.float16), b_2.to(tl.float16), b_3.to(tl.float16)
 
 
 @jit
 def key_parts_3_halves(b_lower, b_upper, b_signs):
-    """Keys of 3 bits where a half row is whole words: the four parts of the lower half and of the upper half of columns."""
+    """Keys of 3 bits if a half row is whole words: four parts of the lower and of the upper half of columns."""
     b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = tl.inline_asm_elementwise(
-        KEYS_3_HALVES_ASM,
-        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
-        [b_lower, b_upper, b_signs],
-        dtype=(
-            tl.float8e4nv,
-            tl.float8e4nv,
-            tl.float8e4nv,
-            tl.float8e4nv,
-            tl.float8e4nv,
-            tl.float8e4nv,
-            tl.float8e4nv,
-            tl.float8e4nv,
-        ),
-        is_pure=True,
-        pack=4,
-    )
-    return (
-        b_0.to(tl.float16),
-        b_1.to(tl.float16),
-        b_2.to(tl.float16),
-        b_3.to(tl.float16),
-        b_4.to(tl.float16),
-        b_5.to(tl.float16),
-        b_6.to(tl.float16),
-        b_7.to(tl.float16),
-    )
+        KEYS_3_HALVES_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [b_lower, b_upper, b_signs],
+        (tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv, tl.float8e4nv),
+        True, 4,
+    )  # fmt: skip
+    b_0, b_1, b_2, b_3 = b_0.to(tl.float16), b_1.to(tl.float16), b_2.to(tl.float16), b_3.to(tl.float16)
+    return b_0, b_1, b_2, b_3, b_4.to(tl.float16), b_5.to(tl.float16), b_6.to(tl.float16), b_7.to(tl.float16)
 
 
 @jit
@@ -271,18 +247,13 @@ def value_parts_4(b_words, PLAIN: constexpr):
         return b_0, b_1, b_2, b_3
     else:
         return tl.inline_asm_elementwise(
-            VALUES_4_ASM,
-            "=r,=r,=r,=r,r",
-            [b_words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
+            VALUES_4_ASM, "=r,=r,=r,=r,r", [b_words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
         )
 
 
 @jit
 def latent_parts_4(b_words, PLAIN: constexpr):
-    """Latents of 4 bits: four parts, without their scale; words of two columns or of two tokens alike."""
+    """Latents of 4 bits: four parts, without their scale."""
     if PLAIN:
         b_words = b_words.to(tl.int32)
         b_0 = _cubic(((b_words & 15).to(tl.float32) - 7.5) * STEP, 1.0)
@@ -292,12 +263,7 @@ def latent_parts_4(b_words, PLAIN: constexpr):
         return b_0, b_1, b_2, b_3
     else:
         return tl.inline_asm_elementwise(
-            LATENTS_4_ASM,
-            "=r,=r,=r,=r,r",
-            [b_words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
+            LATENTS_4_ASM, "=r,=r,=r,=r,r", [b_words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
         )
 
 
@@ -305,8 +271,8 @@ def latent_parts_4(b_words, PLAIN: constexpr):
 def upper_columns(p_upper, o_c):
     """-1 for columns in the upper half of a row of words, else 0: [C, 1].
 
-    From memory (numbers below zero say yes), because a tile that is computed would keep the codes beside it from going
-    straight from shared memory into operands. Only the two bytes with the sign of a number are read, whatever its type.
+    Loaded (negative numbers mean yes), because a computed tile would keep the codes from going straight from shared memory to
+    operands. Only the two bytes with a number's sign are read.
     """
     PIECES: constexpr = p_upper.dtype.element_ty.primitive_bitwidth // 16
     return tl.load(p_upper.to(tl.pointer_type(tl.int16)) + (o_c[:, None] * PIECES + PIECES - 1)) >> 15
@@ -314,8 +280,11 @@ def upper_columns(p_upper, o_c):
 
 @jit
 def value_parts_3(b_words, b_signs, b_upper, PLAIN: constexpr):
-    """Values of 3 bits: eight parts. `b_signs` has each word of third bits twice: for a column, whose bits are the even
-    ones, and for the column half a row on, whose bits are the odd ones; `b_upper` is -1 there."""
+    """Values of 3 bits: eight parts.
+
+    `b_signs` has each word of third bits twice: even bits for a column, odd bits for the one half a row later, where `b_upper`
+    is -1.
+    """
     if PLAIN:
         b_words = b_words.to(tl.int32)
         b_bits = b_signs.to(tl.int32) >> (b_upper.to(tl.int32) & 1)
@@ -331,27 +300,15 @@ def value_parts_3(b_words, b_signs, b_upper, PLAIN: constexpr):
     else:
         b_upper = tl.broadcast_to(b_upper, b_words.shape)
         return tl.inline_asm_elementwise(
-            VALUES_3_ASM,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
-            [b_words, b_signs, b_upper],
-            dtype=(
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-                tl.float16,
-            ),
-            is_pure=True,
-            pack=2,
-        )
+            VALUES_3_ASM, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [b_words, b_signs, b_upper],
+            (tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            True, 2,
+        )  # fmt: skip
 
 
 @jit
 def _fp8_numbers(b_bytes):
-    """e4m3 bytes in int32 as half precision: sign, exponent and mantissa by hand."""
+    """Convert e4m3 bytes in int32 to half precision."""
     b_exponent = b_bytes >> 3 & 15
     b_mantissa = (b_bytes & 7).to(tl.float32)
     b_normal = (8.0 + b_mantissa) * tl.exp2((b_exponent - 10).to(tl.float32))

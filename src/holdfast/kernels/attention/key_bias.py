@@ -1,48 +1,47 @@
-"""KeyBias: what the bias of a key projection adds to the scores of keys that are stored without it: tables, plain torch, and its part of kernels.
+"""KeyBias: the contribution of a key projection's bias to scores of keys stored without it: tables, plain torch, kernel functions.
 
 K key/value heads, D head dim, C = D / 2 pairs of coordinates that rope turns, B blocks of tokens, N tokens of a block, F
 numbers of a table for tensor cores, L positions; in kernels G columns or M rows of queries, C padded to a power of two
 
-A key is R_p (W x + b), with R_p the rotation of its position p. Where b is many times as long as W x, a code of few bits
-holds b and little else, so pages hold R_p W x, and a score gets q . R_p b added: all that stands behind a score (masks,
-windows, the softmax, the merge of splits) sees the key whole. For a pair (q1, q2) of a query and (b1, b2) of the bias
+A key is R_p (W x + b), with R_p the RoPE rotation of its position p. If b is much longer than W x, a code of few bits holds
+little else than b. So pages hold R_p W x, and q . R_p b is added to a score before masks, softmax and merges. For a pair
+(q1, q2) of a query and (b1, b2) of the bias
 
     q . R_p b = even cos(w p) + odd sin(w p),   even = q1 b1 + q2 b2,   odd = q2 b1 - q1 b2
 
-so the bias goes into two numbers a pair of each query, and the other factor is the same for all heads and layers: a kernel
-reads one small table again and again, whatever head it is at. Tokens of a block are counted from its middle, p = middle + d:
-even and odd are turned to the middle once a block, and what is left are cos(w d) and sin(w d). The table has cos - 1: pairs
-with a large bias are mostly those that turn slowly, and so half precision rounds only what changes from token to token. What
-does not change is summed in float32.
+so the bias becomes two numbers per pair of each query. The other factor is the same for all heads and layers: one small table.
+Tokens of a block count from its middle, p = middle + d. Even and odd are rotated to the middle once per block, which leaves
+cos(w d) and sin(w d). The table holds cos - 1: pairs with a large bias mostly rotate slowly, so half precision rounds only what
+changes from token to token. The rest is summed in float32.
 
-A model without rope has the same b at every position: it adds q . b to all scores of a row alike, which a softmax does not
-see, so such a model needs no KeyBias, only keys without their bias. Where heads are normed behind the projection (QK-norm),
-keys are no sum of two parts, and this file is not for them.
+Without RoPE the bias adds q . b to all scores of a row, which a softmax ignores: such a model needs no KeyBias. With QK-norm
+keys are no sum of two parts, and KeyBias does not apply.
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import BLOCK_TOKENS, key_turn_dtype, pair_columns
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
 
 NEAR_SCALE = 64.0
-"""On the table, and even and odd are divided by it: scores up to 4 million have a place in half precision."""
+"""Multiplies the table and divides even and odd: scores up to 4 million fit half precision."""
 FRAGMENT = 16
-"""Rows and columns of a piece of the table that a tensor core takes."""
+"""Rows and columns of a tensor-core operand."""
 
 
 class KeyTurns(NamedTuple):
-    """The rotations of all positions, for all layers with the same rope."""
+    """The rotations of all positions, for all layers with the same RoPE."""
 
-    cos_BC: torch.Tensor
-    """float32, of the middle of each block, times the factor that the rope table has on cos and sin."""
-    sin_BC: torch.Tensor
-    near_2NC: torch.Tensor
-    """cos - 1 and sin of the way from the middle to each token, times NEAR_SCALE: float16, or float32 for float32 models."""
-    fragments_F: torch.Tensor | None
-    """The same in the order in which `near_fragments` wants it; None for float32 models, which no kernel runs."""
+    cos_BC: Tensor
+    """float32, of the middle of each block, times the magnitude of the RoPE table."""
+    sin_BC: Tensor
+    near_2NC: Tensor
+    """cos - 1 and sin of the angle from the middle to each token, times NEAR_SCALE: float16, or float32 for float32 models."""
+    fragments_F: Tensor | None
+    """`near_2NC` in the order of `near_fragments`; None for float32 models, which no kernel runs."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,29 +51,24 @@ class KeyTurns(NamedTuple):
 class KeyBias(NamedTuple):
     """The bias of one layer's keys."""
 
-    bias_KD: torch.Tensor
-    """float32, in the model's coordinates: not turned, and not rotated as codes are."""
+    bias_KD: Tensor
+    """float32, in the model's coordinates, before any rotation."""
     turns: KeyTurns
 
     @property
     def num_bytes(self) -> int:
-        """Of what this layer has alone."""
         return self.bias_KD.nbytes
 
 
 def make_key_turns(
-    inverse_frequency_C: torch.Tensor,
-    magnitude: float,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    inverse_frequency_C: Tensor, magnitude: float, max_model_len: int, dtype: torch.dtype, device: torch.device | str
 ) -> KeyTurns:
-    """Tables for positions below `max_model_len` of a model that computes in `dtype`; angles are taken in float64."""
+    """Make tables for positions below `max_model_len` of a model that computes in `dtype`; angles are float64."""
     frequency_C = inverse_frequency_C.double().cpu()
     num_blocks, middle = -(-max_model_len // BLOCK_TOKENS), (BLOCK_TOKENS - 1) / 2
     angle_BC = torch.outer(torch.arange(num_blocks, dtype=torch.float64) * BLOCK_TOKENS + middle, frequency_C)
     near_NC = torch.outer(torch.arange(BLOCK_TOKENS, dtype=torch.float64) - middle, frequency_C)
-    # 1 - 2 sin^2 of half the angle is the cosine, and leaves nothing to be cancelled.
+    # cos - 1 is -2 sin^2 of half the angle, without cancellation.
     near_2NC = torch.stack((-2 * (near_NC / 2).sin().square(), near_NC.sin())) * NEAR_SCALE
     near_2NC = near_2NC.to(getattr(torch, key_turn_dtype(str(dtype).removeprefix("torch."))))
     return KeyTurns(
@@ -85,8 +79,8 @@ def make_key_turns(
     )
 
 
-def _fragments(near_2NC: torch.Tensor) -> torch.Tensor:
-    """By pieces of 16 x 16, each in the order of the lanes of a warp: a lane's 8 numbers are its part of an instruction."""
+def _fragments(near_2NC: Tensor) -> Tensor:
+    """Order pieces of 16 x 16 by the lanes of a warp: a lane's 8 numbers are its part of an instruction."""
     num_pairs = near_2NC.shape[-1]
     padded_2NC = torch.nn.functional.pad(near_2NC, (0, pair_columns(2 * num_pairs) - num_pairs))
     rows, columns = padded_2NC.unflatten(2, (-1, 2, 4, 2)), (-1, 2, FRAGMENT // 2)
@@ -94,15 +88,15 @@ def _fragments(near_2NC: torch.Tensor) -> torch.Tensor:
     return pieces.permute(0, 1, 4, 3, 6, 5, 2, 7).flatten()
 
 
-def key_bias_rows(key_bias: KeyBias, positions_L: torch.Tensor) -> torch.Tensor:
-    """[K, L, D] in float32: what the bias adds to the keys at these positions, in the model's coordinates."""
+def key_bias_rows(key_bias: KeyBias, positions_L: Tensor) -> Tensor:
+    """[K, L, D] float32: the bias of the keys at these positions, in the model's coordinates."""
     cos_LC, sin_LC = _turns_at(key_bias.turns, positions_L)
     first_K1C, second_K1C = key_bias.bias_KD.unsqueeze(1).chunk(2, dim=-1)
     return torch.cat((first_K1C * cos_LC - second_K1C * sin_LC, second_K1C * cos_LC + first_K1C * sin_LC), dim=-1)
 
 
-def _turns_at(turns: KeyTurns, positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of positions, [L, C] each, from the block's and the token's own, as kernels have them."""
+def _turns_at(turns: KeyTurns, positions_L: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions, [L, C] each, from those of the block and of the token, as in kernels."""
     block_L, token_L = positions_L // BLOCK_TOKENS, positions_L % BLOCK_TOKENS
     near_cos_LC, near_sin_LC = (turns.near_2NC.float() / NEAR_SCALE)[:, token_L].unbind()
     cos_LC, sin_LC = turns.cos_BC[block_L], turns.sin_BC[block_L]
@@ -116,7 +110,7 @@ def _turns_at(turns: KeyTurns, positions_L: torch.Tensor) -> tuple[torch.Tensor,
 
 SCALE = kernel_constant(NEAR_SCALE)
 MOST = kernel_constant(32000.0)
-"""Of even and odd: turned, and with a factor on cos and sin, they are still half-precision numbers."""
+"""Limit of even and odd: rotated, and with a magnitude, they still fit half precision."""
 
 
 @jit
@@ -124,7 +118,7 @@ def query_waves(
     p_q, o_q, m_q, p_bias, p_rotation, scale_log2, rotation_scale,
     QUERY_AXIS: constexpr, IS_ROTATED: constexpr, HEAD_DIM: constexpr, PAIR_COLUMNS: constexpr,
 ):  # fmt: skip
-    """Even and odd of the queries that begin at `o_q`, in float32: [C, G] each, or [M, C] where QUERY_AXIS is 0."""
+    """Even and odd of the queries that begin at `o_q`, in float32: [C, G] each, or [M, C] if QUERY_AXIS is 0."""
     PAIRS: constexpr = HEAD_DIM // 2
     PAIR_AXIS: constexpr = 1 - QUERY_AXIS
     o_c = tl.expand_dims(tl.arange(0, PAIR_COLUMNS), QUERY_AXIS)
@@ -132,8 +126,8 @@ def query_waves(
     p_row = p_q + tl.expand_dims(o_q, PAIR_AXIS)
     m_row = tl.expand_dims(m_q, PAIR_AXIS)
     if IS_ROTATED:
-        # Queries come rotated as the keys are. The same rotation gives them back by products that are exact: one product
-        # more a tile, and no workspace for queries as they were.
+        # Queries come rotated like the keys. The same rotation undoes it exactly: one more product per tile, and no
+        # scratch for the original queries.
         o_d = tl.arange(0, 2 * PAIR_COLUMNS)
         o_x, o_table = tl.expand_dims(o_d, QUERY_AXIS), tl.expand_dims(o_d, PAIR_AXIS)
         b_x = tl.load(p_row + o_x, mask=m_row & (o_x < HEAD_DIM), other=0.0).to(tl.float32)
@@ -158,7 +152,7 @@ def query_waves(
 
 @jit
 def turned_waves(b_even, b_odd, p_cos, p_sin, i_block, QUERY_AXIS: constexpr, HEAD_DIM: constexpr):
-    """Even and odd turned to the middle of a block, in half precision; and the sum of even, which all its tokens have."""
+    """Even and odd rotated to the middle of a block, in half precision; and the sum of even, common to its tokens."""
     PAIRS: constexpr = HEAD_DIM // 2
     PAIR_AXIS: constexpr = 1 - QUERY_AXIS
     o_c = tl.arange(0, b_even.shape[PAIR_AXIS])
@@ -173,7 +167,7 @@ def turned_waves(b_even, b_odd, p_cos, p_sin, i_block, QUERY_AXIS: constexpr, HE
 
 @jit
 def near_fragments(p_near, BLOCK_N: constexpr, PAIR_COLUMNS: constexpr):
-    """[N, C]: a table that comes from memory as the lanes of one warp want it for a product; elsewhere it is put in order."""
+    """[N, C]: load the table in the order of a warp's lanes for a product."""
     b_near = tl.load(p_near + tl.arange(0, BLOCK_N * PAIR_COLUMNS))
     b_near = tl.reshape(b_near, (BLOCK_N // 16, PAIR_COLUMNS // 16, 8, 4, 2, 2, 2))
     return tl.reshape(tl.permute(b_near, (0, 5, 2, 1, 4, 3, 6)), (BLOCK_N, PAIR_COLUMNS))

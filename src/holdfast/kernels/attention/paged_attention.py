@@ -6,6 +6,7 @@ T rows, H query heads, K key/value heads, D head dim, S slots, N sequences
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.native_library import native_for
 
@@ -19,22 +20,22 @@ class Scoring(NamedTuple):
     scale: float
     window: int | None = None
     """A row sees only the newest `window` tokens up to its own position."""
-    sinks_H: torch.Tensor | None = None
+    sinks_H: Tensor | None = None
     """A float32 logit per query head that joins its softmax and has no value."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
 
 
 def paged_attention(
-    q_THD: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
-    pages_P: torch.Tensor,
-    sequences_N4: torch.Tensor,
+    q_THD: Tensor,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
+    pages_P: Tensor,
+    sequences_N4: Tensor,
     page_tokens: int,
     scoring: Scoring,
-    out_TX: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_TX: Tensor | None = None,
+) -> Tensor:
     """Attend each row to the tokens of its sequence up to its own position: [T, H * D].
 
     Pages before the window of a sequence's first row are not read: other sequences may own them.
@@ -58,15 +59,15 @@ def paged_attention(
 
 
 def paged_attention_reference(
-    q_THD: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
-    pages_P: torch.Tensor,
-    sequences_N4: torch.Tensor,
+    q_THD: Tensor,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
+    pages_P: Tensor,
+    sequences_N4: Tensor,
     page_tokens: int,
     scoring: Scoring,
-    out_TX: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_TX: Tensor | None = None,
+) -> Tensor:
     """Like `paged_attention` in plain torch, one sequence at a time with its whole score matrix."""
     (num_rows, num_heads, head_dim), (scale, window, sinks_H, softcap) = q_THD.shape, scoring
     num_groups = num_heads // k_plane_SKD.shape[1]

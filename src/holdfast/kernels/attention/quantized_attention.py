@@ -9,6 +9,7 @@ Queries come in the space of the keys, rotated if these are; outputs leave in th
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.key_bias import KeyBias, KeyTurns, key_bias_rows
 from holdfast.kernels.attention.quantized_decode import decode_kernel
@@ -69,7 +70,7 @@ def row_form(num_rows: int) -> int:
     return 1 if num_rows <= MERGE_BY_HEAD_ROWS else MERGED_HEADS
 
 
-def quantized_attention(call: TileCall, planes: QuantizedPlanes) -> torch.Tensor:
+def quantized_attention(call: TileCall, planes: QuantizedPlanes) -> Tensor:
     """Like `tiled_attention` over quantized pages: [T, H * D]. The soft cap applies to scores with the bias of the keys."""
     _, num_heads, head_dim = call.q_THD.shape
     group, pdl, plain = num_heads // planes.num_kv_heads, supports_pdl(call.q_THD), is_interpreted()
@@ -124,7 +125,7 @@ def quantized_attention(call: TileCall, planes: QuantizedPlanes) -> torch.Tensor
     return call.out_TX
 
 
-def quantized_attention_reference(call: TileCall, planes: QuantizedPlanes) -> torch.Tensor:
+def quantized_attention_reference(call: TileCall, planes: QuantizedPlanes) -> Tensor:
     """Like `quantized_attention` in plain torch, one row at a time over all its tokens, without splits."""
     (num_rows, num_heads, head_dim), q_THD, work = call.q_THD.shape, call.q_THD, call.work
     scale, window, sinks_H, softcap = call.scoring
@@ -156,7 +157,7 @@ def quantized_attention_reference(call: TileCall, planes: QuantizedPlanes) -> to
     return call.out_TX
 
 
-def _key_bias_tables(key_bias: KeyBias | None) -> tuple[torch.Tensor | None, ...]:
+def _key_bias_tables(key_bias: KeyBias | None) -> tuple[Tensor | None, ...]:
     """Return the tables in the order of the kernels' arguments."""
     if key_bias is None:
         return (None,) * (1 + len(KeyTurns._fields))

@@ -1,11 +1,10 @@
-"""Decode attention to quantized pages, in small tiles: tokens along the tensor cores' rows, the heads of a GQA group beside them.
+"""Decode attention to quantized pages, in small tiles: tokens are rows of the product, the heads of a GQA group its columns.
 
 G columns: the rows of a tile times the heads of a group, N tokens of a block, C columns of words
 
-One warp does a tile alone. Scores are keys times queries, [N, G], so eight heads fill an instruction that sixteen rows of
-queries would leave half empty; no warp waits for another, and p of the softmax turns into an operand by a few shuffles. A
-key's scale multiplies its scores, a value's scale its p, which is kept below 2^14 by a bound that knows the scales, so that
-half precision holds it however long the context is.
+One warp computes a tile alone. Scores are keys times queries, [N, G], so eight heads fill an instruction that sixteen rows of
+queries would leave half empty. No warp waits for another, and a few shuffles turn p into an operand. A key's scale multiplies
+its scores, a value's scale its p. A bound that knows the scales keeps p below 2^14, so half precision holds it for any context.
 """
 
 from holdfast.kernels.attention.dequantize import (
@@ -63,10 +62,10 @@ def decode_kernel(
             p_tiles, 1 + i_item // NUM_KV_HEADS
         )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        seen = position - window + 1  # by the first row: pages before it belong to others, whatever the table says
+        seen = position - window + 1  # by the first row: other sequences may own earlier pages
         page = pages_of(p_row_pages, low, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
         if PDL:
-            tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
+            tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new keys come from the last kernel
         m_g = o_row < num_rows
         o_head = i_head * GROUP + o_g % GROUP
         o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
@@ -76,20 +75,20 @@ def decode_kernel(
                 p_q, o_q, m_g, p_bias + i_head * HEAD_DIM, p_rotation, scale_log2, rotation_scale, 1, KEY_BITS < 8,
                 HEAD_DIM, PAIR_COLUMNS,
             )  # fmt: skip
-        # Scales come a block ahead, as pages do: nothing in a block waits for memory but the codes' own copies.
+        # Scales are loaded a block ahead, like pages: in a block only the copies of codes wait for memory.
         o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
         b_ks = tl.load(p_k_scale + o_slot)
         b_vs = tl.load(p_v_scale + o_slot)
         b_m = tl.full((BLOCK_G,), -float("inf"), dtype=tl.float32)
         b_l_tokens = tl.zeros((BLOCK_N, BLOCK_G), dtype=tl.float32)
         b_acc = _no_output(VALUE_BITS, VALUE_COLUMNS, BLOCK_G)
-        # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
+        # All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask.
         clear = tl.minimum(high, position + 1)
         if HAS_WINDOW:
             clear = low
         clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
         for MASKED in tl.static_range(2):
-            # Counted in blocks, so that the compiler knows where tokens are aligned.
+            # Count in blocks, so the compiler knows the alignment of tokens.
             first_block = clear // BLOCK_N if MASKED else low // BLOCK_N
             end_block = tl.cdiv(high, BLOCK_N) if MASKED else clear // BLOCK_N
             for i_block in tl.range(first_block, end_block, num_stages=1 if MASKED else NUM_STAGES):
@@ -97,7 +96,7 @@ def decode_kernel(
                 o_token = n + o_n
                 m_n = o_token < high if MASKED else o_n >= 0
                 if MASKED and HAS_WINDOW:
-                    m_n = m_n & (o_token >= seen)  # what no row sees any more may hold anything
+                    m_n = m_n & (o_token >= seen)  # older tokens may hold anything
                 o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
                 page = pages_of(p_row_pages, n + BLOCK_N, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
                 o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
@@ -135,9 +134,9 @@ def decode_kernel(
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         b_l = tl.sum(b_l_tokens, axis=0)
         if p_sinks is not None:
-            # Not sooner: in the running maximum a sink would push p out of the range of half precision.
+            # Only here: in the running maximum a sink would push p out of the range of half precision.
             b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
-        # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
+        # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_scale = 1.0 / tl.where(b_l > 0, b_l * P_ONE, 1.0)
         if first_partial < 0:
             store_rotated(
@@ -149,14 +148,14 @@ def decode_kernel(
             store_parts(b_acc, b_scale, p_partial_out, o_partial * HEAD_DIM, m_g, VALUE_BITS, HEAD_DIM, VALUE_COLUMNS)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_g)
     if PDL:
-        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
+        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
 
 
 @jit
 def _query_part(p_q, o_q, m_g, o_c, limit, PART: constexpr, NUM_PARTS: constexpr, HEAD_DIM: constexpr, scale_log2):
-    """[C, G] in half precision, with the scale of the scores; a query beyond its range is cut, not infinite."""
+    """[C, G] in half precision, clamped to its range, with the scale of the scores."""
     m_q = m_g[None, :] & (o_c < limit)[:, None]
     o_d = part_dims(o_c, PART, NUM_PARTS, HEAD_DIM)
     b_q = tl.load(p_q + o_q[None, :] + o_d[:, None], mask=m_q, other=0.0).to(tl.float32) * scale_log2
@@ -168,7 +167,7 @@ def _queries(
     p_q, o_q, m_g, scale_log2,
     KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """The parts of the queries that meet the parts of the keys."""
+    """The parts of the queries for the parts of the keys."""
     o_c = tl.arange(0, KEY_COLUMNS)
     if KEY_BITS == 8:
         return (_query_part(p_q, o_q, m_g, o_c, HEAD_DIM, 0, 1, HEAD_DIM, scale_log2),)
@@ -240,11 +239,11 @@ def _scores(
 def _bias_scores(
     b_even, b_odd, p_cos, p_sin, p_fragments, i_block, HEAD_DIM: constexpr, BLOCK_N: constexpr, PAIR_COLUMNS: constexpr
 ):
-    """[N, G]: what the bias of the keys adds to the scores of a block."""
+    """[N, G]: the bias of the keys in the scores of a block."""
     b_even, b_odd, b_all = turned_waves(b_even, b_odd, p_cos, p_sin, i_block, 1, HEAD_DIM)
     b_score = tl.broadcast_to(b_all, (BLOCK_N, b_all.shape[1]))
-    # Always so. Loads behind a condition are left where they are: before the loop the table would take 128 registers of a
-    # thread, and as copies that are under way it would take the shared memory of the programs beside this one.
+    # Always true. The compiler does not move a conditional load: hoisted out of the loop, the table would take 128
+    # registers per thread; pipelined, it would take the shared memory of other programs.
     if i_block >= 0:
         b_score = tl.dot(near_fragments(p_fragments, BLOCK_N, PAIR_COLUMNS), b_even, b_score)
         p_sines = p_fragments + BLOCK_N * PAIR_COLUMNS
@@ -270,7 +269,7 @@ def _add_values(
     b_acc, b_p, b_alpha, p_v, p_signs, p_upper, o_slot, m_n,
     MASKED: constexpr, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """The rescaled accumulators with p times a block of values added, part by part."""
+    """Rescale the accumulators and add p times a block of values, part by part."""
     WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     p_words = p_v + o_slot[None, :] * WORDS + o_c[:, None]

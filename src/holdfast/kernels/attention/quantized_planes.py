@@ -1,15 +1,15 @@
-"""QuantizedPlanes: the pages of a layer as kernels see them; and where a kernel finds a tile's codes and puts its outputs.
+"""QuantizedPlanes: quantized pages of a layer as kernels see them; loads of a tile's codes and stores of its outputs.
 
 P pages, K key/value heads, t tokens of a page, B bytes of a head's codes, S bytes of its sign bits, D head dim, N tokens of a
 block, C columns of words, G columns of queries
 
-A page is laid out head by head, so that the tokens of a head are neighbours and a tile of them is one run of memory.
+A page is laid out head by head, so the tokens of a head are contiguous.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.key_bias import KeyBias
 from holdfast.kernels.triton_compat import constexpr, jit, kernel_constant, tl
@@ -18,39 +18,39 @@ from holdfast.quant.kv_quantize import QuantizedHeads
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPlanes:
-    """Views of the page storage, and what the rotation needs."""
+    """Views of the page storage, and tables."""
 
     key_bits: int
     value_bits: int
     head_dim: int
-    k_codes_PKtB: torch.Tensor
-    k_signs_PKtS: torch.Tensor | None
-    k_scale_PKt: torch.Tensor
-    v_codes_PKtB: torch.Tensor
-    v_signs_PKtS: torch.Tensor | None
-    v_scale_PKt: torch.Tensor
-    rotation_DD: torch.Tensor
-    """The table of quant/kv_quantize.py, [D + 1, D], in the type that is computed in; one for all layers of a head dim."""
-    k_mean_KD: torch.Tensor | None = None
-    """float32, rotated like the keys: subtracted from every key before it is quantized. Softmax does not see it."""
+    k_codes_PKtB: Tensor
+    k_signs_PKtS: Tensor | None
+    k_scale_PKt: Tensor
+    v_codes_PKtB: Tensor
+    v_signs_PKtS: Tensor | None
+    v_scale_PKt: Tensor
+    rotation_DD: Tensor
+    """The table of quant/kv_quantize.py, [D + 1, D], in the compute type; one for all layers of a head dim."""
+    k_mean_KD: Tensor | None = None
+    """float32, rotated like the keys: subtracted from every key before quantization, which softmax ignores."""
     key_bias: KeyBias | None = None
-    """What attention adds to the scores, where keys are stored without the bias of their projection."""
+    """Added to the scores if keys are stored without the bias of their projection."""
 
     @classmethod
     def of(
         cls,
-        plane: Callable[[str], torch.Tensor],
+        plane: Callable[[str], Tensor],
         key_bits: int,
         value_bits: int,
         head_dim: int,
         page_tokens: int,
-        rotation_DD: torch.Tensor,
-        k_mean_KD: torch.Tensor | None = None,
+        rotation_DD: Tensor,
+        k_mean_KD: Tensor | None = None,
         key_bias: KeyBias | None = None,
     ) -> "QuantizedPlanes":
-        """From planes by name as the storage has them, [slots, K, bytes] and [slots, K]: the same bytes, head by head."""
+        """View the storage's planes, [slots, K, bytes] and [slots, K] by name, head by head."""
 
-        def by_head(name: str) -> torch.Tensor:
+        def by_head(name: str) -> Tensor:
             plane_SK = plane(name)
             num_pages, num_heads = plane_SK.shape[0] // page_tokens, plane_SK.shape[1]
             return plane_SK.view(num_pages, num_heads, page_tokens, *plane_SK.shape[2:])
@@ -71,28 +71,26 @@ class QuantizedPlanes:
 
     @property
     def rotates_keys(self) -> bool:
-        """Whether keys, and so queries, are rotated."""
+        """True if keys, and so queries, are rotated."""
         return self.key_bits < 8
 
     @property
     def rotates_values(self) -> bool:
-        """Whether values are rotated, so that outputs must be rotated back."""
+        """True if values are rotated, so outputs are rotated back."""
         return self.value_bits < 8
 
-    def keys_at(self, pages_X: torch.Tensor, tokens_X: torch.Tensor) -> QuantizedHeads:
+    def keys_at(self, pages_X: Tensor, tokens_X: Tensor) -> QuantizedHeads:
         """The quantized keys of some tokens: [X, K, ...]."""
         signs = None if self.k_signs_PKtS is None else self.k_signs_PKtS[pages_X, :, tokens_X]
         return QuantizedHeads(self.k_codes_PKtB[pages_X, :, tokens_X], signs, self.k_scale_PKt[pages_X, :, tokens_X])
 
-    def values_at(self, pages_X: torch.Tensor, tokens_X: torch.Tensor) -> QuantizedHeads:
+    def values_at(self, pages_X: Tensor, tokens_X: Tensor) -> QuantizedHeads:
         """The quantized values of some tokens: [X, K, ...]."""
         signs = None if self.v_signs_PKtS is None else self.v_signs_PKtS[pages_X, :, tokens_X]
         return QuantizedHeads(self.v_codes_PKtB[pages_X, :, tokens_X], signs, self.v_scale_PKt[pages_X, :, tokens_X])
 
-    def store(
-        self, pages_X: torch.Tensor, tokens_X: torch.Tensor, keys: QuantizedHeads, values: QuantizedHeads
-    ) -> None:
-        """Put the quantized keys and values of some tokens into their places."""
+    def store(self, pages_X: Tensor, tokens_X: Tensor, keys: QuantizedHeads, values: QuantizedHeads) -> None:
+        """Store the quantized keys and values of some tokens."""
         for plane, quantized in (
             (self.k_codes_PKtB, keys.codes_XB),
             (self.k_signs_PKtS, keys.signs_XS),
@@ -110,17 +108,17 @@ class QuantizedPlanes:
 
 
 P_ONE = kernel_constant(16384.0)
-"""What p = 1 of the softmax becomes in half precision."""
+"""p = 1 of the softmax in half precision."""
 LEAST_LOG2 = kernel_constant(-24.0)
-"""Of a float16 scale that is not zero."""
+"""Least base-2 logarithm of a nonzero float16 scale."""
 
 
 @jit
 def pages_of(p_row_pages, n, o_n, seen, high, HAS_WINDOW: constexpr, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
-    """The page of a block, or of each token of it; read a block ahead, so that no load of keys waits for another load.
+    """Load the page of a block, or of each of its tokens; called a block ahead, so no load of keys waits for another load.
 
-    Behind a window a block may begin before the first token that is seen, with entries that name no page of the sequence,
-    or none at all; the page of a whole block always has one that is.
+    With a window a block may begin before the first visible token, where the table holds no page of the sequence. A page that
+    holds a whole block has a visible token.
     """
     if PAGE_TOKENS >= BLOCK_N:
         return tl.load(p_row_pages + n // PAGE_TOKENS, mask=n < high, other=0)
@@ -133,7 +131,7 @@ def pages_of(p_row_pages, n, o_n, seen, high, HAS_WINDOW: constexpr, PAGE_TOKENS
 
 @jit
 def slots_of(page, i_head, n, o_n, NUM_KV_HEADS: constexpr, PAGE_TOKENS: constexpr, BLOCK_N: constexpr):
-    """Where a head's tokens lie: pages hold one head after the other."""
+    """Slots of a head's tokens: pages hold one head after the other."""
     if PAGE_TOKENS >= BLOCK_N:
         return (page.to(tl.int64) * NUM_KV_HEADS + i_head) * PAGE_TOKENS + n % PAGE_TOKENS + o_n
     else:
@@ -158,7 +156,7 @@ def bytes_at(p, o_slot, o_c, m_n, limit, ROW: constexpr, MASKED: constexpr):
 
 @jit
 def key_codes(p_k, o_slot, o_c, m_n, MASKED: constexpr, KEY_BITS: constexpr, HEAD_DIM: constexpr, PLAIN: constexpr):
-    """[N, C] of the codes of keys, as dequantize.py takes them apart: bytes, or whole words where there is no assembler."""
+    """[N, C] codes of keys for dequantize.py: bytes, or whole words if there is no assembler."""
     ROW: constexpr = HEAD_DIM if KEY_BITS == 8 else (HEAD_DIM // 2 if KEY_BITS == 4 else HEAD_DIM // 4)
     if PLAIN and KEY_BITS < 8:
         p_words = p_k.to(tl.pointer_type(tl.int32)) + o_slot[:, None] * (ROW // 4) + (o_c // 4)[None, :]
@@ -171,7 +169,7 @@ def key_codes(p_k, o_slot, o_c, m_n, MASKED: constexpr, KEY_BITS: constexpr, HEA
 def store_parts(
     b_acc, b_scale, p_partial, o_partial, m_g, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr
 ):
-    """Partials in the order of coordinates, rotated as they are."""
+    """Store partials in the order of coordinates, still rotated."""
     NUM_PARTS: constexpr = 2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     m_out = m_g[None, :] & (o_c < HEAD_DIM // NUM_PARTS)[:, None]
@@ -185,7 +183,7 @@ def store_rotated(
     b_acc, b_scale, rotation_scale, p_rotation, p_out, o_q, m_g,
     VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, BLOCK_D: constexpr,
 ):  # fmt: skip
-    """Outputs rotated back, in their type."""
+    """Rotate outputs back and store them in their type."""
     NUM_PARTS: constexpr = 2 if VALUE_BITS == 8 else (4 if VALUE_BITS == 4 else 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     o_d = tl.arange(0, BLOCK_D)

@@ -1,4 +1,4 @@
-"""Prefill attention to quantized pages, in large tiles: codes are dequantized into operands once for 128 rows of queries and heads.
+"""Prefill attention to quantized pages, in large tiles: codes become operands once for 128 rows of queries and heads.
 
 M rows of a tile: its rows times the heads of a group, N tokens of a block, C columns of words, D head dim
 """
@@ -62,10 +62,10 @@ def prefill_kernel(
             p_tiles, 1 + num_small + i_item // NUM_KV_HEADS
         )
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
-        seen = position - window + 1  # by the first row: pages before it belong to others, whatever the table says
+        seen = position - window + 1  # by the first row: other sequences may own earlier pages
         page = pages_of(p_row_pages, low, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
         if PDL:
-            tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
+            tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new keys come from the last kernel
         m_m = o_row < num_rows
         o_head = i_head * GROUP + o_m % GROUP
         o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
@@ -75,22 +75,22 @@ def prefill_kernel(
                 p_q, o_q, m_m, p_bias + i_head * HEAD_DIM, p_rotation, scale_log2, rotation_scale, 0, KEY_BITS < 8,
                 HEAD_DIM, PAIR_COLUMNS,
             )  # fmt: skip
-            # Rounded for their place: it is as if the query were another, by less than it was rounded by before.
+            # Rounded to save registers: less than the rounding of the query itself.
             b_even, b_odd = b_even.to(tl.float16), b_odd.to(tl.float16)
-        # Scales come a block ahead, as pages do.
+        # Scales are loaded a block ahead, like pages.
         o_slot = slots_of(page, i_head, low // BLOCK_N * BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
         b_ks = tl.load(p_k_scale + o_slot)
         b_vs = tl.load(p_v_scale + o_slot)
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
+        # All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask.
         clear = tl.minimum(high, position + 1)
         if HAS_WINDOW:
             clear = low
         clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
         for MASKED in tl.static_range(2):
-            # Counted in blocks, so that the compiler knows where tokens are aligned.
+            # Count in blocks, so the compiler knows the alignment of tokens.
             first_block = clear // BLOCK_N if MASKED else low // BLOCK_N
             end_block = tl.cdiv(high, BLOCK_N) if MASKED else clear // BLOCK_N
             for i_block in tl.range(first_block, end_block, num_stages=1 if MASKED else NUM_STAGES):
@@ -98,7 +98,7 @@ def prefill_kernel(
                 o_token = n + o_n
                 m_n = o_token < high if MASKED else o_n >= 0
                 if MASKED and HAS_WINDOW:
-                    m_n = m_n & (o_token >= seen)  # what no row sees any more may hold anything
+                    m_n = m_n & (o_token >= seen)  # older tokens may hold anything
                 o_slot = slots_of(page, i_head, n, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
                 page = pages_of(p_row_pages, n + BLOCK_N, o_n, seen, high, HAS_WINDOW, PAGE_TOKENS, BLOCK_N)
                 o_next = slots_of(page, i_head, n + BLOCK_N, o_n, NUM_KV_HEADS, PAGE_TOKENS, BLOCK_N)
@@ -130,8 +130,8 @@ def prefill_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = fast_exp2(b_score - b_m_safe[:, None], PLAIN)
                 if MASKED:
-                    # Not before: sums with a product that is masked are not contracted, and round otherwise than in a clear
-                    # block, which a block may be for the tile of another cut (batch_invariant).
+                    # Only here: a masked product is not contracted to fma and would round differently than in an unmasked
+                    # block. Another cut of the step may leave this block unmasked (batch_invariant).
                     b_p = tl.where(m_seen, b_p, 0.0)
                 b_alpha = fast_exp2(b_m - b_m_safe, PLAIN)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
@@ -142,9 +142,9 @@ def prefill_kernel(
                 b_acc = tl.dot(b_p, b_v, b_acc * b_alpha[:, None])
                 b_m, b_ks, b_vs = b_m_new, b_next_ks, b_next_vs
         if p_sinks is not None:
-            # Not sooner: in the running maximum a sink would push p out of the range of half precision.
+            # Only here: in the running maximum a sink would push p out of the range of half precision.
             b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
-        # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
+        # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l * P_ONE, 1.0)[:, None]
         # The halves of a head lie in halves of the block.
         o_dim = o_d // (BLOCK_D // 2) * (HEAD_DIM // 2) + o_d % (BLOCK_D // 2)
@@ -161,14 +161,14 @@ def prefill_kernel(
             tl.store(p_partial_out + o_partial[:, None] * HEAD_DIM + o_dim[None, :], b_out, mask=m_out)
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
-        # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+        # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
+        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones
 
 
 @jit
 def _query_row_part(p_q, o_q, m_m, o_c, PART: constexpr, NUM_PARTS: constexpr, HEAD_DIM: constexpr, scale_log2):
-    """[M, C] in half precision, with the scale of the scores; a query beyond its range is cut, not infinite."""
+    """[M, C] in half precision, clamped to its range, with the scale of the scores."""
     m_q = m_m[:, None] & (o_c < HEAD_DIM // NUM_PARTS)[None, :]
     o_d = part_dims(o_c, PART, NUM_PARTS, HEAD_DIM)
     b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0).to(tl.float32) * scale_log2
@@ -177,7 +177,7 @@ def _query_row_part(p_q, o_q, m_m, o_c, PART: constexpr, NUM_PARTS: constexpr, H
 
 @jit
 def _query_rows(p_q, o_q, m_m, scale_log2, KEY_BITS: constexpr, HEAD_DIM: constexpr, KEY_COLUMNS: constexpr):
-    """The parts of the queries that meet the parts of the keys."""
+    """The parts of the queries for the parts of the keys."""
     o_c = tl.arange(0, KEY_COLUMNS)
     if KEY_BITS == 8:
         return (_query_row_part(p_q, o_q, m_m, o_c, 0, 1, HEAD_DIM, scale_log2),)
@@ -218,7 +218,7 @@ def _row_scores(
 
 @jit
 def _side_by_side(b_0, b_1):
-    """[N, C] twice: [N, 2 C], column by column in turn."""
+    """[N, C] twice: [N, 2 C], columns alternating."""
     return tl.reshape(tl.join(b_0, b_1), (b_0.shape[0], 2 * b_0.shape[1]))
 
 
@@ -234,7 +234,7 @@ def _value_rows(
     MASKED: constexpr, VALUE_BITS: constexpr, HEAD_DIM: constexpr, VALUE_COLUMNS: constexpr, BLOCK_D: constexpr,
     PLAIN: constexpr,
 ):  # fmt: skip
-    """[N, D] without their scale, in the order of coordinates as far as the head is a power of two."""
+    """[N, D] without their scale, in the order of coordinates if the head is a power of two."""
     WORDS: constexpr = HEAD_DIM // 2 if VALUE_BITS == 8 else (HEAD_DIM // 4 if VALUE_BITS == 4 else HEAD_DIM // 8)
     o_c = tl.arange(0, VALUE_COLUMNS)
     b_words = bytes_at(p_v, o_slot, o_c, m_n, WORDS, WORDS, MASKED or WORDS < VALUE_COLUMNS)

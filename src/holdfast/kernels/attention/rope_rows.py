@@ -1,19 +1,20 @@
-"""cos and sin of a step's rows, computed once a step from the positions of its tokens: every layer reads them by row.
+"""RoPE tables of a step's rows: cos and sin from the positions of its tokens, computed once per step for all layers.
 
-T rows, S sets of rows, P pairs of elements that rope turns
+T rows, S sets of rows, P pairs of elements that RoPE rotates
 
-A set has the frequencies of one rotation, a factor on cos and sin, and a ratio: row t is of position p - p % ratio, with p the
-position of token t. A ratio of 1 serves tokens, others serve entries that stand for several tokens (DeepSeek-V4).
+A set has the frequencies of one rotation, a magnitude, and a ratio: row t has position p - p % ratio, with p the position of
+token t. Tokens have ratio 1, compressed entries a larger one (DeepSeek-V4).
 
-An angle is the float32 product of position and frequency, rounded to float32, as transformers computes it. At a million tokens
-the exact product is 0.03 away from it. cos and sin of that number are taken in float64, reduced by multiples of pi / 2 in two
-parts; they are rounded to float32, multiplied by the factor and rounded to the type of the rows. float64 is cheap here: a
-step has few angles. libdevice's sin and cos are not: they slow a step of one row by several us.
+An angle is the product of position and frequency rounded to float32, as in transformers; at a million tokens the exact product
+is 0.03 away. Its cos and sin are computed in float64, reduced by multiples of pi / 2 in two parts, rounded to float32,
+multiplied by the magnitude and rounded to the type of the rows. float64 is cheap for so few angles. libdevice's sin and cos
+would slow a step of one row by several us.
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.operation import operation
@@ -26,23 +27,21 @@ MOST_WARPS = 4
 
 
 class RopeRows(NamedTuple):
-    """Sets of rows at fixed addresses, and what fills them."""
+    """Sets of rows at fixed addresses, and their frequencies."""
 
-    frequency_SP: torch.Tensor
+    frequency_SP: Tensor
     """float32: inverse frequencies."""
     magnitudes: tuple[float, ...]
-    """The factor of each set."""
     ratios: tuple[int, ...]
-    cos_STP: torch.Tensor
-    sin_STP: torch.Tensor
+    cos_STP: Tensor
+    sin_STP: Tensor
 
     def rotary(self, number: int) -> Rotary:
-        """The rows of one set."""
         return Rotary(self.cos_STP[number], self.sin_STP[number])
 
 
-def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
-    """Rows [0, T) of every set from the step's positions; later rows stay. Below position 0 rows are finite and unspecified."""
+def fill_rope_rows_reference(positions_T: Tensor, rows: RopeRows) -> None:
+    """Fill rows [0, T) of every set from the step's positions; later rows stay. Negative positions give arbitrary finite rows."""
     num_rows = len(positions_T)
     for number, (magnitude, ratio) in enumerate(zip(rows.magnitudes, rows.ratios, strict=True)):
         start_T = positions_T if ratio == 1 else positions_T // ratio * ratio
@@ -51,10 +50,10 @@ def fill_rope_rows_reference(positions_T: torch.Tensor, rows: RopeRows) -> None:
         rows.sin_STP[number, :num_rows] = angle_TP.sin_().mul_(magnitude)
 
 
-def fill_rope_rows_triton(positions_T: torch.Tensor, rows: RopeRows) -> None:
-    """`fill_rope_rows` as one Triton kernel, a program a row.
+def fill_rope_rows_triton(positions_T: Tensor, rows: RopeRows) -> None:
+    """`fill_rope_rows` as one Triton kernel, a program per row.
 
-    It is launched without PDL: every kernel of the step counts on its rows, also through kernels that wait for nothing.
+    It launches without PDL: all kernels of the step rely on its rows, also after kernels that do not wait.
     """
     num_rows, num_pairs = len(positions_T), rows.cos_STP.shape[2]
     assert positions_T.is_contiguous(), f"{positions_T.stride()=}: positions must lie side by side"
@@ -80,7 +79,7 @@ fill_rope_rows = operation(reference=fill_rope_rows_reference, triton=fill_rope_
 def _cos_sin(b_angle):
     """float64 cos and sin to 1e-11, of angles below 2**21; finite for any other."""
     QUARTERS_PER_RADIAN: constexpr = 0.6366197723675814
-    # pi / 2 to 32 bits, whose product with fewer than 2**21 quarter turns is exact, and the rest of it.
+    # pi / 2 to 32 bits, whose product with fewer than 2**21 quarter turns is exact, and the remainder.
     HALF_PI_HIGH: constexpr = 1.5707963267341256
     HALF_PI_LOW: constexpr = 6.077100506506192e-11
     b_quarters = tl.floor(b_angle * QUARTERS_PER_RADIAN + 0.5)
@@ -118,7 +117,7 @@ def _rope_rows_kernel(
     for i in tl.static_range(NUM_SETS):
         i_start = i_position // RATIOS[i] * RATIOS[i]
         b_frequency = tl.load(p_frequency + i * NUM_PAIRS + o_p, mask=m_p, other=0.0)
-        # The product is rounded to float32 before anything else is done with it.
+        # Round the product to float32 first.
         b_angle = (i_start.to(tl.float32) * b_frequency).to(tl.float64)
         b_cos, b_sin = _cos_sin(b_angle)
         b_cos, b_sin = b_cos.to(tl.float32) * MAGNITUDES[i], b_sin.to(tl.float32) * MAGNITUDES[i]

@@ -12,7 +12,7 @@ complete: at the end of an unsplit tile, or in the merge. If the sum becomes inf
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.geometry import TILE_FIELDS
 from holdfast.kernels.triton_compat import (
@@ -88,14 +88,14 @@ class MergeShape(NamedTuple):
 
 
 def merge_tiles(
-    rows_T2: torch.Tensor,
-    partials: tuple[torch.Tensor, torch.Tensor],
-    out_THD: torch.Tensor,
+    rows_T2: Tensor,
+    partials: tuple[Tensor, Tensor],
+    out_THD: Tensor,
     shape: MergeShape,
     block_splits: int = MERGED_SPLITS,
     num_warps: int = 4,
-    sinks_H: torch.Tensor | None = None,
-    rotation: tuple[torch.Tensor | None, float] | None = None,
+    sinks_H: Tensor | None = None,
+    rotation: tuple[Tensor | None, float] | None = None,
 ) -> None:
     """Merge rows that were split and write zeros to padded rows; rows of one split stay as their tile wrote them.
 
@@ -125,7 +125,7 @@ def _merge_kernel(
     num_splits = tl.load(p_rows + i_row * 2 + 1)
     b_table = None
     if p_rotation is not None:
-        b_table = _rotation_table(p_rotation, num_splits > 1, HEAD_DIM, BLOCK_D)
+        b_table = _rotation_table(p_rotation, num_splits, HEAD_DIM, BLOCK_D)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if num_splits == 1:
@@ -137,11 +137,11 @@ def _merge_kernel(
 
 
 @jit
-def _rotation_table(p_rotation, is_split, HEAD_DIM: constexpr, BLOCK_D: constexpr):
+def _rotation_table(p_rotation, num_splits, HEAD_DIM: constexpr, BLOCK_D: constexpr):
     """[D, D] of the rotation, loaded before the partials are ready."""
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
-    if is_split:
+    if num_splits > 1:
         p_table = p_rotation + o_d[:, None] * HEAD_DIM + o_d[None, :]
         b_table = tl.load(p_table, mask=m_d[:, None] & m_d[None, :], other=0.0)
     else:
@@ -160,7 +160,6 @@ def merge_row(
     `p_sinks` is None if heads have no sinks, `b_table` if outputs are not rotated.
     """
     o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < HEAD_DIM
     if SIDE_BY_SIDE:
         i_head = tl.program_id(1)
         first_column = 0
@@ -176,7 +175,7 @@ def merge_row(
         if COLUMNS < HEAD_DIM:
             tl.store(p_y, b_out.to(p_out.dtype.element_ty))
         else:
-            tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_d)
+            tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=o_d < HEAD_DIM)
     else:
         # With HEAD_AXIS 1 tensor cores rotate all heads at once.
         D_AXIS: constexpr = 1 - HEAD_AXIS
@@ -188,7 +187,7 @@ def merge_row(
         if b_table is not None:
             b_out = tl.dot(b_table.to(tl.float16), b_out.to(tl.float16)) * rotation_scale
         p_y = p_out + tl.expand_dims(i_row * NUM_HEADS + o_head, D_AXIS) * HEAD_DIM + tl.expand_dims(o_d, HEAD_AXIS)
-        m_out = tl.expand_dims(o_head < NUM_HEADS, D_AXIS) & tl.expand_dims(m_d, HEAD_AXIS)
+        m_out = tl.expand_dims(o_head < NUM_HEADS, D_AXIS) & tl.expand_dims(o_d < HEAD_DIM, HEAD_AXIS)
         tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.paged_attention import Scoring
 from holdfast.kernels.attention.split_kv import (
@@ -37,7 +38,7 @@ from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pd
 
 SMALL_TILE = 16
 SMALL_BATCH_ROWS = 2
-"""Steps of so few rows are over before many programs have been brought up: they take fewer, of more warps."""
+"""Steps of so few rows end before many programs have started: they take fewer, with more warps."""
 LARGE_PROGRAMS_PER_SM = 2
 
 
@@ -45,8 +46,8 @@ LARGE_PROGRAMS_PER_SM = 2
 class TileWork:
     """The work of one step on the device, and which kernels it needs."""
 
-    tiles_X8: torch.Tensor
-    rows_T2: torch.Tensor
+    tiles_X8: Tensor
+    rows_T2: Tensor
     has_small: bool
     has_large: bool
     has_merge: bool
@@ -56,17 +57,17 @@ class TileWork:
 class TileCall(NamedTuple):
     """What one attention launch over tiles reads and writes, besides the pages."""
 
-    q_THD: torch.Tensor
-    page_table_NP: torch.Tensor
+    q_THD: Tensor
+    page_table_NP: Tensor
     work: TileWork
     scoring: Scoring
-    partial_out_CX: torch.Tensor
-    partial_lse_CH: torch.Tensor
-    out_TX: torch.Tensor
+    partial_out_CX: Tensor
+    partial_lse_CH: Tensor
+    out_TX: Tensor
     num_sms: int
 
     @property
-    def partials(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def partials(self) -> tuple[Tensor, Tensor]:
         return self.partial_out_CX, self.partial_lse_CH
 
 
@@ -102,9 +103,7 @@ def large_blocks(block_d: int, shared_bytes: int) -> tuple[int, int]:
     return (32, 2) if block_d <= 128 or shared_bytes >= 160 * 1024 else (16, 2)
 
 
-def tiled_attention(
-    call: TileCall, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int
-) -> torch.Tensor:
+def tiled_attention(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, page_tokens: int) -> Tensor:
     """Attend each row to the tokens of its sequence up to its own position: [T, H * D]."""
     (num_rows, num_heads, head_dim), num_kv_heads = call.q_THD.shape, k_plane_SKD.shape[1]
     group, pdl, form = num_heads // num_kv_heads, supports_pdl(call.q_THD), row_form(num_rows)
@@ -133,15 +132,13 @@ def tiled_attention(
     return call.out_TX
 
 
-def tiled_attention_reference(
-    call: TileCall, k_plane_SKD: torch.Tensor, v_plane_SKD: torch.Tensor, page_tokens: int
-) -> torch.Tensor:
+def tiled_attention_reference(call: TileCall, k_plane_SKD: Tensor, v_plane_SKD: Tensor, page_tokens: int) -> Tensor:
     """Like `tiled_attention` in plain torch, one tile at a time with its whole score matrix; merges partials as they come."""
     (num_rows, num_heads, _), q_THD, work = call.q_THD.shape, call.q_THD, call.work
     scale, window, sinks_H, softcap = call.scoring
     num_groups = num_heads // k_plane_SKD.shape[1]
     out_THD = call.out_TX.view(q_THD.shape)
-    merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    merged: dict[int, tuple[Tensor, Tensor]] = {}
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
     for table_row, row, count, position, low, high, first_partial, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
@@ -173,9 +170,7 @@ def tiled_attention_reference(
     return call.out_TX
 
 
-def add_partial(
-    old: tuple[torch.Tensor, torch.Tensor] | None, out_HD: torch.Tensor, lse_H: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_partial(old: tuple[Tensor, Tensor] | None, out_HD: Tensor, lse_H: Tensor) -> tuple[Tensor, Tensor]:
     """Merge a partial of a row into what its earlier splits gave, in plain torch."""
     old_HD, old_lse_H = old or (torch.zeros_like(out_HD), torch.full_like(lse_H, -torch.inf))
     merged_H = torch.logaddexp(old_lse_H, lse_H)
@@ -208,11 +203,11 @@ def _attend_kernel(
         table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
             p_tiles, first_tile + i_item // NUM_KV_HEADS
         )
-        # Page ids are read one block ahead, so that no load of keys waits for another load.
+        # Page ids are loaded one block ahead, so no load of keys waits for another load.
         p_row_pages = p_pages + table_row.to(tl.int64) * table_stride
         b_next_page = tl.load(p_row_pages + (low + o_n) // page_tokens, mask=low + o_n < high, other=0)
         if PDL:
-            tl.extra.cuda.gdc_wait()  # tiles and pages were there before; queries and new keys come from the last kernel
+            tl.extra.cuda.gdc_wait()  # tiles and pages are older; queries and new keys come from the last kernel
         m_m = o_row < num_rows
         o_head = i_head * GROUP + o_m % GROUP
         o_q = (row + o_row).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + o_head * HEAD_DIM
@@ -220,7 +215,7 @@ def _attend_kernel(
         b_acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
         b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         b_l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
+        # All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask.
         clear = tl.minimum(high, position + 1)
         if HAS_WINDOW:
             clear = low
@@ -232,7 +227,7 @@ def _attend_kernel(
                 o_token = n + o_n
                 m_n = o_token < high
                 if HAS_WINDOW:
-                    m_n = m_n & (o_token > position - window)  # a tile may begin at a block, before what its rows see
+                    m_n = m_n & (o_token > position - window)  # a tile may begin before the tokens that its rows see
                 b_page = b_next_page
                 b_next_page = tl.load(
                     p_row_pages + (o_token + BLOCK_N) // page_tokens, mask=o_token + BLOCK_N < high, other=0
@@ -255,8 +250,8 @@ def _attend_kernel(
                 b_m_safe = finite_max(b_m_new) if MASKED else b_m_new
                 b_p = tl.exp2(b_score - b_m_safe[:, None])
                 if MASKED:
-                    # Not before: a product that is masked is not contracted with the difference, and would round otherwise
-                    # than in a clear block, which a block may be for the tile of another cut.
+                    # Only here: a masked product is not contracted to fma and would round differently than in an unmasked
+                    # block. Another cut of the step may leave this block unmasked (batch_invariant).
                     b_p = tl.where(m_seen, b_p, 0.0)
                 b_alpha = tl.exp2(b_m - b_m_safe)
                 b_l = b_l * b_alpha + tl.sum(b_p, axis=1)
@@ -266,7 +261,7 @@ def _attend_kernel(
                 b_m = b_m_new
         if p_sinks is not None:
             b_l = add_sinks(b_l, b_m, p_sinks, o_head, first_partial < 0)
-        # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
+        # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
         m_out = m_m[:, None] & m_d[None, :]
         if first_partial < 0:
@@ -277,6 +272,6 @@ def _attend_kernel(
             tl.store(p_partial_lse + o_partial, b_m + tl.log2(b_l), mask=m_m)
     if PDL:
         if not SMALL_BATCH:
-            # Not sooner: programs of the next kernel would take places beside these, more of them here than there.
+            # Not sooner: programs of the next kernel would share the multiprocessors unevenly.
             tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # also where there was no tile: who follows counts on all before it
+        tl.extra.cuda.gdc_wait()  # also without a tile: the next kernel relies on all earlier ones

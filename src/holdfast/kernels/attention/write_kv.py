@@ -1,26 +1,20 @@
-"""What a step writes into the KV cache: keys and values into plain pages, from a fused projection, and pages into the block table.
+"""KV cache writes of a step: keys and values from a fused projection into plain pages, and pages into the block table.
 
 T rows, H query heads, K key/value heads, D head dim, P = D / 2 pairs, X = (H + 2 K) D, S slots, R rows that are not padding,
-U entries of a list, each (place in the flat block table, page id), N rows of the table, P pages of a row
+U updates, each (place in the flat block table, page id), N rows of the table, P pages of a row
 
-`write_kv` norms and rotates heads and gives the queries back; `scatter_pages` writes single entries of the table.
+`write_kv` norms and rotates heads and returns the queries; `scatter_pages` updates single places of the table.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.native_library import native_for
 from holdfast.kernels.norm import rms_norm_reference
-from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.operation import DECLINED, operation
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
@@ -29,8 +23,8 @@ from holdfast.kernels.triton_compat import (
 
 
 ELEMENTS_PER_PROGRAM = 2048
-"""Of whole heads; with 4 warps each thread holds 16 bytes of either half of a head. The same for any number of rows, so that
-a row's sums have one order: a row of 80 heads of 128 is 5 programs."""
+"""Elements of whole heads per program: with 4 warps a thread holds 16 bytes of each half of a head. Independent of the number
+of rows, so a row's sums have one order."""
 NUM_WARPS = 4
 
 
@@ -38,8 +32,8 @@ NUM_WARPS = 4
 class HeadNorm:
     """RMS norms over head_dim for query and key heads; weights of any type."""
 
-    q_weight_D: torch.Tensor
-    k_weight_D: torch.Tensor
+    q_weight_D: Tensor
+    k_weight_D: Tensor
     eps: float
     offset: float = 0.0
     """Added to the weights, in float32."""
@@ -47,54 +41,50 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """cos and sin of a step's rows: row t is of the position of token t, with a column for each pair of elements.
+    """cos and sin of a step's rows, a column per pair of elements. There may be more rows than the step has; padding is arbitrary."""
 
-    There may be more rows than the step has. Rows of padding hold any number.
-    """
-
-    cos_TP: torch.Tensor
-    sin_TP: torch.Tensor
+    cos_TP: Tensor
+    sin_TP: Tensor
 
     @property
     def dim(self) -> int:
-        """Elements that rope turns."""
+        """Elements that RoPE rotates."""
         return 2 * self.cos_TP.shape[1]
 
-    def at(self, rows_R: torch.Tensor | list[int] | slice) -> "Rotary":
-        """Some rows."""
+    def at(self, rows_R: Tensor | list[int] | slice) -> "Rotary":
         return Rotary(self.cos_TP[rows_R], self.sin_TP[rows_R])
 
     def back(self) -> "Rotary":
-        """The rotation by minus the same angles."""
+        """Return the inverse rotation."""
         return Rotary(self.cos_TP, -self.sin_TP)
 
     def check_layout(self) -> None:
-        """Assert what kernels rely on."""
+        """Assert the strides that kernels rely on."""
         cos_TP, sin_TP = self.cos_TP, self.sin_TP
         assert cos_TP.stride() == sin_TP.stride(), f"{cos_TP.stride()=} and {sin_TP.stride()=} differ"
         assert cos_TP.stride(1) == 1, f"{cos_TP.stride()=}: the columns of a row must lie side by side"
 
 
 def _write_kv_native(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out_THD: Tensor | None = None,
+) -> Tensor:
     """`write_kv` in C, for float32."""
     norms = (head_norm.q_weight_D, head_norm.k_weight_D) if head_norm else (None, None)
     tables = (rotary.cos_TP, rotary.sin_TP) if rotary else (None, None)
     out = None if out_THD is None else out_THD[:0]
     library = native_for(qkv_TX[:0], k_plane_SKD, v_plane_SKD, *norms, *tables, out)
     if library is None:
-        return NotImplemented
+        return DECLINED
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     shape = (num_rows, num_heads, head_dim)
     q_THD = out_THD if out_THD is not None and out_THD.is_contiguous() else qkv_TX.new_empty(shape)
-    rows_TX = qkv_TX.contiguous()  # a single row always is: others must not be computed by other means than it
+    rows_TX = qkv_TX.contiguous()  # a single row always is, and several must give the same bits
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tables, *norms)]
     library.holdfast_write_heads(
         rows_TX.data_ptr(), slots_T.data_ptr(), *pointers, head_norm.eps if head_norm else 0.0,
@@ -105,18 +95,18 @@ def _write_kv_native(
 
 
 def write_kv_reference(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Keys and values of each row go to its slot; queries come back as [T, H, D], in `out_THD` where it is given.
+    out_THD: Tensor | None = None,
+) -> Tensor:
+    """Write keys and values of each row to its slot; return queries as [T, H, D], in `out_THD` if given.
 
-    A row with a negative slot is padding: it stores nothing, and its queries are zeros.
-    `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in all of them, and slots in the planes.
+    A row with a negative slot is padding: it stores nothing, and its queries are zeros. `out_THD` may be the query part of
+    `qkv_TX`. Rows and slots may be strided.
     """
     _, num_kv_heads, head_dim = k_plane_SKD.shape
     q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, num_kv_heads, head_dim, head_norm, rotary)
@@ -130,13 +120,9 @@ def write_kv_reference(
 
 
 def turned_heads(
-    qkv_TX: torch.Tensor,
-    num_kv_heads: int,
-    head_dim: int,
-    head_norm: HeadNorm | None,
-    rotary: Rotary | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of a fused projection: [T, H, D] and twice [T, K, D], normed and rotated in plain torch."""
+    qkv_TX: Tensor, num_kv_heads: int, head_dim: int, head_norm: HeadNorm | None, rotary: Rotary | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate queries, keys and values of a fused projection in plain torch: [T, H, D] and twice [T, K, D]."""
     heads_TXD = qkv_TX.unflatten(-1, (-1, head_dim))
     num_heads = heads_TXD.shape[1] - 2 * num_kv_heads
     q_THD, k_TKD, v_TKD = heads_TXD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -152,15 +138,15 @@ def turned_heads(
 
 
 def write_kv_triton(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
-    k_plane_SKD: torch.Tensor,
-    v_plane_SKD: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
+    k_plane_SKD: Tensor,
+    v_plane_SKD: Tensor,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`write_kv` as one Triton kernel, a program for some heads of a row; it rounds where the reference rounds."""
+    out_THD: Tensor | None = None,
+) -> Tensor:
+    """`write_kv` as one Triton kernel, a program per block of heads of a row; it rounds where the reference rounds."""
     num_rows, num_heads, (_, num_kv_heads, head_dim) = len(qkv_TX), _num_heads(qkv_TX, k_plane_SKD), k_plane_SKD.shape
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
@@ -193,7 +179,7 @@ def _write_kv_kernel(
     OFFSET: constexpr, NUM_HEADS: constexpr, NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, HEADS: constexpr,
     HALF_BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    # A head is two blocks, left and right: what the rotation pairs lies at the same place in both.
+    # A head is two blocks, left and right: RoPE pairs equal indices.
     HALF: constexpr = (HEAD_DIM + 1) // 2
     NUM_BLOCKS: constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS + HEADS - 1) // HEADS
     i_program = tl.program_id(0)
@@ -211,7 +197,7 @@ def _write_kv_kernel(
     m_x_left, m_x_right = m_head[:, None] & m_left[None, :], m_head[:, None] & m_right[None, :]
     p_x = p_qkv + i_row * qkv_stride + o_x
 
-    # What no kernel before this one writes is loaded first.
+    # Constants are loaded before the wait.
     if p_q_norm is not None:
         b_q_left = tl.load(p_q_norm + o_d, mask=m_left, other=0.0).to(tl.float32)[None, :]
         b_q_right = tl.load(p_q_norm + HALF + o_d, mask=m_right, other=0.0).to(tl.float32)[None, :]
@@ -259,30 +245,30 @@ def _write_kv_kernel(
     tl.store(p_y + HALF, b_right.to(p_v_plane.dtype.element_ty), mask=m_x_right & m_value)
 
 
-def _rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
+def _rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     swapped_THD = x_THD.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return torch.addcmul(x_THD * cos_T1D, swapped_THD, sin_T1D)
 
 
-def _num_heads(qkv_TX: torch.Tensor, k_plane_SKD: torch.Tensor) -> int:
+def _num_heads(qkv_TX: Tensor, k_plane_SKD: Tensor) -> int:
     _, num_kv_heads, head_dim = k_plane_SKD.shape
     return qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
 
 
 PADDING = -1
-"""The place of an entry that is skipped."""
+"""The place of an update that is skipped."""
 BLOCK = 16
-"""Entries of one program. A list comes in whole blocks: as an argument its length would be compiled for in several ways."""
+"""Updates per program. A list has whole blocks: as an argument, its length would add specializations."""
 
 
-def scatter_pages_reference(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
-    """table.flat[place] = page for each entry; no place may occur twice."""
+def scatter_pages_reference(updates_U2: Tensor, table_NP: Tensor) -> None:
+    """Set table.flat[place] = page for each update; places are unique."""
     places_U, pages_U = updates_U2[updates_U2[:, 0] != PADDING].unbind(1)
     table_NP.view(-1)[places_U] = pages_U.to(table_NP.dtype)
 
 
-def scatter_pages_triton(updates_U2: torch.Tensor, table_NP: torch.Tensor) -> None:
-    """`scatter_pages` as a Triton kernel, a program a block of the list."""
+def scatter_pages_triton(updates_U2: Tensor, table_NP: Tensor) -> None:
+    """`scatter_pages` as a Triton kernel, a program per block of the list."""
     num_updates = updates_U2.shape[0]
     assert num_updates % BLOCK == 0, f"{num_updates=} is not a multiple of {BLOCK=}"
     assert updates_U2.is_contiguous(), f"{updates_U2.stride()=} is not dense"

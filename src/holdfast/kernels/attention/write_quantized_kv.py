@@ -1,22 +1,16 @@
-"""The way of a fused projection into quantized pages: norm and rotate heads, quantize keys and values, give queries back.
+"""KV cache writes into quantized pages: norm and rotate heads of a fused projection, quantize keys and values, return queries.
 
 T rows, H query heads, K key/value heads, D head dim, X = (H + 2 K) D, R rows that are not padding
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import QuantizedPlanes
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, turned_heads
 from holdfast.kernels.fp8 import quarters, store_keys, store_values, sum_of_products
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 from holdfast.quant.kv_quantize import (
     KEY_CODEBOOKS,
     VALUE_CODEBOOKS,
@@ -33,28 +27,26 @@ from holdfast.quant.kv_quantize import (
 
 
 ELEMENTS_PER_PROGRAM = 1024
-"""Of whole heads: 8 of 128. The same for any number of rows, so that a row's sums have one order."""
+"""Elements of whole heads per program: 8 of 128. Independent of the number of rows, so a row's sums have one order."""
 LEAST_HEADS = 8
 LEAST_BLOCK = 16
-"""Coordinates that a tensor core sums at once."""
+"""Least coordinates of a tensor-core sum."""
 NUM_WARPS = 4
 NO_CODEBOOK = Codebook(bits=8, magnitudes=(), gain=0.0)
-"""Of 8 bits."""
 
 
 def write_quantized_kv_reference(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
     planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Keys and values of each row go to its slot as codes; queries come back as [T, H, D], in `out_THD` where it is given.
+    out_THD: Tensor | None = None,
+) -> Tensor:
+    """Quantize keys and values of each row into its slot; return queries as [T, H, D], in `out_THD` if given.
 
-    Queries are rotated like the keys (quant/kv_quantize.py), so that a product of both needs no way back. A row with a
-    negative slot is padding: it stores nothing, and its queries are zeros.
-    `out_THD` may be the query part of `qkv_TX`. Rows may lie apart in both.
+    Queries are rotated like the keys (quant/kv_quantize.py), so their products need no inverse. A row with a negative slot is
+    padding: it stores nothing, and its queries are zeros. `out_THD` may be the query part of `qkv_TX`. Rows may be strided.
     """
     shape = planes.num_kv_heads, planes.head_dim
     q_THD, k_TKD, v_TKD = turned_heads(qkv_TX, *shape, head_norm, rotary)
@@ -75,14 +67,14 @@ def write_quantized_kv_reference(
 
 
 def write_quantized_kv_triton(
-    qkv_TX: torch.Tensor,
-    slots_T: torch.Tensor,
+    qkv_TX: Tensor,
+    slots_T: Tensor,
     planes: QuantizedPlanes,
     head_norm: HeadNorm | None,
     rotary: Rotary | None,
-    out_THD: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`write_quantized_kv` as one Triton kernel, a program for some heads of one kind of a row; it rounds where the reference rounds."""
+    out_THD: Tensor | None = None,
+) -> Tensor:
+    """`write_quantized_kv` as one Triton kernel, a program per block of heads of one kind; it rounds where the reference rounds."""
     num_rows, num_kv_heads, head_dim = len(qkv_TX), planes.num_kv_heads, planes.head_dim
     num_heads = qkv_TX.shape[1] // head_dim - 2 * num_kv_heads
     q_THD = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out_THD is None else out_THD
@@ -115,7 +107,7 @@ def write_quantized_kv_triton(
 write_quantized_kv = operation(reference=write_quantized_kv_reference, triton=write_quantized_kv_triton)
 
 
-def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: QuantizedPlanes, rotary: Rotary | None) -> None:
+def _check_layout(qkv_TX: Tensor, q_THD: Tensor, planes: QuantizedPlanes, rotary: Rotary | None) -> None:
     head_dim = planes.head_dim
     assert head_dim % 16 == 0, f"{head_dim=}: quantized heads are multiples of 16"
     assert qkv_TX.stride(1) == 1, f"{qkv_TX.stride()=}: the elements of a row must lie side by side"
@@ -130,7 +122,7 @@ def _check_layout(qkv_TX: torch.Tensor, q_THD: torch.Tensor, planes: QuantizedPl
         assert planes.k_mean_KD.is_contiguous(), f"{planes.k_mean_KD.stride()=}: the means must lie side by side"
 
 
-def _rotated(x_XD: torch.Tensor, planes: QuantizedPlanes) -> torch.Tensor:
+def _rotated(x_XD: Tensor, planes: QuantizedPlanes) -> Tensor:
     return x_XD.float() @ planes.rotation_DD[: planes.head_dim].float() * hadamard_block(planes.head_dim) ** -0.5
 
 
@@ -143,7 +135,7 @@ def _write_quantized_kv_kernel(
     NUM_KV_HEADS: constexpr, HEAD_DIM: constexpr, PAGE_TOKENS: constexpr, QUERY_HEADS: constexpr, KV_HEADS: constexpr,
     BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    # A program has heads of one kind, as four blocks: their quarters. Names differ by kind, for their types may.
+    # A program has heads of one kind, as four blocks: their quarters. Names differ by kind because types may.
     QUERY_BLOCKS: constexpr = (NUM_HEADS + QUERY_HEADS - 1) // QUERY_HEADS
     KV_BLOCKS: constexpr = (NUM_KV_HEADS + KV_HEADS - 1) // KV_HEADS
     NUM_BLOCKS: constexpr = QUERY_BLOCKS + 2 * KV_BLOCKS
@@ -206,10 +198,10 @@ def _wait(PDL: constexpr):
 
 @jit
 def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr, HEAD_DIM: constexpr, PDL: constexpr):
-    """Heads of a row, normed and rotated by their position, rounded as the reference does it."""
+    """Norm and rotate heads of a row by their position, rounded like the reference."""
     o_d = tl.arange(0, m_x.shape[1])[None, :]
     m_d = o_d < HEAD_DIM // 4
-    # What no kernel before this one writes is loaded first.
+    # Constants are loaded before the wait.
     if p_norm is not None:
         b_norm = quarters(p_norm + o_d, m_d, HEAD_DIM)
         if OFFSET != 0.0:
@@ -241,13 +233,13 @@ def _turned(p_x, m_x, p_norm, p_cosine, p_sine, o_table, eps, OFFSET: constexpr,
 
 @jit
 def _rounded(b_x, p_x):
-    """What memory of the pointer's type would hold."""
+    """Round to the pointer's type."""
     return b_x.to(p_x.dtype.element_ty).to(tl.float32)
 
 
 @jit
 def _rotation_table(p_rotation, HEAD_DIM: constexpr, BLOCK: constexpr, BITS: constexpr):
-    """The one piece of the rotation that serves all quarters, where there is one."""
+    """The one piece of the rotation that serves all quarters, if there is one."""
     b_table = None
     if BITS < 8 and HEAD_DIM & (HEAD_DIM - 1) == 0:
         b_table = _rotation_piece(p_rotation, 0, 0, HEAD_DIM, BLOCK)
@@ -256,7 +248,7 @@ def _rotation_table(p_rotation, HEAD_DIM: constexpr, BLOCK: constexpr, BITS: con
 
 @jit
 def _rotation_piece(p_rotation, ROW: constexpr, COLUMN: constexpr, HEAD_DIM: constexpr, BLOCK: constexpr):
-    """The part of the rotation from one quarter to another."""
+    """Load the part of the rotation from one quarter to another."""
     QUARTER: constexpr = HEAD_DIM // 4
     o_row, o_column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     p_piece = p_rotation + (ROW * QUARTER + o_row) * HEAD_DIM + COLUMN * QUARTER + o_column
@@ -265,12 +257,12 @@ def _rotation_piece(p_rotation, ROW: constexpr, COLUMN: constexpr, HEAD_DIM: con
 
 @jit
 def _rotated_quarters(b_x, b_table, p_rotation, HEAD_DIM: constexpr, BLOCK: constexpr, BITS: constexpr):
-    """Products with +1, -1 and 0, which are exact, and their sums in float32; 8 bits need no rotation."""
+    """Rotate by exact products with +1, -1 and 0, summed in float32; 8 bits need no rotation."""
     ROOT: constexpr = (HEAD_DIM & -HEAD_DIM) ** -0.5
     if BITS == 8:
         b_y = b_x
     elif b_table is not None:
-        # What is left of a Hadamard matrix are sums and differences of quarters.
+        # The rest of the Hadamard matrix is sums and differences of quarters.
         b_0, b_1 = _multiplied(b_x[0], b_table), _multiplied(b_x[1], b_table)
         b_2, b_3 = _multiplied(b_x[2], b_table), _multiplied(b_x[3], b_table)
         b_0, b_1, b_2, b_3 = b_0 + b_1, b_0 - b_1, b_2 + b_3, b_2 - b_3
@@ -288,7 +280,7 @@ def _rotated_quarters(b_x, b_table, p_rotation, HEAD_DIM: constexpr, BLOCK: cons
 def _rotated_quarter(b_x, p_rotation, COLUMN: constexpr, HEAD_DIM: constexpr, BLOCK: constexpr):
     b_y = _multiplied(b_x[COLUMN], _rotation_piece(p_rotation, COLUMN, COLUMN, HEAD_DIM, BLOCK))
     for i in tl.static_range(4):
-        # Quarters that are no neighbours share no block of the rotation.
+        # Only adjacent quarters share a block of the rotation.
         if i == COLUMN - 1 or i == COLUMN + 1:
             b_y += _multiplied(b_x[i], _rotation_piece(p_rotation, i, COLUMN, HEAD_DIM, BLOCK))
     return b_y

@@ -1,20 +1,21 @@
-"""Rows of a step pooled into entries (DeepSeek-V4), by a state a sequence that holds sums instead of tokens.
+"""Pooling of a step's rows into compressed entries (DeepSeek-V4): each sequence has a state of running sums instead of tokens.
 
-T rows, R tokens of an entry (its ratio, and its window), D elements of an entry, X = D columns, or 2 D where entries overlap,
+T rows, R tokens of an entry (its ratio, and its window), D elements of an entry, X = D columns, or 2 D if entries overlap,
 P places for states, K sums of a state (quant/entry_state.py)
 
-An entry is a softmax over tokens, channel by channel, of the gates that stand beside what is pooled. Its tokens are the R of a
-window; where entries overlap, also the R before them: of those the first D columns count, of its own the last D. So a state is
-a pair of sums: E, the entry that is being made, and A, this window's first columns. When a window ends, A becomes E.
+An entry is a weighted mean of tokens per channel; the weights are a softmax over their gates. Its tokens are the R of a window.
+If entries overlap, the R before them join: their first D columns and the window's last D count. So a state is a pair of sums:
+E of the current entry, and A of this window's first columns. At the end of a window A becomes E.
 
-Positions alone tell what of a state counts: before a window's first token A is empty, and so is E, unless entries overlap and
-there is a window before. What a place held of another sequence is never looked at; and a sequence that is resumed at the
-beginning of a window, without its state, has the true state from that window's end on.
+Positions decide which part of a state is valid. Before a window's first token A is empty, and so is E unless entries overlap
+and there is an earlier window. A place's leftovers of another sequence are never read. A sequence that resumes at the start of
+a window without its state has the true state again after that window.
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.entry_rows import (
@@ -31,97 +32,87 @@ from holdfast.kernels.latent.entry_rows import (
 from holdfast.kernels.latent.latent_planes import IndexPlanes, LatentPlanes, bits_of_rope
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, pdl_launch, supports_pdl, tl
 from holdfast.quant.entry_state import num_sums, state_shape
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 ROWS = 8
-"""Rows that a program pools at a time, at the most."""
+"""Most rows that a program pools at once."""
 ELEMENTS_PER_PROGRAM = 2048
-"""Of index heads."""
+"""Elements of index heads per program."""
 ELEMENTS_PER_WARP = 128
-"""Of an entry: more warps add up what lies in others of them, which takes twice as long on an H200."""
+"""Elements of an entry per warp: sums across more warps take twice as long on an H200."""
 
 
 class Compressor(NamedTuple):
-    """How one layer, or its index, makes entries."""
+    """The compressor of one layer, or of its index."""
 
     ratio: int
     is_overlapped: bool
-    positions_RX: torch.Tensor
-    """float32: added to the gates of a token by its place in its entry."""
-    weight_D: torch.Tensor
-    """Of the RMSNorm of an entry, before it is rotated and kept."""
+    positions_RX: Tensor
+    """float32: added to the gates of a token by its position in its entry."""
+    weight_D: Tensor
+    """Weight of the RMSNorm of an entry."""
     eps: float
 
     @property
     def norm(self) -> LatentNorm:
-        """Of entries."""
         return LatentNorm(self.weight_D, self.eps)
 
     @property
     def dim(self) -> int:
-        """D."""
         return self.weight_D.shape[0]
 
 
 class Sums(NamedTuple):
-    """Pooled tokens, channel by channel: what a state holds, as [..., D]."""
+    """Running softmax sums of pooled tokens per channel, [..., D] each: what a state holds."""
 
-    m: torch.Tensor
-    l: torch.Tensor  # noqa: E741 the field's letter
-    acc: torch.Tensor
+    m: Tensor
+    l: Tensor  # noqa: E741 the field's letter
+    acc: Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, gates: torch.Tensor) -> "Sums":
-        """Of the tokens of dimension -2."""
+    def of(cls, x: Tensor, gates: Tensor) -> "Sums":
+        """Pool the tokens of dimension -2."""
         m = gates.amax(-2)
         weights = (gates - _finite(m).unsqueeze(-2)).exp()
         return cls(m, weights.sum(-2), (weights * x).sum(-2))
 
     @classmethod
-    def empty(cls, like: torch.Tensor) -> "Sums":
-        """Of no tokens."""
+    def empty(cls, like: Tensor) -> "Sums":
+        """Return the sums of no tokens."""
         return cls(torch.full_like(like, -torch.inf), torch.zeros_like(like), torch.zeros_like(like))
 
     def merge(self, other: "Sums") -> "Sums":
-        """Of the tokens of both."""
+        """Return the sums of the tokens of both."""
         m = torch.maximum(self.m, other.m)
         mine, theirs = (self.m - _finite(m)).exp(), (other.m - _finite(m)).exp()
         return Sums(m, self.l * mine + other.l * theirs, self.acc * mine + other.acc * theirs)
 
     def at(self, index: int | slice) -> "Sums":
-        """Some of the first dimension."""
+        """Index the first dimension."""
         return Sums(self.m[index], self.l[index], self.acc[index])
 
 
-def _finite(m: torch.Tensor) -> torch.Tensor:
-    """No tokens have no largest gate: any number does, since their weights are zero."""
+def _finite(m: Tensor) -> Tensor:
+    """Replace -inf, the maximum of no tokens, by any number: their weights are zero."""
     return torch.where(m == -torch.inf, 0.0, m)
 
 
 def compress_entries_reference(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
     rotary: Rotary,
     planes: LatentPlanes,
 ) -> None:
-    """The same, and the entry of a row that ends a window goes normed and rotated into its slot (-1: nowhere).
+    """Like `compress_rows`, but norm and rotate the entry of a row that ends a window and write it to its slot (-1: none).
 
-    `rotary` has of each row the position of its window's first token.
+    `rotary` has the position of each row's window's first token.
     """
     entries_TD = pooled_TX.new_empty((len(pooled_TX), compressor.dim))
     compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
@@ -130,18 +121,18 @@ def compress_entries_reference(
 
 
 def compress_index_reference(
-    pooled_TX: torch.Tensor,
-    q_TID: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    q_TID: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
     rotary: Rotary,
     q_rotary: Rotary,
     planes: IndexPlanes,
 ) -> None:
-    """The same of entries of an index; and the last elements of every row's index heads are rotated in place, by `q_rotary`."""
+    """Like `compress_entries` for an index; also rotate the last elements of every row's index heads in place, by `q_rotary`."""
     entries_TD = pooled_TX.new_empty((len(pooled_TX), compressor.dim))
     compress_rows_reference(pooled_TX, positions_T, states_T, state_PK3D, compressor, entries_TD)
     kept_T = kept_slots(positions_T, slots_T, states_T, compressor.ratio)
@@ -149,23 +140,23 @@ def compress_index_reference(
     rotate_index_queries(q_TID, states_T, q_rotary)
 
 
-def kept_slots(positions_T: torch.Tensor, slots_T: torch.Tensor, states_T: torch.Tensor, ratio: int) -> torch.Tensor:
-    """Slots, and -1 for rows that end no window, or are padding."""
+def kept_slots(positions_T: Tensor, slots_T: Tensor, states_T: Tensor, ratio: int) -> Tensor:
+    """Slots of rows that end a window; -1 for the others and for padding."""
     return torch.where((states_T >= 0) & ((positions_T + 1) % ratio == 0), slots_T, -1)
 
 
 def compress_rows_reference(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    positions_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
-    entries_TD: torch.Tensor,
+    entries_TD: Tensor,
 ) -> None:
-    """Add the rows of a step to their sequences' states; a row that ends a window gets its entry in `entries_TD`, other rows nothing.
+    """Add the rows of a step to their sequences' states; write the entry of each row that ends a window to `entries_TD`.
 
-    `pooled_TX`: float32, X columns of what is pooled, then X of gates; rows may lie apart. `states_T`: the place of a row's
-    sequence in `state_PK3D`, -1 for padding. The rows of a sequence are neighbours, and their positions rise one by one.
+    `pooled_TX`: float32, X columns of values, then X of gates; rows may be strided. `states_T`: the place of a row's sequence
+    in `state_PK3D`, -1 for padding. The rows of a sequence are adjacent, and their positions consecutive.
     """
     _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
     places, counts = torch.unique_consecutive(states_T, return_counts=True)
@@ -178,13 +169,13 @@ def compress_rows_reference(
 
 
 def _compress_sequence(
-    pooled_NX: torch.Tensor, start: int, state_K3D: torch.Tensor, compressor: Compressor, entries_ND: torch.Tensor
+    pooled_NX: Tensor, start: int, state_K3D: Tensor, compressor: Compressor, entries_ND: Tensor
 ) -> None:
     ratio, dim, num_rows = compressor.ratio, entries_ND.shape[1], len(pooled_NX)
     first, end = start % ratio, start + num_rows
     num_windows = -(-(first + num_rows) // ratio)
     x_WRX, gates_WRX = _windows(pooled_NX, first, num_windows, compressor)
-    # The last columns make the entry of a window; the first ones, where there are such, help to make the next.
+    # The last columns make the entry of a window; the first ones, if any, join the next.
     current = Sums.of(x_WRX[..., -dim:], gates_WRX[..., -dim:])
     if compressor.is_overlapped:
         following = Sums.of(x_WRX[..., :dim], gates_WRX[..., :dim])
@@ -204,10 +195,8 @@ def _compress_sequence(
         state_K3D[k] = torch.stack(tuple(sums[k]))
 
 
-def _windows(
-    pooled_NX: torch.Tensor, first: int, num_windows: int, compressor: Compressor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[W, R, X] of what is pooled and of gates; where a window has tokens before or behind these rows, gates are -inf."""
+def _windows(pooled_NX: Tensor, first: int, num_windows: int, compressor: Compressor) -> tuple[Tensor, Tensor]:
+    """[W, R, X] of values and gates; gates of a window's tokens outside these rows are -inf."""
     width, ratio = pooled_NX.shape[1] // 2, compressor.ratio
     x_WRX = pooled_NX.new_zeros((num_windows * ratio, width))
     gates_WRX = torch.full_like(x_WRX, -torch.inf)
@@ -223,9 +212,7 @@ def _put(sums: Sums, index: int | slice, values: Sums) -> None:
         mine[index] = value
 
 
-def _check_layout(
-    pooled_TX: torch.Tensor, state_PK3D: torch.Tensor, compressor: Compressor, entries_TD: torch.Tensor
-) -> None:
+def _check_layout(pooled_TX: Tensor, state_PK3D: Tensor, compressor: Compressor, entries_TD: Tensor) -> None:
     dim, width = entries_TD.shape[1], compressor.positions_RX.shape[1]
     wanted = state_shape(dim, compressor.is_overlapped)
     assert state_PK3D.shape[1:] == wanted, f"{state_PK3D.shape=} for states of {wanted}"
@@ -237,14 +224,14 @@ def _check_layout(
 
 
 def compress_rows_triton(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    positions_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
-    entries_TD: torch.Tensor,
+    entries_TD: Tensor,
 ) -> None:
-    """`compress_rows` as a Triton kernel, of `compress_entries` without its last step."""
+    """`compress_rows` as a Triton kernel: that of `compress_entries` without its last step."""
     _check_layout(pooled_TX, state_PK3D, compressor, entries_TD)
     step = pooled_TX, positions_T, positions_T, states_T, state_PK3D
     _launch(step, compressor, None, "rows", Target(entries_TD), None, None)
@@ -254,16 +241,16 @@ compress_rows = operation(reference=compress_rows_reference, triton=compress_row
 
 
 def compress_entries_triton(
-    pooled_TX: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
     rotary: Rotary,
     planes: LatentPlanes,
 ) -> None:
-    """`compress_entries` as one Triton kernel: a program for every row, which has something to do where a window or its sequence's rows end."""
+    """`compress_entries` as one Triton kernel: a program per row, which works if a window or its sequence's rows end there."""
     dim = planes.latent_dim + planes.rope_dim
     assert compressor.dim == dim, f"{compressor.dim=} for planes of {dim} elements"
     assert rotary.dim == planes.rope_dim, f"{rotary.dim=} for {planes.rope_dim=}"
@@ -277,18 +264,18 @@ compress_entries = operation(reference=compress_entries_reference, triton=compre
 
 
 def compress_index_triton(
-    pooled_TX: torch.Tensor,
-    q_TID: torch.Tensor,
-    positions_T: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
-    state_PK3D: torch.Tensor,
+    pooled_TX: Tensor,
+    q_TID: Tensor,
+    positions_T: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
+    state_PK3D: Tensor,
     compressor: Compressor,
     rotary: Rotary,
     q_rotary: Rotary,
     planes: IndexPlanes,
 ) -> None:
-    """`compress_index` as one Triton kernel, with other programs for some index heads of a row each."""
+    """`compress_index` as one Triton kernel, with more programs for the index heads of a row."""
     rows_SD = planes.rows_SD.view(torch.uint8) if planes.is_quantized else planes.rows_SD
     assert compressor.dim == q_TID.shape[2] == rows_SD.shape[1], f"{compressor.dim=}, {q_TID.shape=}, {rows_SD.shape=}"
     assert q_TID.stride(2) == 1, f"{q_TID.stride()=}: the elements of a head must lie side by side"
@@ -301,14 +288,14 @@ compress_index = operation(reference=compress_index_reference, triton=compress_i
 
 
 class Target(NamedTuple):
-    """Where entries go: rows, and what their format has beside them."""
+    """Where entries go: rows, and the other planes of their format."""
 
-    rows: torch.Tensor
-    scales: torch.Tensor | None = None
-    rope: torch.Tensor | None = None
+    rows: Tensor
+    scales: Tensor | None = None
+    rope: Tensor | None = None
 
 
-Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """pooled_TX, positions_T, slots_T, states_T, state_PK3D."""
 
 
@@ -318,7 +305,7 @@ def _launch(
     rotary: Rotary | None,
     kind: str,
     target: Target,
-    q_TID: torch.Tensor | None,
+    q_TID: Tensor | None,
     q_rotary: Rotary | None,
 ) -> None:
     pooled_TX, positions_T, slots_T, states_T, state_PK3D = step
@@ -344,8 +331,8 @@ def _launch(
     )  # fmt: skip
 
 
-def _tables(rotary: Rotary | None, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """cos, sin and the stride of their rows."""
+def _tables(rotary: Rotary | None, dim: int) -> tuple[Tensor | None, Tensor | None, int]:
+    """Return cos, sin and the stride of their rows."""
     if rotary is None:
         return None, None, 0
     assert dim % 2 == 0 < rotary.dim <= dim, f"{rotary.dim=} of {dim=}: rope turns pairs"
@@ -377,10 +364,10 @@ def _compress_kernel(
             else:
                 wait(PDL)
     else:
-        # A program without work waits too: who waits for this kernel relies on all that is before it.
+        # A program without work waits too: later kernels rely on all kernels before this one.
         is_last = is_row & (tl.load(p_states + i_row + 1, mask=i_row + 1 < num_rows, other=-1) != i_place)
-        # An entry whose tokens are all rows of this step needs no state, and has a program of its own. All others are made by
-        # the program of their sequence's last row, which alone reads the state and writes it.
+        # An entry whose tokens are all rows of this step needs no state and has its own program. The program of the
+        # sequence's last row makes all others; it alone reads and writes the state.
         num_tokens = tl.minimum(i_position + 1, 2 * RATIO if OVERLAPPED else RATIO).to(tl.int32)
         i_back = i_row - num_tokens + 1
         is_whole = is_row & (tl.load(p_states + i_back, mask=is_row & (i_back >= 0), other=-1) == i_place)
@@ -400,7 +387,7 @@ def _compress_kernel(
 
 @jit
 def _first_row(p_states, i_row, i_place):
-    """The first row of a step of the same sequence: its rows are neighbours."""
+    """The first row of the same sequence in the step, by binary search: its rows are adjacent."""
     i_first = i_row
     i_before = tl.maximum(i_row - 1, 0)
     if tl.load(p_states + i_before) == i_place:
@@ -422,8 +409,8 @@ def _pool(
     KIND: constexpr, RATIO: constexpr, OVERLAPPED: constexpr, DIM: constexpr, ROPE_DIM: constexpr, BLOCK_D: constexpr,
     BLOCK_T: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """Some windows of the rows from `i_first` to `i_row` of a sequence: those at both ends that need a state or leave one."""
-    # Windows of a sequence: those that a state reaches into; the last; and the one before it, where it has a share in it.
+    """Pool some windows of the rows `i_first` to `i_row` of a sequence: those at both ends that read or leave a state."""
+    # Windows of a sequence: those that a state reaches into; the last; and the one before it, if entries overlap.
     HEAD: constexpr = 2 if OVERLAPPED else 1
     WIDTH: constexpr = 2 * DIM if OVERLAPPED else DIM
     o_d = tl.arange(0, BLOCK_D)
@@ -447,7 +434,7 @@ def _pool(
         window = tl.where(i_window < HEAD, first_window + i_window, last_window - (num_windows - 1 - i_window))
         is_final = i_window == num_windows - 1
         if (i_window == HEAD) & (window > first_window + HEAD):
-            # No sums reach across the windows that were left out.
+            # No sums reach across the skipped windows.
             e_m, e_l, e_x, a_m, a_l, a_x = b_none, b_zero, b_zero, b_none, b_zero, b_zero
         first_token = window * RATIO
         i_begin, i_end = tl.maximum(first_token, i_start), tl.minimum(first_token + RATIO - 1, i_position)
@@ -493,7 +480,7 @@ def _pool(
 
 @jit
 def _added(b_m, b_l, b_acc, p_x, p_bias, m_x, WIDTH: constexpr):
-    """Sums of channels, and rows [T, D] more: of each what is pooled, and its gate WIDTH columns further."""
+    """Add rows [T, D] to the sums of channels; gates are WIDTH columns after values."""
     b_x = tl.load(p_x, mask=m_x, other=0.0)
     b_gate = tl.load(p_x + WIDTH, mask=m_x, other=float("-inf")) + tl.load(p_bias, mask=m_x, other=0.0)
     b_top = tl.maximum(b_m, tl.max(b_gate, axis=0))

@@ -8,6 +8,7 @@ rotated back by the row's position before they are written, so a merge need not.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.split_kv import add_sinks, finite_max
 from holdfast.kernels.fp8 import e4m3_value, e8m0_bits
@@ -42,7 +43,7 @@ from holdfast.kernels.triton_compat import (
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 
-def compressed_attention(call: CompressedCall) -> torch.Tensor:
+def compressed_attention(call: CompressedCall) -> Tensor:
     """Attend each row to its window, its entries and the sink of each head: [T, N, D], rotated back; zeros in padded rows.
 
     Partials hold the rows times heads of `compressed_splits`.
@@ -51,7 +52,7 @@ def compressed_attention(call: CompressedCall) -> torch.Tensor:
     return compressed_attention_triton(call) if is_compiled else compressed_attention_reference(call)
 
 
-def compressed_attention_reference(call: CompressedCall) -> torch.Tensor:
+def compressed_attention_reference(call: CompressedCall) -> Tensor:
     """Like `compressed_attention` in plain torch, one row at a time, without splits. Places that name no entry are ignored."""
     q_TND, scopes, out_TND, rope_dim = call.q_TND, call.scopes, call.out_TND, call.scopes.window.rope_dim
     table_rows, positions = (tensor[: len(q_TND)].tolist() for tensor in call.rows)
@@ -76,7 +77,7 @@ def compressed_attention_reference(call: CompressedCall) -> torch.Tensor:
     return out_TND
 
 
-def _seen_entries(scopes: Scopes, row: int, num_entries: int) -> torch.Tensor:
+def _seen_entries(scopes: Scopes, row: int, num_entries: int) -> Tensor:
     listed_TK = scopes.selected_TK
     if listed_TK is None or num_entries <= listed_TK.shape[1]:
         return torch.arange(num_entries, device=scopes.window.rows_SX.device)
@@ -84,12 +85,12 @@ def _seen_entries(scopes: Scopes, row: int, num_entries: int) -> torch.Tensor:
     return listed_S[(listed_S >= 0) & (listed_S < num_entries)]
 
 
-def _read_places(planes: LatentPlanes, pages_P: torch.Tensor, place_S: torch.Tensor) -> torch.Tensor:
+def _read_places(planes: LatentPlanes, pages_P: Tensor, place_S: Tensor) -> Tensor:
     slot_S = pages_P[place_S // planes.page_tokens].long() * planes.page_tokens + place_S % planes.page_tokens
     return read_latents(planes, slot_S, torch.float32)
 
 
-def compressed_attention_triton(call: CompressedCall) -> torch.Tensor:
+def compressed_attention_triton(call: CompressedCall) -> Tensor:
     """Like `compressed_attention` with Triton or Gluon kernels."""
     if len(call.q_TND) == 0:
         return call.out_TND

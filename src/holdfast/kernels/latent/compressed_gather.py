@@ -1,16 +1,16 @@
-"""Tokens and entries (DeepSeek-V4) gathered into shared memory as operands of products on a Hopper: warps that do nothing else, in Gluon.
+"""Gathering of tokens and entries (DeepSeek-V4) into shared memory as wgmma operands on Hopper, in Gluon.
 
 N tokens of a block, D head dim
 
-Places of a row are its entries, then its window (compressed_scopes.py). What a place names is one number: an entry e is e, a
-token t of the window -2 - t, nothing -1. A step is as many places as the warps take at once. Names are read some steps ahead, pages
-a step behind them, and rows before they are wanted: no load waits for another.
+Warps do nothing else. Places of a row are its entries, then its window (compressed_scopes.py). A place has one number as its
+name: e for entry e, -2 - t for token t of the window, -1 for nothing. A step is the places that the warps take at once. Names
+are loaded some steps ahead, pages one step later, and rows before their use, so no load waits for another.
 
     plain        copied by cp.async, as they are
     fp8_ds_v4    codes times the power of two of their tile, in half precision: exact, but for what half precision has no numbers for
 
-Unlike rows of fp8_ds_mla these need no factor in scores: a normed vector is well within half precision. What is left is whether
-there is a token at all; rows without are zeros. Blocks lie in a ring of shared memory, as those of sparse_gather.py do.
+Unlike rows of fp8_ds_mla these need no factor in scores: a normed vector is well within half precision. A mask says which rows
+hold a token; others are zeros. Blocks form a ring in shared memory, as in sparse_gather.py.
 """
 
 from holdfast.kernels.latent.sparse_gather import CUT_ASM, HALF_ASM, SCALED_8_ASM, TWICE_ASM
@@ -21,9 +21,9 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, ker
 # ruff: noqa: ANN001, ANN201, ANN202, RUF005 the arguments of kernels have no types
 
 DEPTH = kernel_constant(1)
-"""Steps of codes that are on their way in registers."""
+"""Steps of codes in flight in registers."""
 PANEL = kernel_constant(64)
-"""Columns of half precision that lie side by side in shared memory: 128 bytes, and one tile of codes."""
+"""Columns of half precision in 128 bytes of shared memory: one tile of codes."""
 PANEL_WORDS = kernel_constant(32)
 CODE_WORDS = kernel_constant(16)
 """Words of the codes of a tile."""
@@ -32,7 +32,7 @@ ROW_WORDS = kernel_constant(144)
 """Codes, then rotated elements."""
 SCALE_WORDS = kernel_constant(2)
 MOST_SCALE = kernel_constant(128.0)
-"""The largest of which half precision holds every code's product."""
+"""The largest scale whose product with every code fits half precision."""
 EXPONENT = kernel_constant(0x7F800000)
 
 
@@ -40,12 +40,12 @@ EXPONENT = kernel_constant(0x7F800000)
 def find_names(
     p_listed, o_place, high, num_taken, first, num_entries, num_listed, is_listed, RATIO: constexpr, LISTED: constexpr
 ):
-    """What these places name; -1 behind the end, and where a list names no entry of the row."""
+    """Names of these places; -1 past the end, and if a list names no entry of the row."""
     b_name = gl.where((o_place >= num_taken) & (o_place < high), num_taken - 2 - first - o_place, -1)
     if RATIO > 0:
         b_entry = o_place
         if LISTED:
-            # Also where a row has no list: its length need not be known before.
+            # Also without a list: the load does not wait for the row's length.
             b_listed = gl.load(p_listed + o_place, mask=o_place < num_listed, other=-1)
             b_entry = gl.where(is_listed, b_listed, b_entry)
         m_entry = (o_place < gl.minimum(num_taken, high)) & (b_entry >= 0) & (b_entry < num_entries)
@@ -55,13 +55,13 @@ def find_names(
 
 @gluon_jit
 def _index_of(b_name):
-    """The number of a token or of an entry in its scope."""
+    """Index of a token or entry in its scope."""
     return gl.where(b_name < 0, gl.maximum(-2 - b_name, 0), b_name)
 
 
 @gluon_jit
 def load_pages(p_window_row, p_entries_row, b_name, RATIO: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr):
-    """The pages of what is named; nothing is read where there is nothing."""
+    """Load the pages of names; masked out for -1."""
     b_index = _index_of(b_name)
     p_page = p_window_row + b_index // WINDOW_PAGE
     if RATIO > 0:
@@ -74,7 +74,7 @@ def find_rows(
     p_window, p_entries, b_page, b_name, width,
     RATIO: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr,
 ):  # fmt: skip
-    """Pointers to rows that are `width` wide; to the first where there is nothing."""
+    """Pointers to rows of `width` words; to the first row for -1."""
     b_index = _index_of(b_name)
     o_page = gl.maximum(b_page, 0).to(gl.int64)
     p_row = p_window + (o_page * WINDOW_PAGE + b_index % WINDOW_PAGE) * width
@@ -84,7 +84,7 @@ def find_rows(
 
 
 @gluon_jit
-def _behind_first(b_values):
+def _without_first(b_values):
     """All but the first of a tuple."""
     b_others = ()
     for i in gl.static_range(1, len(b_values)):
@@ -98,11 +98,11 @@ def gather_plain(
     is_listed, s_rows, s_seen, filled, freed,
     RATIO: constexpr, LISTED: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr,
 ):  # fmt: skip
-    """Blocks of plain rows of places `low` to `high`."""
+    """Gather plain rows of places `low` to `high`."""
     RING: constexpr = s_rows.shape[0]
     TOKENS: constexpr = s_rows.shape[1]
     HEAD_DIM: constexpr = s_rows.shape[2]
-    # Eight threads to 128 bytes of a row: a line of global memory, and all banks of shared memory.
+    # Eight threads per 128 bytes of a row: a line of global memory, and all banks of shared memory.
     layout: constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_n = low + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, PANEL, gl.SliceLayout(0, layout))
@@ -136,14 +136,14 @@ def gather_plain(
 
 @gluon_jit
 def _load_words(p_row, m_n, FIRST: constexpr, WORDS: constexpr, layout: constexpr):
-    """[N, words] of rows from a word on."""
+    """[N, words]: load rows from a word on."""
     o_c = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, layout))
     return gl.load(p_row[:, None] + o_c[None, :], mask=m_n[:, None], other=0)
 
 
 @gluon_jit
 def _tile_scale(b_word, i_tile: constexpr):
-    """The power of two of a tile, twice in half precision, from the word that holds its exponent."""
+    """The scale of a tile, twice in half precision, from the word with its exponent."""
     PLACE: constexpr = i_tile % 4
     b_bits = b_word >> 1 if PLACE == 3 else b_word << (23 - 8 * PLACE)
     b_scale = gl.minimum((b_bits & EXPONENT).to(gl.float32, bitcast=True), MOST_SCALE)
@@ -152,7 +152,7 @@ def _tile_scale(b_word, i_tile: constexpr):
 
 @gluon_jit
 def _scaled_codes(b_words, b_scale):
-    """Words of four e4m3 numbers, each times the scale of its token: words of two in half precision, in order."""
+    """Multiply words of four e4m3 numbers by the scale of their token: words of two in half precision, in order."""
     b_scale = gl.expand_dims(b_scale, 1).broadcast_to(b_words.shape)
     b_lower, b_upper = gl.inline_asm_elementwise(
         SCALED_8_ASM, "=r,=r,r,r", [b_words, b_scale], (gl.int32, gl.int32), True, 1
@@ -166,15 +166,15 @@ def gather_codes(
     first, num_entries, num_listed, is_listed, s_rows, s_seen, filled, freed,
     RATIO: constexpr, LISTED: constexpr, WINDOW_PAGE: constexpr, ENTRIES_PAGE: constexpr,
 ):  # fmt: skip
-    """The same of rows of fp8_ds_v4, all of them words of 4 bytes: narrower numbers would be carried in a register each.
+    """Like `gather_plain` for rows of fp8_ds_v4, as words of 4 bytes: narrower numbers would take a register each.
 
-    A panel of the next step is asked for where this step's has been taken apart: in its registers.
+    A panel of the next step is loaded into the registers of this step's, once that is decoded.
     """
     RING: constexpr = s_rows.shape[0]
     TOKENS: constexpr = s_rows.shape[1]
     HEAD_DIM: constexpr = s_rows.shape[2]
     STEP: constexpr = 8 * gl.num_warps()
-    # 16 bytes of codes a thread. Stores of 8 threads, 16 bytes each of two rows, are about different banks.
+    # 16 bytes of codes per thread. Stores of 8 threads, 16 bytes each of two rows, hit different banks.
     layout: constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     words: constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     s_rows = s_rows._reinterpret(gl.int32, [RING, TOKENS, HEAD_DIM // 2], words)
@@ -226,14 +226,14 @@ def gather_codes(
                 b_numbers = _scaled_codes(b_codes[0], _tile_scale(b_scales[i_tile // 4], i_tile))
                 s_step.slice(i_tile * PANEL_WORDS, PANEL_WORDS, dim=1).store(b_numbers)
                 b_new = _load_words(p_row, m_n, i_tile * CODE_WORDS, CODE_WORDS, layout)
-                b_codes = _behind_first(b_codes) + (b_new,)
+                b_codes = _without_first(b_codes) + (b_new,)
             b_half = gl.inline_asm_elementwise(HALF_ASM, "=r,r", [b_ropes[0]], gl.int32, True, 1)
             b_half = gl.inline_asm_elementwise(CUT_ASM, "=r,r", [b_half], gl.int32, True, 1)
             s_step.slice(NUM_TILES * PANEL_WORDS, PANEL_WORDS, dim=1).store(b_half)
             b_new = _load_words(p_row, m_n, NUM_TILES * CODE_WORDS, PANEL_WORDS, layout)
-            b_ropes = _behind_first(b_ropes) + (b_new,)
-            b_scales = _behind_first(_behind_first(b_scales))
+            b_ropes = _without_first(b_ropes) + (b_new,)
+            b_scales = _without_first(_without_first(b_scales))
             b_scales = b_scales + (gl.load(p_scale, mask=m_n, other=0), gl.load(p_scale + 1, mask=m_n, other=0))
-            b_seen = _behind_first(b_seen) + (gl.where(m_n, 1.0, 0.0),)
+            b_seen = _without_first(b_seen) + (gl.where(m_n, 1.0, 0.0),)
         hopper.fence_async_shared()
         hopper.mbarrier.arrive(filled.index(i_ring), count=1)

@@ -10,7 +10,7 @@ splits depends on the number of rows, so one graph serves rows of any length.
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.split_kv import LOG2_E, add_sinks, finite_max, merge_head
 from holdfast.kernels.attention.write_kv import Rotary
@@ -42,9 +42,9 @@ SPLIT_UNIT = kernel_constant(BLOCK_TOKENS)
 class CompressedRows(NamedTuple):
     """The rows of a step on the device, at fixed addresses."""
 
-    table_rows_T: torch.Tensor
+    table_rows_T: Tensor
     """int32: the page table row of each row's sequence."""
-    positions_T: torch.Tensor
+    positions_T: Tensor
     """int32: the row's own; -1: padding, whose output is zeros."""
 
 
@@ -53,12 +53,12 @@ class Scopes(NamedTuple):
 
     window_size: int
     window: LatentPlanes
-    window_table_NP: torch.Tensor
+    window_table_NP: Tensor
     ratio: int = 0
     """Tokens of an entry; 0: the layer has no entries."""
     entries: LatentPlanes | None = None
-    entries_table_NP: torch.Tensor | None = None
-    selected_TK: torch.Tensor | None = None
+    entries_table_NP: Tensor | None = None
+    selected_TK: Tensor | None = None
     """int32: entries of every row that sees more than K of them, -1 for none; None: rows attend to all."""
 
     @property
@@ -70,17 +70,17 @@ class Scopes(NamedTuple):
 class CompressedCall(NamedTuple):
     """What one launch of compressed attention reads and writes."""
 
-    q_TND: torch.Tensor
+    q_TND: Tensor
     scopes: Scopes
     rows: CompressedRows
-    sinks_N: torch.Tensor
+    sinks_N: Tensor
     """float32."""
     rotary: Rotary
     scale: float
-    partial_out_CX: torch.Tensor
+    partial_out_CX: Tensor
     """float16, or float32 if queries are."""
-    partial_lse_CH: torch.Tensor
-    out_TND: torch.Tensor
+    partial_lse_CH: Tensor
+    out_TND: Tensor
     num_sms: int
 
     @property
@@ -88,7 +88,7 @@ class CompressedCall(NamedTuple):
         """The planes of entries, or of the window if the layer has none."""
         return self.scopes.window if self.scopes.entries is None else self.scopes.entries
 
-    def arguments(self) -> tuple[torch.Tensor | float, ...]:
+    def arguments(self) -> tuple[Tensor | float, ...]:
         """Return the arguments that follow the planes in every kernel; unused tensors are replaced by others."""
         scopes, rotary = self.scopes, self.rotary
         table_NP = scopes.window_table_NP

@@ -8,6 +8,7 @@ half of the tokens of a block for scores, and half of the columns for outputs. A
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM
 from holdfast.kernels.attention.split_kv import PER_NAT
@@ -65,7 +66,7 @@ def attend_warpgroups(call: CompressedCall, num_splits: int) -> None:
     )  # fmt: skip
 
 
-def _words_of(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor]:
+def _words_of(planes: LatentPlanes) -> tuple[Tensor, Tensor]:
     """Return rows and scales, as 32-bit words if they are codes."""
     if planes.kind == "plain":
         return planes.rows_SX, planes.rows_SX
@@ -248,17 +249,16 @@ def _attend_kernel(
     if PDL:
         wait_for_kernels_before()  # earlier kernels write lists, queries and rows
     # Blocks of heads of a row run one after the other, so all but the first find its rows in the cache.
-    attend = (
+    # Triton 3.6 keeps constants in these tuples only if they are written inside the call.
+    gl.warp_specialize([(_attend, (
         p_q, p_sinks, p_cos + o_rotary, p_sin + o_rotary, p_out, p_partial_out, p_partial_lse, i_row, low, high, scale_log2,
         s_q, s_rows, s_seen, s_p, s_turns, filled, freed, NUM_HEADS, NUM_BLOCKS, GROUP,
-    )  # fmt: skip
-    gather = (
+    )), (_gather, (
         p_window, p_window_scales, p_entries, p_entries_scales, p_window_pages + table_row * window_stride,
         p_entries_pages + table_row * entries_stride, p_selected + i_row * selected_stride, low, high, num_taken,
         position + 1 - num_window, num_entries, num_listed, s_rows, s_seen, filled, freed,
         PLAIN_ROWS, RATIO, LISTED, WINDOW_PAGE, ENTRIES_PAGE,
-    )  # fmt: skip
-    gl.warp_specialize([(_attend, attend), (_gather, gather)], [GATHER_WARPS], [GATHER_REGISTERS])
+    ))], [GATHER_WARPS], [GATHER_REGISTERS])  # fmt: skip
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))

@@ -1,13 +1,14 @@
-"""Vectors of DeepSeek-V4 normed, rotated and put into their slots: entries of a layer or its index in plain torch, and what kernels do it with.
+"""Norm, RoPE and storage of DeepSeek-V4 vectors: entries of a layer or its index in plain torch, and functions for kernels.
 
 T rows, I index heads, D elements of a vector, R rotated ones, the last
 
-RMSNorm of all D elements, then rope on neighbours: for entries a row's cos and sin are those of the entry's first token.
-All of it is in float32 and rounded once, to the type that it is kept in. TurboQuant keeps the elements before the last R in the rotated space
-(quant/kv_quantize.py), by blocks of the largest power of two that divides them.
+RMSNorm of all D elements, then RoPE on neighbours; cos and sin of an entry are those of its first token. All of it is in
+float32 and rounded once, to the stored type. TurboQuant stores the elements before the last R in the rotated space
+(quant/kv_quantize.py), in blocks of the largest power of two that divides them.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, size_bits
@@ -29,27 +30,17 @@ LEAST = kernel_constant(LEAST_TILE)
 LEAST_INDEX = kernel_constant(LEAST_KEY)
 
 
-def write_entries(
-    entries_TD: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: LatentPlanes,
-) -> None:
-    """Each row's entry, float32, to its slot (-1: it has none, and nothing else of it is looked at), in plain torch."""
+def write_entries(entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes) -> None:
+    """Write each row's float32 entry to its slot, in plain torch; rows with slot -1 are not read."""
     is_kept_T = slots_T >= 0
     rows_XD = _finished(entries_TD[is_kept_T], norm, rotary.at(is_kept_T.nonzero().squeeze(1)))
     store_latents(planes, slots_T[is_kept_T], rows_XD[:, : planes.latent_dim], rows_XD[:, planes.latent_dim :])
 
 
 def write_index_entries(
-    entries_TD: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: IndexPlanes,
+    entries_TD: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: IndexPlanes
 ) -> None:
-    """The same of entries of an index."""
+    """Like `write_entries` for an index."""
     is_kept_T = slots_T >= 0
     rows_XD = _finished(entries_TD[is_kept_T], norm, rotary.at(is_kept_T.nonzero().squeeze(1)))
     slots_X = slots_T[is_kept_T]
@@ -60,34 +51,34 @@ def write_index_entries(
         planes.rows_SD.view(torch.uint8)[slots_X] = codes_XD.view(torch.uint8)
 
 
-def rotate_index_queries(q_TID: torch.Tensor, states_T: torch.Tensor, rotary: Rotary) -> None:
-    """The last R elements of index heads at the row's own position, in place, in plain torch; rows without a state stay."""
+def rotate_index_queries(q_TID: Tensor, states_T: Tensor, rotary: Rotary) -> None:
+    """Rotate the last R elements of index heads by the row's position, in place, in plain torch; skip rows without a state."""
     is_row_T = states_T >= 0
     q_TIR = q_TID[..., q_TID.shape[-1] - rotary.dim :]
     turned_TIR = rotate_neighbours(q_TIR, rotary)
     q_TIR.copy_(torch.where(is_row_T[:, None, None], turned_TIR, q_TIR))
 
 
-def rotate_last(x_TXD: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rope on the last R elements, [T, D] or [T, N, D], in float32, in plain torch."""
+def rotate_last(x_TXD: Tensor, rotary: Rotary) -> Tensor:
+    """Apply RoPE to the last R elements, [T, D] or [T, N, D], in float32, in plain torch."""
     before = x_TXD.shape[-1] - rotary.dim
     turned = rotate_neighbours(x_TXD[..., before:].float(), rotary)
     return torch.cat((x_TXD[..., :before].float(), turned), dim=-1)
 
 
-def normed(x_TXD: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of the last dimension without a weight, in float32, in plain torch."""
+def normed(x_TXD: Tensor, eps: float) -> Tensor:
+    """Apply RMSNorm without a weight to the last dimension, in float32, in plain torch."""
     x = x_TXD.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def _finished(entries_XD: torch.Tensor, norm: LatentNorm, rotary: Rotary) -> torch.Tensor:
+def _finished(entries_XD: Tensor, norm: LatentNorm, rotary: Rotary) -> Tensor:
     return rotate_last(normed(entries_XD, norm.eps) * norm.weight_L.float(), rotary)
 
 
 @jit
 def load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM: constexpr, ROPE_DIM: constexpr, BLOCK_D: constexpr):
-    """cos and sin of each pair of a row's vector, [1, BLOCK_D / 2]; pairs before the last ROPE_DIM elements are not turned."""
+    """cos and sin of each pair of a row's vector, [1, BLOCK_D / 2]; 1 and 0 before the last ROPE_DIM elements."""
     o_f = (tl.arange(0, BLOCK_D // 2) - (DIM - ROPE_DIM) // 2)[None, :]
     m_f = (o_f >= 0) & (o_f < ROPE_DIM // 2)
     o_table = i_row * rotary_stride + o_f
@@ -98,16 +89,16 @@ def load_turn(p_cosine, p_sine, i_row, rotary_stride, DIM: constexpr, ROPE_DIM: 
 
 @jit
 def finished_vectors(b_x, b_weight, b_cos, b_sin, eps, DIM: constexpr):
-    """[H, BLOCK_D] normed, weighed and turned; what lies behind DIM must be zero."""
+    """[H, BLOCK_D] after norm, weight and RoPE; elements from DIM on must be zero."""
     b_mean = tl.sum(b_x * b_x, axis=1, keep_dims=True) / DIM
     return turned(b_x * tl.rsqrt(b_mean + eps) * b_weight, b_cos, b_sin)
 
 
 @jit
 def rotated_latents(b_x, LATENT_DIM: constexpr):
-    """[H, BLOCK_D], of which the first LATENT_DIM elements are taken to the rotated space, or back."""
+    """[H, BLOCK_D] with the first LATENT_DIM elements in the rotated space, or back from it."""
     SIDE: constexpr = LATENT_DIM & -LATENT_DIM
-    # A Hadamard matrix is the Kronecker product of smaller ones: one for each half of the bits of an element's number.
+    # A Hadamard matrix is the Kronecker product of two smaller ones: for the low and the high bits of an index.
     LOW: constexpr = 8 if SIDE >= 32 else (4 if SIDE >= 8 else SIDE)
     HIGH: constexpr = SIDE // LOW
     BLOCKS: constexpr = b_x.shape[0] * b_x.shape[1] // SIDE
@@ -124,7 +115,7 @@ def rotated_latents(b_x, LATENT_DIM: constexpr):
 def store_vector(
     p_rows, p_scales, p_rope, i_slot, row_stride, b_x, KIND: constexpr, LATENT_DIM: constexpr, DIM: constexpr
 ):
-    """A vector [1, BLOCK_D] into its slot (-1: nowhere), in the format of its planes; for TurboQuant in the rotated space already."""
+    """Store a vector [1, BLOCK_D] in its slot (-1: none), in the format of its planes; TurboQuant expects the rotated space."""
     BLOCK_D: constexpr = b_x.shape[1]
     o_d = tl.arange(0, BLOCK_D)[None, :]
     m_d = (o_d < DIM) & (i_slot >= 0)
@@ -156,7 +147,7 @@ def store_vector(
         TILES: constexpr = BLOCK_D // TILE
         NUM_TILES: constexpr = LATENT_DIM // TILE
         b_tile = tl.reshape((b_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True), (TILES, TILE))
-        # As integers: NaN is above all numbers there, and is not lost.
+        # As integers, where NaN is above all numbers and is not lost.
         b_amax = tl.max(size_bits(b_tile), axis=1).to(tl.float32, bitcast=True)
         b_amax = tl.where(b_amax < LEAST, LEAST, b_amax)
         b_quotient = size_bits(tl.div_rn(b_amax, tl.full((TILES,), 448.0, tl.float32)))
@@ -180,7 +171,7 @@ def turn_heads(
     DIRECTION: constexpr, NUM_HEADS: constexpr, HEADS: constexpr, DIM: constexpr, ROPE_DIM: constexpr,
     BLOCK_R: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """The last elements of some heads of a row, from `i_first` on, turned in place, or back (DIRECTION -1)."""
+    """Rotate the last elements of some heads of a row in place, from `i_first` on; DIRECTION -1: back."""
     o_f = tl.arange(0, BLOCK_R // 2)[None, :]
     o_table = i_row * rotary_stride + o_f
     wait(PDL)

@@ -11,6 +11,7 @@ latent_warpgroups.py. They exchange p through shared memory. Each token has one 
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LOG2_ASM
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
@@ -65,7 +66,7 @@ def takes_gathering(call: LatentCall) -> bool:
     )
 
 
-def gathered_memory(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gathered_memory(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales and rotated elements as 32-bit words; plain rows as they are."""
     rows_SX = planes.rows_SX
     if planes.kind == "plain":
@@ -97,7 +98,7 @@ def attend_gathered_tiles(call: LatentCall, work: TileWork, large: bool) -> None
     )  # fmt: skip
 
 
-def attend_gathered_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def attend_gathered_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step, without the merge; return the number of splits."""
     constants, splits = _constants(call, large=False), ListSplits.of(call, tokens_TK.shape[1], BLOCK_TOKENS)
     _attend_kernel[(len(call.q_TNX) * constants["NUM_BLOCKS"], splits.num_splits)](
@@ -319,16 +320,15 @@ def _attend_kernel(
     if PDL:
         wait_for_kernels_before()  # earlier kernels write lists, queries and new latents
     # Blocks of heads of a tile or row run one after the other, so all but the first find its latents in the cache.
-    attend = (
+    # Triton 3.6 keeps constants in these tuples only if they are written inside the call.
+    gl.warp_specialize([(_attend, (
         p_q, p_out, p_partial_out, p_partial_lse, p_tiles, p_num_tokens, num_places, scale_log2, places, s_q, s_q_rope,
         s_latents, s_ropes, s_factors, s_p, filled, freed, LISTED, LARGE, PLAIN_ROWS, NUM_HEADS, NUM_BLOCKS, GROUP,
-    )  # fmt: skip
-    gather = (
+    )), (_gather, (
         p_codes, p_scales, p_rope, p_pages, p_tiles, p_table_rows, p_num_tokens, p_tokens, table_stride, tokens_stride,
         num_places, places, s_latents, s_ropes, s_factors, filled, freed, LISTED, LARGE, PLAIN_ROWS, FP8, SMALL_ROPE,
         NUM_BLOCKS, PAGE_TOKENS,
-    )  # fmt: skip
-    gl.warp_specialize([(_attend, attend), (_gather, gather)], [GATHER_WARPS], [GATHER_REGISTERS])
+    ))], [GATHER_WARPS], [GATHER_REGISTERS])  # fmt: skip
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))

@@ -1,4 +1,4 @@
-"""Scores of the index (DSA): how much each row wants each stored token, over paged index keys.
+"""Index scores (DSA) of each row for each stored token, over paged index keys.
 
 T rows, I index heads, D elements of a head, C tokens of the longest context, S slots
 
@@ -8,6 +8,7 @@ T rows, I index heads, D elements of a head, C tokens of the longest context, S 
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
 from holdfast.kernels.latent.latent_planes import IndexPlanes, SparseRows
@@ -28,42 +29,41 @@ from holdfast.kernels.triton_compat import (
 
 # ruff: noqa: ANN001, ANN202, RET505, RUF005 the arguments of kernels have no types
 
-
 MAX_HEADS, MAX_DIM = 64, 128
-"""What the kernel takes: all heads of a row are one operand of a product."""
+"""Limits of the kernel: all heads of a row are one operand of a product."""
 TOKENS_AT_ONCE = 4096
-"""Of the reference. Blocks begin at multiples of it, so that a row's scores do not depend on other rows."""
+"""Tokens per block of the reference: blocks begin at multiples, so a row's scores do not depend on other rows."""
 TOKENS_PER_PROGRAM = 4096
-"""At the most, at the longest context: a row that is longer than all others must not keep few programs busy when they are done."""
+"""At most, at the longest context: a single long row must not keep a few programs busy after all others."""
 MAX_PAGES = 8
-"""Of a block of tokens, whose ids are numbers of a program; smaller pages are looked up token by token."""
+"""Most pages of a block whose ids are scalars; smaller pages are looked up token by token."""
 NUM_WARPS = 4
 Operands = Literal["e4m3", "bytes", "half", "float32"]
-"""How numbers go into a product: e4m3 codes, the same as half precision where a GPU knows no e4m3, 16 bits as they are, float32."""
+"""Operands of a product: e4m3 codes, codes as half precision if the GPU has no e4m3, 16 bits, float32."""
 OPERAND_BYTES: dict[Operands, int] = {"e4m3": 1, "bytes": 2, "half": 2, "float32": 4}
 
 
 class IndexBlocks(NamedTuple):
-    """How a program takes tokens and rows."""
+    """How a program loads tokens and rows."""
 
     tokens: int
     has_pairs: bool
-    """Whether two neighbouring rows of a sequence share the keys that a program has read."""
+    """True if two adjacent rows of a sequence share the keys that a program loads."""
     num_stages: int
     programs_per_sm: int
-    """That run at the same time on a Hopper, by the shared memory that they hold."""
+    """Occupancy on Hopper, limited by shared memory."""
 
 
 def index_blocks(operands: Operands, block_d: int) -> IndexBlocks:
-    """16 KiB of keys a block and three of them under way, beside the queries: at most 97 KiB."""
+    """Return blocks of 16 KiB of keys, three in flight, beside the queries: at most 97 KiB."""
     size = OPERAND_BYTES[operands]
     return IndexBlocks(min(128, 16384 // (size * block_d)), size < 4, 3, 3 if size == 1 else 2)
 
 
 def num_splits(num_rows: int, num_columns: int, blocks: IndexBlocks, num_sms: int) -> int:
-    """Programs of a row: from the number of rows and the longest context alone, so that a graph serves any lengths.
+    """Return the programs of a row, from the number of rows and the longest context alone, so a graph serves any lengths.
 
-    As many as run at the same time; where they would be long, so many more that it does not matter how the last ones end.
+    They fill the GPU once. If they would be long, there are more, so the tail does not matter.
     """
     at_once = num_sms * blocks.programs_per_sm
     splits = at_once // num_rows
@@ -73,15 +73,15 @@ def num_splits(num_rows: int, num_columns: int, blocks: IndexBlocks, num_sms: in
 
 
 def pages_of_block(page_tokens: int, block_tokens: int) -> int:
-    """1 where a block lies in one page, several where whole pages make a block; 0 where they do not, or are too many."""
+    """Return 1 if a block lies in one page, the number of pages if whole pages make a block, else 0."""
     if page_tokens % block_tokens == 0:
         return 1
     num_pages, rest = divmod(block_tokens, page_tokens)
     return num_pages if rest == 0 and num_pages <= MAX_PAGES else 0
 
 
-def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
-    """By the types of queries and keys, and by what the device multiplies."""
+def choose_operands(q_TID: Tensor, planes: IndexPlanes) -> Operands:
+    """Choose by the types of queries and keys, and by what the device multiplies."""
     if planes.is_quantized:
         is_known = not q_TID.is_cuda or torch.cuda.get_device_capability(q_TID.device) >= (8, 9)
         return "e4m3" if is_known and not is_interpreted() else "bytes"
@@ -91,17 +91,12 @@ def choose_operands(q_TID: torch.Tensor, planes: IndexPlanes) -> Operands:
 
 
 def index_scores_reference(
-    q_TID: torch.Tensor,
-    weights_TI: torch.Tensor,
-    planes: IndexPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    out_TC: torch.Tensor,
-) -> torch.Tensor:
-    """float32 scores of every token that a row sees; what lies behind them in `out_TC`, and rows that do not choose, stay as they are.
+    q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, rows: SparseRows, out_TC: Tensor
+) -> Tensor:
+    """Write float32 scores of every token that a row sees; the rest of `out_TC`, and rows that select none, stay as they are.
 
-    `weights_TI`: float32, with all factors in them (head_dim ** -0.5 * heads ** -0.5, and the queries' scale where they are codes).
-    The launch does not depend on lengths: programs read them on the device, so that a graph serves any step.
+    `weights_TI`: float32, with all factors (head_dim ** -0.5 * heads ** -0.5, and the scale of quantized queries). The launch
+    does not depend on lengths: programs read them on the device, so a graph serves any step.
     """
     num_rows = len(q_TID)
     table_rows, num_tokens = (tensor[:num_rows].tolist() for tensor in rows)
@@ -122,8 +117,8 @@ def index_scores_reference(
     return out_TC
 
 
-def read_index(planes: IndexPlanes, pages_P: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """float32 [high - low, D]: the index keys of a range of a sequence's tokens, in plain torch."""
+def read_index(planes: IndexPlanes, pages_P: Tensor, low: int, high: int) -> Tensor:
+    """float32 [high - low, D]: read the index keys of a range of a sequence's tokens, in plain torch."""
     token_S = torch.arange(low, high, device=pages_P.device)
     slot_S = pages_P[token_S // planes.page_tokens].long() * planes.page_tokens + token_S % planes.page_tokens
     if planes.scales_S1 is None:
@@ -133,16 +128,11 @@ def read_index(planes: IndexPlanes, pages_P: torch.Tensor, low: int, high: int) 
 
 
 def index_scores_triton(
-    q_TID: torch.Tensor,
-    weights_TI: torch.Tensor,
-    planes: IndexPlanes,
-    page_table_NP: torch.Tensor,
-    rows: SparseRows,
-    out_TC: torch.Tensor,
-) -> torch.Tensor:
-    """`index_scores` as one Triton kernel: tokens are rows of a product and heads its columns, so that a sum over heads stays in a thread.
+    q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, rows: SparseRows, out_TC: Tensor
+) -> Tensor:
+    """`index_scores` as one Triton kernel: tokens are rows of a product and heads its columns, so a sum over heads stays in a thread.
 
-    A program takes every so manieth block of a row's tokens, and with it those of the next row where that is of the same sequence.
+    A program strides over the blocks of a row's tokens, together with the next row if that is of the same sequence.
     """
     num_rows, num_heads, dim = q_TID.shape
     _check_layout(q_TID, weights_TI, planes, page_table_NP, out_TC)
@@ -167,16 +157,12 @@ def index_scores_triton(
 index_scores = operation(reference=index_scores_reference, triton=index_scores_triton)
 
 
-def _num_sms(tensor: torch.Tensor) -> int:
+def _num_sms(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 1
 
 
 def _check_layout(
-    q_TID: torch.Tensor,
-    weights_TI: torch.Tensor,
-    planes: IndexPlanes,
-    page_table_NP: torch.Tensor,
-    out_TC: torch.Tensor,
+    q_TID: Tensor, weights_TI: Tensor, planes: IndexPlanes, page_table_NP: Tensor, out_TC: Tensor
 ) -> None:
     num_heads, dim = q_TID.shape[1:]
     assert num_heads <= MAX_HEADS, f"{num_heads=}: a product takes up to {MAX_HEADS} index heads"
@@ -200,7 +186,7 @@ def _score_kernel(
     i_row = tl.program_id(0)
     table_row = tl.load(p_table_rows + i_row)
     num_tokens = tl.load(p_num_tokens + i_row)
-    # Lengths were there before; queries and new keys come from the last kernels. Who follows counts on all before it.
+    # The host wrote lengths before the step; earlier kernels write queries and new keys.
     if PDL:
         tl.extra.cuda.gdc_wait()
     p_row_q = p_q + i_row.to(tl.int64) * q_stride
@@ -237,7 +223,7 @@ def _score_tokens(
     ROWS: constexpr, OPERANDS: constexpr, NUM_HEADS: constexpr, DIM: constexpr, PAGE_TOKENS: constexpr,
     PAGES: constexpr, BLOCK_N: constexpr, BLOCK_I: constexpr, BLOCK_D: constexpr, NUM_STAGES: constexpr,
 ):  # fmt: skip
-    """A program's blocks of tokens for one row or two. The products of a row are of one shape either way, and so are its bits."""
+    """Score a program's blocks of tokens for one row or two. A row's products have one shape either way, so its bits agree."""
     o_n, o_d, o_head = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_I)
     first, step = tl.program_id(1) * BLOCK_N, tl.num_programs(1) * BLOCK_N
     end = tl.maximum(num_tokens, other_tokens)
@@ -250,21 +236,21 @@ def _score_tokens(
             b_q = b_q + (tl.trans(_operand(b_x, OPERANDS)),)
             b_w = tl.load(p_weights + i * weights_stride + o_head, mask=m_head, other=0.0)
             b_weight = b_weight + (b_w.to(tl.float32)[None, :],)
-        # Page ids are read one block ahead, so that no load of keys waits for another load.
+        # Page ids are loaded one block ahead, so no load of keys waits for another load.
         b_next_pages = _pages(p_pages, first, o_n, end, PAGE_TOKENS, PAGES)
         for n in tl.range(first, end, step, num_stages=NUM_STAGES):
             o_slot = _slots(b_next_pages, n, o_n, PAGE_TOKENS, PAGES)
             b_next_pages = _pages(p_pages, n + step, o_n, end, PAGE_TOKENS, PAGES)
-            # Behind a row's tokens are slots of others, or of nobody. A token is a row of the product, which is alone in its score.
+            # Slots after a row's tokens may hold anything: a token is one row of the product and affects only its own score.
             p_n = p_keys + (o_slot * DIM)[:, None] + o_d[None, :]
             b_k = tl.load(p_n) if DIM == BLOCK_D else tl.load(p_n, mask=(o_d < DIM)[None, :], other=0.0)
             b_key = _operand(b_k, OPERANDS)
             if p_scales is not None:
                 b_scale = tl.load(p_scales + o_slot)
             for i in tl.static_range(ROWS):
-                # float32 as sums of two numbers each: with products of float32 a thread would hold whole keys.
+                # tf32x3: with float32 products a thread would hold whole keys.
                 b_product = tl.dot(b_key, b_q[i], input_precision="tf32x3")
-                # NaN is not lost: the selection knows it.
+                # Keep NaN: the selection handles it.
                 b_product = tl.maximum(b_product, 0.0, propagate_nan=tl.PropagateNan.ALL)
                 b_score = tl.sum(b_product * b_weight[i], axis=1)
                 if p_scales is not None:
@@ -285,7 +271,7 @@ def _operand(b_x, OPERANDS: constexpr):
 
 @jit
 def _pages(p_pages, n, o_n, end, PAGE_TOKENS: constexpr, PAGES: constexpr):
-    """The pages of a block as numbers, or that of each token where there are no `PAGES`. Behind the last token: the first of all."""
+    """Load the pages of a block as scalars, or of each token if PAGES is 0; page 0 past the last token."""
     b_pages = ()
     if PAGES > 0:
         for i in tl.static_range(PAGES):
@@ -301,7 +287,7 @@ def _slots(b_pages, n, o_n, PAGE_TOKENS: constexpr, PAGES: constexpr):
     if PAGES == 1:
         return b_pages[0].to(tl.int64) * PAGE_TOKENS + n % PAGE_TOKENS + o_n
     elif PAGES > 1:
-        # Numbers, not a tensor of page ids: no layout of threads has to be made another.
+        # Scalars, not a tensor of page ids: no layout conversion.
         o_slot = b_pages[0].to(tl.int64) * PAGE_TOKENS + o_n
         for i in tl.static_range(1, PAGES):
             o_page = (b_pages[i].to(tl.int64) - i) * PAGE_TOKENS

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max, load_tile
 from holdfast.kernels.attention.tiled_attention import TileWork, add_partial
@@ -91,7 +92,7 @@ def latent_blocks(
     return choices[height][-1]
 
 
-def latent_attention(call: LatentCall, work: TileWork) -> torch.Tensor:
+def latent_attention(call: LatentCall, work: TileWork) -> Tensor:
     """Attend each row to the tokens of its sequence up to its own position: [T, N, L]; zeros in padded rows.
 
     Outputs over TurboQuant pages are in the rotated space.
@@ -111,7 +112,7 @@ def latent_attention(call: LatentCall, work: TileWork) -> torch.Tensor:
     return call.out_TNL
 
 
-def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> torch.Tensor:
+def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> Tensor:
     """Attend the rows that select tokens to their lists: [T, N, L]; other rows stay as they are.
 
     `tokens_TK`: int32 positions, -1 for none. Partials hold the rows times heads of `sparse_splits`. Outputs over TurboQuant
@@ -131,10 +132,10 @@ def sparse_attention(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor
     return call.out_TNL
 
 
-def latent_attention_reference(call: LatentCall, work: TileWork) -> torch.Tensor:
+def latent_attention_reference(call: LatentCall, work: TileWork) -> Tensor:
     """Like `latent_attention` in plain torch, one tile at a time with its whole score matrix; merges partials as they come."""
     q_TNX, planes, out_TNL = call.q_TNX, call.planes, call.out_TNL
-    merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    merged: dict[int, tuple[Tensor, Tensor]] = {}
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
     for table_row, row, count, position, low, high, first_partial, _ in work.tiles_X8[1 : 1 + num_tiles].tolist():
@@ -158,7 +159,7 @@ def latent_attention_reference(call: LatentCall, work: TileWork) -> torch.Tensor
     return out_TNL
 
 
-def unsplit_attention_reference(call: LatentCall, work: TileWork) -> torch.Tensor:
+def unsplit_attention_reference(call: LatentCall, work: TileWork) -> Tensor:
     """Like `latent_attention` in plain torch, one row at a time over all its tokens, without splits."""
     num_small, num_large = work.tiles_X8[0, :2].tolist()
     num_tiles = num_small * work.has_small + num_large * work.has_large
@@ -172,7 +173,7 @@ def unsplit_attention_reference(call: LatentCall, work: TileWork) -> torch.Tenso
     return call.out_TNL
 
 
-def sparse_attention_reference(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> torch.Tensor:
+def sparse_attention_reference(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> Tensor:
     """Like `sparse_attention` in plain torch, one row at a time, without splits. Places that name no token are ignored."""
     table_rows, counts = (tensor[: len(call.q_TNX)].tolist() for tensor in rows)
     for row, (table_row, num_tokens) in enumerate(zip(table_rows, counts, strict=True)):
@@ -182,13 +183,13 @@ def sparse_attention_reference(call: LatentCall, rows: SparseRows, tokens_TK: to
     return call.out_TNL
 
 
-def _read_tokens(call: LatentCall, table_row: int, token_S: torch.Tensor) -> torch.Tensor:
+def _read_tokens(call: LatentCall, table_row: int, token_S: Tensor) -> Tensor:
     page_tokens = call.planes.page_tokens
     slot_S = call.page_table_NP[table_row, token_S // page_tokens].long() * page_tokens + token_S % page_tokens
     return read_latents(call.planes, slot_S, torch.float32)
 
 
-def _attend_row(call: LatentCall, row: int, table_row: int, token_S: torch.Tensor) -> None:
+def _attend_row(call: LatentCall, row: int, table_row: int, token_S: Tensor) -> None:
     latents_SX = _read_tokens(call, table_row, token_S)
     weights_NS = (call.q_TNX[row].float() @ latents_SX.T * call.scale).softmax(-1)
     call.out_TNL[row] = (weights_NS @ latents_SX[:, : call.planes.latent_dim]).to(call.out_TNL.dtype)
@@ -217,7 +218,7 @@ def _attend_tiles(call: LatentCall, work: TileWork, large: bool) -> None:
     )  # fmt: skip
 
 
-def _attend_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def _attend_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step over plain pages, without the merge; return the number of splits."""
     constants = _constants(call, False, LIST_BLOCKS)
     splits = ListSplits.of(call, tokens_TK.shape[1], constants["BLOCK_N"])
@@ -231,8 +232,8 @@ def _attend_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -
 
 @jit
 def _attend_tile(
-    p_q_m, m_m, p_latents, p_row_pages, p_row_tokens, b_page, b_token, b_ahead, o_row, position, low, high, num_tokens,
-    scale_log2,
+    p_q_m, m_m, o_n, o_l, o_r, m_l, m_r, p_latents, p_row_pages, p_row_tokens, b_token, b_ahead, b_page, o_row, position,
+    low, high, num_tokens, scale_log2,
     LISTED: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr, PAGE_TOKENS: constexpr, BLOCK_M: constexpr,
     BLOCK_N: constexpr, BLOCK_L: constexpr, BLOCK_R: constexpr, NUM_STAGES: constexpr,
 ):  # fmt: skip
@@ -243,11 +244,6 @@ def _attend_tile(
     WIDTH: constexpr = LATENT_DIM + ROPE_DIM
     # If a block lies in one page, its page id is a scalar and its rows are contiguous.
     IN_ONE_PAGE: constexpr = PAGE_TOKENS % BLOCK_N == 0
-    o_n = tl.arange(0, BLOCK_N)
-    o_l = tl.arange(0, BLOCK_L)
-    o_r = tl.arange(0, BLOCK_R)
-    m_l = o_l < LATENT_DIM
-    m_r = o_r < ROPE_DIM
     b_q = tl.load(p_q_m + o_l[None, :], mask=m_m[:, None] & m_l[None, :], other=0.0)
     b_q_rope = tl.load(p_q_m + LATENT_DIM + o_r[None, :], mask=m_m[:, None] & m_r[None, :], other=0.0)
     b_acc = tl.zeros((BLOCK_M, BLOCK_L), dtype=tl.float32)
@@ -324,6 +320,9 @@ def _tiles_kernel(
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_l = tl.arange(0, BLOCK_L)
+    o_r = tl.arange(0, BLOCK_R)
+    m_l = o_l < LATENT_DIM
+    m_r = o_r < ROPE_DIM
     o_row = o_m // GROUP
     for i_item in range(tl.program_id(0), num_tiles * NUM_BLOCKS, tl.num_programs(0)):
         table_row, row, num_rows, position, low, high, first_partial, num_splits = load_tile(
@@ -340,13 +339,13 @@ def _tiles_kernel(
         m_m = (o_row < num_rows) & (o_head < NUM_HEADS)
         o_q = (row + o_row).to(tl.int64) * NUM_HEADS + o_head
         b_acc, b_m, b_l = _attend_tile(
-            p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, p_latents, p_row_pages, None, b_page, None, None,
-            o_row, position, low, high, None, scale_log2,
+            p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, o_n, o_l, o_r, m_l, m_r, p_latents, p_row_pages, None,
+            None, None, b_page, o_row, position, low, high, None, scale_log2,
             False, LATENT_DIM, ROPE_DIM, PAGE_TOKENS, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, NUM_STAGES,
         )  # fmt: skip
         # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
         b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
-        m_out = m_m[:, None] & (o_l < LATENT_DIM)[None, :]
+        m_out = m_m[:, None] & m_l[None, :]
         if first_partial < 0:
             p_y = p_out + (o_q * LATENT_DIM)[:, None] + o_l[None, :]
             tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=m_out)
@@ -379,6 +378,9 @@ def _lists_kernel(
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_l = tl.arange(0, BLOCK_L)
+    o_r = tl.arange(0, BLOCK_R)
+    m_l = o_l < LATENT_DIM
+    m_r = o_r < ROPE_DIM
     low = i_split * places
     high = tl.minimum(low + places, tl.minimum(num_tokens, num_places))
     p_row_tokens = p_tokens + i_row * tokens_stride
@@ -390,13 +392,13 @@ def _lists_kernel(
     m_m = (o_m < GROUP) & (o_head < NUM_HEADS)
     o_q = i_row * NUM_HEADS + o_head
     b_acc, b_m, b_l = _attend_tile(
-        p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, p_latents, p_row_pages, p_row_tokens, b_page, b_token,
-        b_ahead, None, None, low, high, num_tokens, scale_log2,
+        p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, o_n, o_l, o_r, m_l, m_r, p_latents, p_row_pages,
+        p_row_tokens, b_token, b_ahead, b_page, None, None, low, high, num_tokens, scale_log2,
         True, LATENT_DIM, ROPE_DIM, PAGE_TOKENS, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, NUM_STAGES,
     )  # fmt: skip
     # A split without tokens is neutral: zeros, with -inf as lse.
     b_out = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
-    m_out = m_m[:, None] & (o_l < LATENT_DIM)[None, :]
+    m_out = m_m[:, None] & m_l[None, :]
     num_splits = tl.num_programs(1)
     if num_splits == 1:
         p_y = p_out + (o_q * LATENT_DIM)[:, None] + o_l[None, :]

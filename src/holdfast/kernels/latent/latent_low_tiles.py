@@ -1,21 +1,21 @@
-"""Tiles of up to 32 rows times heads over paged latents (MLA) on a Hopper, in Gluon: tokens along the rows of both products.
+"""Tiles of at most 32 rows times heads over paged latents (MLA) on Hopper, in Gluon: tokens are the rows of both wgmma.
 
 N tokens of a block, M rows of a tile times heads, R rotated elements
 
-Tensor cores of a Hopper take 64 rows at once. Heads are too few for that, and so tokens stand there: scores [N, M] = K q^T, and
-outputs [L, M] += V^T p. Codes are loaded where the first product wants its rows, sixteen columns side by side in a thread, and go
-from registers straight into it: the order of columns inside a product is anybody's choice, and queries are stored in that of the
-codes (`_product_order`). What was converted is written to shared memory once, for the second product, which reads it turned.
-Nothing but queries, p and values passes shared memory, and nothing is converted twice.
+wgmma takes 64 rows at once. Heads are too few for that, so tokens are the rows: scores [N, M] = K q^T, outputs
+[L, M] += V^T p. A thread loads sixteen adjacent columns of codes, which go from registers straight into the first product. The
+order of columns inside a product is free, and queries are stored in the order of the codes (`_product_order`). Converted values
+are written to shared memory once, for the second product, which reads them transposed. Only queries, p and values pass shared
+memory, and nothing is converted twice.
 
-A slab is 64 columns of what pages hold: codes of e4m3 become one part of 64 elements, 16-bit words of TurboQuant four of them.
-Registers of a slab take the next block's codes as soon as they are converted, so that these are under way while the rest of a
-block is computed.
+A slab is 64 columns of a page's row: e4m3 codes become one part of 64 elements, 16-bit words of TurboQuant four of them. The
+registers of a slab take the next block's codes as soon as they are converted, so these are in flight during the computation.
 
-Groups are the 128 elements that share a scale in fp8_ds_mla: their scores are multiplied by it, and p has one form for each.
+In fp8_ds_mla a group is 128 elements that share a scale. It multiplies their scores, and each group has its own p.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import EXP2_ASM, LATENTS_4_ASM, LOG2_ASM
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
@@ -30,7 +30,7 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, ker
 
 SLAB, CHUNK, NUM_CHUNKS = kernel_constant(64), kernel_constant(128), kernel_constant(4)
 FP8_BYTES = kernel_constant(LATENT_DIM + 4 * 4 + 2 * ROPE_DIM)
-"""Of a row of fp8_ds_mla: codes, four scales, rotated elements in bfloat16."""
+"""Bytes of a row of fp8_ds_mla: codes, four scales, rotated elements in bfloat16."""
 HALVES_ASM = kernel_constant("mov.b32 {$0, $1}, $2;")
 FP8_ASM = kernel_constant(
     """{
@@ -44,7 +44,7 @@ mov.b32 {$2, $3}, y;
 }"""
 )
 PLAIN_PAGES, FP8_PAGES, CODED_PAGES, CODED_R8_PAGES = (kernel_constant(i) for i in range(4))
-"""KIND of a kernel: plain, fp8_ds_mla, TurboQuant with rotated elements in bfloat16, the same in e4m3."""
+"""KIND of a kernel: plain, fp8_ds_mla, TurboQuant with rotated elements in bfloat16 or in e4m3."""
 LOW_HEIGHT = 32
 """Most rows times heads of a tile."""
 
@@ -55,14 +55,14 @@ def takes_low(call: LatentCall) -> bool:
 
 
 def plane_kind(planes: LatentPlanes) -> int:
-    """The number by which kernels know the kind of pages."""
+    """Return the KIND of these pages."""
     if planes.kind == "turboquant":
         return 3 if planes.has_small_rope else 2
     return 0 if planes.kind == "plain" else 1
 
 
-def plane_pointers(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What holds codes, rotated elements and scales: all but half-precision scales as 32-bit words."""
+def plane_pointers(planes: LatentPlanes) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, rotated elements and scales, as 32-bit words except half-precision scales."""
     words_SX = planes.rows_SX.view(torch.int32)
     if planes.kind == "plain":
         return words_SX, words_SX, words_SX
@@ -75,7 +75,7 @@ def plane_pointers(planes: LatentPlanes) -> tuple[torch.Tensor, torch.Tensor, to
 
 @kernel_value
 def word_layout(words, num_warps):
-    """[16 times warps, words] of a slab: a warp's rows are those of its part of a product, and four threads share one."""
+    """Layout [16 times warps, words] of a slab: a warp has the rows of its part of a product; four threads share one."""
     words, num_warps = int(words), int(num_warps)
     columns = [1 << i for i in range((words // 4).bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -89,12 +89,12 @@ def word_layout(words, num_warps):
 
 @gluon_jit
 def allocate(dtype: constexpr, BLOCK_N: constexpr, BLOCK_M: constexpr, KIND: constexpr):
-    """Shared memory for queries, their rotated elements, values and p; `dtype` is that of queries."""
+    """Allocate shared memory for queries, their rotated elements, values and p; `dtype` is that of queries."""
     layout: constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     operand: constexpr = dtype if KIND == PLAIN_PAGES else gl.float16
     s_q = gl.allocate_shared_memory(operand, [NUM_CHUNKS, BLOCK_M, CHUNK], layout)
     s_q_rope = gl.allocate_shared_memory(gl.float16 if KIND == CODED_R8_PAGES else dtype, [BLOCK_M, ROPE], layout)
-    # Each for itself: the compiler puts a barrier between two stores into one.
+    # One buffer each: the compiler puts a barrier between two stores into the same one.
     s_vs = ()
     for _ in gl.static_range(NUM_CHUNKS):
         s_vs = s_vs + (gl.allocate_shared_memory(operand, [BLOCK_N, CHUNK], layout),)
@@ -116,7 +116,7 @@ def fast_log2(x):
 
 @gluon_jit
 def _product_order(b_x):
-    """Columns of slabs as a product takes them: column 16 c + 4 s + 2 h + b is number 16 s + 8 h + 2 c + b."""
+    """Order columns of slabs as a product takes them: column 16 c + 4 s + 2 h + b becomes 16 s + 8 h + 2 c + b."""
     ROWS: constexpr = b_x.shape[0]
     COLUMNS: constexpr = b_x.shape[1]
     b_x = b_x.reshape((ROWS, COLUMNS // SLAB, 4, 4, 2, 2)).permute((0, 1, 3, 4, 2, 5))
@@ -134,7 +134,7 @@ def _side_by_side(b_first, b_second):
 def chunk_columns(o_c, i_chunk, KIND: constexpr):
     """The elements of a latent that the columns of a chunk are."""
     if KIND >= CODED_PAGES:
-        # Of 32 columns of words: eight elements of one part beside eight of the next, two parts a slab.
+        # 32 columns of words: eight elements of one part, then eight of the next, two parts per slab.
         i_part = o_c // SLAB * 2 + o_c // 8 % 2
         return i_part * (LATENT // 4) + i_chunk * 32 + o_c % SLAB // 16 * 8 + o_c % 8
     else:
@@ -143,7 +143,7 @@ def chunk_columns(o_c, i_chunk, KIND: constexpr):
 
 @gluon_jit
 def store_queries(p_q_m, m_m, s_q, s_q_rope, layout: constexpr, KIND: constexpr):
-    """Queries of a tile into shared memory, chunk by chunk; `p_q_m` are rows of queries, [M, 1]."""
+    """Store the queries of a tile in shared memory, chunk by chunk; `p_q_m` points to rows of queries, [M, 1]."""
     for i in gl.static_range(NUM_CHUNKS):
         o_c = chunk_columns(gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), i, KIND)[None, :]
         s_q.index(i).store(_product_order(_halved(gl.load(p_q_m + o_c, mask=m_m, other=0.0), s_q.dtype)))
@@ -154,7 +154,7 @@ def store_queries(p_q_m, m_m, s_q, s_q_rope, layout: constexpr, KIND: constexpr)
 
 @gluon_jit
 def _halved(b_x, dtype: constexpr):
-    """In the type of the operand; what half precision has no number for is cut, not infinite."""
+    """Convert to the type of the operand; half precision is clamped to its range."""
     if dtype == gl.float16:
         return gl.minimum(gl.maximum(b_x.to(gl.float32), -65504.0), 65504.0).to(gl.float16)
     else:
@@ -163,7 +163,7 @@ def _halved(b_x, dtype: constexpr):
 
 @gluon_jit
 def row_pointers(p_rows, p_rope, p_scales, o_slot, code_layout: constexpr, rope_layout: constexpr, KIND: constexpr):
-    """Of some slots: words of the first slab, those of the rotated elements, the scales."""
+    """Pointers of some slots to words of the first slab, to rotated elements and to scales."""
     CODE_WORDS: constexpr = code_layout.shape[1]
     ROPE_WORDS: constexpr = rope_layout.shape[1]
     o_code = gl.arange(0, CODE_WORDS, gl.SliceLayout(0, code_layout))[None, :]
@@ -191,7 +191,7 @@ def load_rope(p_row_rope, m_n):
 
 @gluon_jit
 def load_slabs(p_row, m_n, KIND: constexpr):
-    """All slabs of a row's latent, as words."""
+    """Load all slabs of a row's latent, as words."""
     WORDS: constexpr = p_row.shape[1]
     NUM_SLABS: constexpr = (
         LATENT // 2 if KIND == PLAIN_PAGES else (LATENT // 4 if KIND == FP8_PAGES else LATENT // 8)
@@ -204,7 +204,7 @@ def load_slabs(p_row, m_n, KIND: constexpr):
 
 @gluon_jit
 def load_scales(p_row_scales, m_n, KIND: constexpr):
-    """[N] of every group, or of a token and its rotated elements; zero where there is no token."""
+    """[N] of every group, or of a token and its rotated elements; zero without a token."""
     if KIND == PLAIN_PAGES:
         return ()
     elif KIND == FP8_PAGES:
@@ -240,7 +240,7 @@ def _fp8_numbers(b_words):
 
 @gluon_jit
 def _eight_by_eight(b_first, b_second, dtype: constexpr):
-    """Two parts [N, 16] of words of two numbers: [N, 64], in turns eight numbers of each."""
+    """Two parts [N, 16] of words of two numbers: [N, 64], eight numbers of each alternately."""
     ROWS: constexpr = b_first.shape[0]
     b_words = gl.join(b_first, b_second).reshape((ROWS, 4, 4, 2)).permute((0, 1, 3, 2)).reshape((ROWS, SLAB // 2))
     return _halves(b_words, dtype)
@@ -262,7 +262,7 @@ def _chunk_numbers(b_slabs, dtype: constexpr, i_chunk: constexpr, KIND: constexp
 
 @gluon_jit
 def _row_factors(b_scales, layout: constexpr):
-    """Scales as rows of scores lie."""
+    """Convert scales to the layout of the rows of scores."""
     b_factors = ()
     for i in gl.static_range(len(b_scales)):
         b_factors = b_factors + (gl.convert_layout(b_scales[i], layout, assert_trivial=True),)
@@ -271,7 +271,7 @@ def _row_factors(b_scales, layout: constexpr):
 
 @gluon_jit
 def _weigh_values(s_v, s_p, b_acc, b_alpha):
-    """Outputs of a chunk with those of a block, under way."""
+    """Start the second product of a chunk."""
     return hopper.warpgroup_mma(s_v.permute((1, 0)), s_p.permute((1, 0)), b_acc * b_alpha[None, :], is_async=True)
 
 
@@ -281,9 +281,9 @@ def attend_block(
     s_vs, s_ps, scale_log2,
     score_layout: constexpr, KIND: constexpr,
 ):  # fmt: skip
-    """One block of tokens: its codes, those of the next one, and running maxima, sums and outputs.
+    """Attend one block of tokens: update maxima, sums and outputs, and load the codes and scales of the next block.
 
-    Codes and scales come in, and those of the block behind it go out, asked for on the way. `m_seen` [N, M] says what is seen.
+    `m_seen` [N, M] is the mask of scores.
     """
     BLOCK_N: constexpr = b_l.shape[0]
     BLOCK_M: constexpr = b_l.shape[1]
@@ -295,7 +295,7 @@ def attend_block(
     GROUPED: constexpr = KIND == FP8_PAGES
     b_zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, score_layout)
     b_factors = _row_factors(b_scales, row_layout)
-    # The rotated elements first: they have no part in the second product.
+    # Rotated elements first: the second product does not take them.
     b_rotated = _fp8_numbers(b_rope) if KIND == CODED_R8_PAGES else _halves(b_rope, ROPE_DTYPE)
     b_a = gl.convert_layout(_product_order(b_rotated.to(s_q_rope.dtype)), a_layout, assert_trivial=True)
     rope_scores = hopper.warpgroup_mma(b_a, s_q_rope.permute((1, 0)), b_zero, use_acc=False, is_async=True)
@@ -307,7 +307,7 @@ def attend_block(
     for i in gl.static_range(NUM_CHUNKS):
         b_chunk = _chunk_numbers(b_slabs, s_q.dtype, i, KIND)
         if i > 0:
-            # Those of the chunk before have been under way while this one was converted; its registers are free now.
+            # The last chunk was multiplied while this one was converted; its registers are free now.
             scores = hopper.warpgroup_mma_wait(0, deps=[scores])
         if GROUPED and i > 0:
             b_score += scores * b_factors[i - 1][:, None]
@@ -347,7 +347,7 @@ def attend_block(
         for g in gl.static_range(len(s_ps)):
             s_ps[g].permute((1, 0)).store((b_p * (b_factors[g] * P_ONE)[:, None]).to(gl.float16))
     hopper.fence_async_shared()
-    # One form of p for all, or one for each group.
+    # One p for all, or one for each group.
     acc_0 = _weigh_values(s_vs[0], s_ps[0], b_accs[0], b_alpha)
     acc_1 = _weigh_values(s_vs[1], s_ps[1 if GROUPED else 0], b_accs[1], b_alpha)
     acc_2 = _weigh_values(s_vs[2], s_ps[2 if GROUPED else 0], b_accs[2], b_alpha)
@@ -358,7 +358,7 @@ def attend_block(
 
 @gluon_jit
 def store_tile(b_accs, b_share, p_m, m_m, score_layout: constexpr, KIND: constexpr):
-    """Outputs of a tile, [L, M] with elements of a latent along the rows; `p_m` [M]: rows of what is written."""
+    """Store outputs of a tile, [L, M]; `p_m` [M] points to the rows that are written."""
     o_c = gl.arange(0, CHUNK, gl.SliceLayout(1, score_layout))
     for i in gl.static_range(NUM_CHUNKS):
         b_out = (b_accs[i] * b_share[None, :]).to(p_m.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""LatentPlanes and IndexPlanes: the pages of one layer that keeps latents (MLA), or tokens or entries (DeepSeek-V4), and perhaps an index (DSA), as kernels read and write them.
+"""LatentPlanes, IndexPlanes and LatentCall: pages of latents (MLA), of compressed KV (DeepSeek-V4) and of an index (DSA) as kernels see them.
 
 S slots, L latent, R rotated elements, X bytes or elements of a row, D elements of an index key
 
@@ -9,13 +9,14 @@ turboquant    rows_SX uint8 [S, L / 2]: 4-bit codes of the rotated latent; scale
               e4m3 with the second scale
 index         rows_SD [S, D], plain, or e4m3 with scales_S1
 
-A token, and an entry, of DeepSeek-V4 is one vector whose last R elements are rotated: latent_dim is what stands before them.
+A token or entry of DeepSeek-V4 is one vector whose last R elements are rotated; latent_dim counts the elements before them.
 """
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.quant.formats import KVFormat
 from holdfast.quant.kv_quantize import rotate_heads
@@ -33,21 +34,21 @@ LatentKind = Literal["plain", "fp8_ds_mla", "fp8_ds_v4", "turboquant"]
 
 
 class LatentPlanes(NamedTuple):
-    """One layer's planes, each [num_slots, ...]: slot s is token s % page_tokens of page s // page_tokens."""
+    """One layer's planes, [num_slots, ...] each: slot s is token s % page_tokens of page s // page_tokens."""
 
     kind: LatentKind
     latent_dim: int
     rope_dim: int
     page_tokens: int
-    rows_SX: torch.Tensor
-    scales_SC: torch.Tensor | None = None
-    rope_SR: torch.Tensor | None = None
+    rows_SX: Tensor
+    scales_SC: Tensor | None = None
+    rope_SR: Tensor | None = None
 
     @classmethod
     def of(
-        cls, planes: Mapping[str, torch.Tensor], kv_format: KVFormat, latent_dim: int, rope_dim: int, page_tokens: int
+        cls, planes: Mapping[str, Tensor], kv_format: KVFormat, latent_dim: int, rope_dim: int, page_tokens: int
     ) -> "LatentPlanes":
-        """From the storage's planes of a layer, by name (`KVFormat.planes`)."""
+        """Take the storage's planes of a layer by name (`KVFormat.planes`)."""
         shape = latent_dim, rope_dim, page_tokens
         if not kv_format.is_quantized:
             return cls("plain", *shape, planes["latent"])
@@ -59,22 +60,22 @@ class LatentPlanes(NamedTuple):
 
     @property
     def has_small_rope(self) -> bool:
-        """Whether rotated elements are e4m3 with a scale of their own."""
+        """True if rotated elements are e4m3 with their own scale."""
         return self.rope_SR is not None and self.rope_SR.dtype == torch.float8_e4m3fn
 
 
 class IndexPlanes(NamedTuple):
-    """One layer's index: slot s is token s % page_tokens of page s // page_tokens, as that of its latent."""
+    """One layer's index, with the slots of its latents."""
 
     page_tokens: int
-    rows_SD: torch.Tensor
-    """In the type that it is kept in; float8_e4m3fn with `scales_S1`."""
-    scales_S1: torch.Tensor | None = None
+    rows_SD: Tensor
+    """float8_e4m3fn if there are `scales_S1`."""
+    scales_S1: Tensor | None = None
     """float32, powers of two: 2 ** ceil(log2(max(amax, 1e-4) / 448)). A key is its codes times its scale."""
 
     @classmethod
-    def of(cls, planes: Mapping[str, torch.Tensor], page_tokens: int) -> "IndexPlanes":
-        """From the storage's planes of a layer, by name (`index_planes` of quant/formats.py)."""
+    def of(cls, planes: Mapping[str, Tensor], page_tokens: int) -> "IndexPlanes":
+        """Take the storage's planes of a layer by name (`index_planes` of quant/formats.py)."""
         return cls(page_tokens, planes["index"], planes.get("index_scale"))
 
     @property
@@ -85,36 +86,36 @@ class IndexPlanes(NamedTuple):
 class LatentCall(NamedTuple):
     """What one attention launch over latents reads and writes, besides its source of tokens."""
 
-    q_TNX: torch.Tensor
+    q_TNX: Tensor
     planes: LatentPlanes
-    page_table_NP: torch.Tensor
+    page_table_NP: Tensor
     scale: float
-    partial_out_CX: torch.Tensor
-    partial_lse_CH: torch.Tensor
-    out_TNL: torch.Tensor
+    partial_out_CX: Tensor
+    partial_lse_CH: Tensor
+    out_TNL: Tensor
     num_sms: int
 
     @property
-    def partials(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def partials(self) -> tuple[Tensor, Tensor]:
         return self.partial_out_CX, self.partial_lse_CH
 
 
 class SparseRows(NamedTuple):
-    """Which rows of a step choose their tokens, on the device, in memory that stays where it is."""
+    """Which rows of a step select tokens, on the device, at fixed addresses."""
 
-    table_rows_T: torch.Tensor
-    """int32: the row of the page table of each row's sequence."""
-    num_tokens_T: torch.Tensor
-    """int32: tokens that a row sees, its own included; 0: it does not choose (its context is short, or it is padding)."""
+    table_rows_T: Tensor
+    """int32: the page table row of each row's sequence."""
+    num_tokens_T: Tensor
+    """int32: tokens that a row sees, its own included; 0: it selects none (short context, or padding)."""
 
 
-def bits_of_rope(planes: LatentPlanes) -> torch.Tensor | None:
-    """The plane of rotated elements as kernels write it: the bits of bfloat16; None where there is none."""
+def bits_of_rope(planes: LatentPlanes) -> Tensor | None:
+    """View the plane of rotated elements as bits of bfloat16, if there is one."""
     return None if planes.rope_SR is None else planes.rope_SR.view(torch.int16)
 
 
-def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[L, latent_dim + rope_dim]: what some slots hold, in plain torch; the latents of TurboQuant stay in the rotated space."""
+def read_latents(planes: LatentPlanes, slots_L: Tensor, dtype: torch.dtype) -> Tensor:
+    """[L, latent_dim + rope_dim]: read some slots in plain torch; TurboQuant latents stay in the rotated space."""
     rows_LX = planes.rows_SX[slots_L]
     if planes.kind == "plain":
         return rows_LX.to(dtype)
@@ -130,8 +131,8 @@ def read_latents(planes: LatentPlanes, slots_L: torch.Tensor, dtype: torch.dtype
     return dequantize_latents(QuantizedLatents(rows_LX, planes.scales_SC[slots_L], rope_LR)).to(dtype)
 
 
-def store_latents(planes: LatentPlanes, slots_L: torch.Tensor, latent_LX: torch.Tensor, rope_LR: torch.Tensor) -> None:
-    """Latents after their norm and rotated elements after theirs into some slots, in plain torch."""
+def store_latents(planes: LatentPlanes, slots_L: Tensor, latent_LX: Tensor, rope_LR: Tensor) -> None:
+    """Store normed latents and rotated elements in some slots, in plain torch."""
     if planes.kind == "plain":
         rows_LX = torch.cat((latent_LX.float(), rope_LR.float()), dim=-1)
         planes.rows_SX[slots_L] = rows_LX.to(planes.rows_SX.dtype)

@@ -1,18 +1,19 @@
-"""Up-projected latent attention (MLA) of the rows of one prompt: chunks of its latents become keys and values of every head.
+"""Up-projected latent attention (MLA) of one prompt's rows: chunks of its latents become keys and values of every head.
 
 T rows, N query heads, D = P + R elements of a query head, L latent, V value elements of a head, W tokens of a chunk, G heads of
 a group, X elements of a latent row, of a head's rows of kv_b, C splits of a chunk
 
-Of a chunk latents are gathered from their pages and multiplied by kv_b, one product for a group of heads. The rows attend to
-that: what they have attended to so far, normalized and with the logarithm of its sum, is where the next chunk goes on, so a
-context of any length takes the same room (kernels/up_projection.py). The rotated part of keys is one for all heads and stays
-in the latent rows. Launches are by the host: such steps are in no graph.
+The latents of a chunk are gathered from their pages and multiplied by kv_b, one product for a group of heads. Rows attend to
+the result and keep a normalized output with the logarithm of its sum, from which the next chunk continues. So a context of any
+length takes the same scratch (kernels/up_projection.py). All heads share the rotated part of keys, which stays in the latent
+rows. The host launches these kernels: such steps are in no graph.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.split_kv import LOG2_E, finite_max
 from holdfast.kernels.fp8 import as_kernels_read, e4m3_value, float32_of
@@ -28,24 +29,24 @@ from holdfast.quant.latent_quantize import LATENT_CODEBOOK
 # pyright: reportPossiblyUnboundVariable=false
 
 GATHERED_TOKENS = 8
-"""Of a program that gathers latents."""
+"""Tokens per program that gathers latents."""
 MERGED_ROWS = 16
-"""Of a program that merges splits."""
+"""Rows per program that merges splits."""
 
 
 def attend_up_projected_reference(
-    q_TND: torch.Tensor,
-    kv_b_NXL: torch.Tensor,
+    q_TND: Tensor,
+    kv_b_NXL: Tensor,
     planes: LatentPlanes,
-    page_row_P: torch.Tensor,
+    page_row_P: Tensor,
     start: int,
     scale: float,
-    scratch: Mapping[str, torch.Tensor],
-    out_TNV: torch.Tensor,
-) -> torch.Tensor:
-    """Rows of one sequence, the first at position `start`, to all its tokens up to their own; rows and heads of both may lie apart.
+    scratch: Mapping[str, Tensor],
+    out_TNV: Tensor,
+) -> Tensor:
+    """Attend rows of one sequence, the first at position `start`, to all tokens up to their own; both may be strided.
 
-    Queries are rotated, and the rows' own latents are on their pages. `scratch` is as `expanded_specs` says.
+    Queries are rotated, and the rows' own latents are in their pages. `scratch` holds the tensors of `expanded_specs`.
     """
     del scratch
     (num_rows, _, query_dim), latent_dim = q_TND.shape, planes.latent_dim
@@ -63,25 +64,25 @@ def attend_up_projected_reference(
 
 
 class _Chunk(NamedTuple):
-    """Some tokens as a group of heads sees them."""
+    """Some tokens, up-projected for a group of heads."""
 
     first: int
-    rows_WX: torch.Tensor
-    expanded_WX: torch.Tensor
+    rows_WX: Tensor
+    expanded_WX: Tensor
     """[W, G * (P + V)]."""
 
 
 def attend_up_projected_triton(
-    q_TND: torch.Tensor,
-    kv_b_NXL: torch.Tensor,
+    q_TND: Tensor,
+    kv_b_NXL: Tensor,
     planes: LatentPlanes,
-    page_row_P: torch.Tensor,
+    page_row_P: Tensor,
     start: int,
     scale: float,
-    scratch: Mapping[str, torch.Tensor],
-    out_TNV: torch.Tensor,
-) -> torch.Tensor:
-    """`attend_up_projected` as Triton kernels around one product a chunk and group of heads."""
+    scratch: Mapping[str, Tensor],
+    out_TNV: Tensor,
+) -> Tensor:
+    """`attend_up_projected` as Triton kernels around one product per chunk and group of heads."""
     shape = _shape_of(q_TND, kv_b_NXL, planes, out_TNV)
     room, state = scratch["up_projected"], scratch["up_projected_state"]
     assert room.dtype == q_TND.dtype == kv_b_NXL.dtype, f"{room.dtype=} {q_TND.dtype=} {kv_b_NXL.dtype=}"
@@ -89,7 +90,7 @@ def attend_up_projected_triton(
     tokens, state_rows = shape.chunk_tokens(group, room.numel()), shape.state_rows(state.numel())
     at_once = len(q_TND)
     if start + len(q_TND) > tokens:
-        # Rows of several chunks have a state; those that it has room for are as many as others that come after them.
+        # Rows over several chunks need a state: take equal batches of the rows that it holds.
         at_once = -(-len(q_TND) // -(-len(q_TND) // max(1, state_rows // group)))
     gathered: tuple[int, int] | None = None
     for row in range(0, len(q_TND), at_once):
@@ -116,7 +117,7 @@ def attend_up_projected_triton(
 attend_up_projected = operation(reference=attend_up_projected_reference, triton=attend_up_projected_triton)
 
 
-def _shape_of(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, planes: LatentPlanes, out_TNV: torch.Tensor) -> UpProjection:
+def _shape_of(q_TND: Tensor, kv_b_NXL: Tensor, planes: LatentPlanes, out_TNV: Tensor) -> UpProjection:
     num_heads, expanded_dim, latent_dim = kv_b_NXL.shape
     value_dim, nope_dim = out_TNV.shape[-1], q_TND.shape[-1] - planes.rope_dim
     assert latent_dim == planes.latent_dim, f"{kv_b_NXL.shape=} for latents of {planes.latent_dim}"
@@ -129,8 +130,8 @@ def _shape_of(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, planes: LatentPlanes,
     return UpProjection(num_heads, latent_dim, planes.rope_dim, nope_dim, value_dim)
 
 
-def _chunk(room: torch.Tensor, tokens: int, first: int, count: int, shape: UpProjection, num_outputs: int) -> _Chunk:
-    """Views: latent rows lie where those of any chunk lie, so that they stay for the next group of heads."""
+def _chunk(room: Tensor, tokens: int, first: int, count: int, shape: UpProjection, num_outputs: int) -> _Chunk:
+    """Return views. All chunks have their latent rows at the same place, so these stay for the next group of heads."""
     row_dim = shape.latent_dim + shape.rope_dim
     rows_WX = room[: count * row_dim].view(count, row_dim)
     expanded_WX = room[tokens * row_dim :][: count * num_outputs].view(count, num_outputs)
@@ -138,18 +139,16 @@ def _chunk(room: torch.Tensor, tokens: int, first: int, count: int, shape: UpPro
 
 
 def gather_latents_reference(
-    planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
-) -> torch.Tensor:
-    """`count` tokens of a sequence from `first` on, dequantized: [W, L + R]; the latents of TurboQuant stay in the rotated space."""
+    planes: LatentPlanes, page_row_P: Tensor, first: int, count: int, out_WX: Tensor
+) -> Tensor:
+    """Dequantize `count` tokens of a sequence from `first` on: [W, L + R]; TurboQuant latents stay in the rotated space."""
     token_W = torch.arange(first, first + count, device=out_WX.device)
     slot_W = page_row_P[token_W // planes.page_tokens].long() * planes.page_tokens + token_W % planes.page_tokens
     return out_WX.copy_(read_latents(planes, slot_W, out_WX.dtype))
 
 
-def gather_latents_triton(
-    planes: LatentPlanes, page_row_P: torch.Tensor, first: int, count: int, out_WX: torch.Tensor
-) -> torch.Tensor:
-    """The same as a Triton kernel, a program for some tokens."""
+def gather_latents_triton(planes: LatentPlanes, page_row_P: Tensor, first: int, count: int, out_WX: Tensor) -> Tensor:
+    """`gather_latents_reference` as a Triton kernel, a program per GATHERED_TOKENS."""
     assert out_WX.shape == (count, planes.latent_dim + planes.rope_dim), f"{out_WX.shape=} for {count} of {planes}"
     assert out_WX.is_contiguous(), f"{out_WX.shape} with strides {out_WX.stride()}"
     rows = planes.rows_SX if planes.kind == "plain" else planes.rows_SX.view(torch.int16)
@@ -195,7 +194,7 @@ def _gather_kernel(
         o_rope = (LATENT + 4 * NUM_TILES) // 2 + o_r
         b_rope = float32_of(tl.load(p_rope + o_slot * rope_stride + o_rope, mask=m_r, other=0))
     else:
-        # A word of 16 bits has codes of coordinates that are a quarter of the latent apart.
+        # A 16-bit word holds codes of coordinates that are a quarter of the latent apart.
         QUARTER: constexpr = LATENT // 4
         b_words = tl.load(p_rows + o_slot * row_stride + o_l % QUARTER, mask=m_l, other=0).to(tl.int32)
         b_code = b_words >> 4 * (o_l // QUARTER) & 15
@@ -217,7 +216,7 @@ def _gather_kernel(
 
 
 class _Blocks(NamedTuple):
-    """Powers of two that hold a head: the part of a key that has no position is two of them, where it is not one."""
+    """Block sizes of a head: the part of a key without RoPE is one power of two, or the sum of two."""
 
     nope: int
     more_nope: int
@@ -236,7 +235,7 @@ class _Blocks(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """How a program takes tokens."""
+    """How a program loads tokens."""
 
     tokens: int
     num_stages: int
@@ -244,28 +243,28 @@ class _Tile(NamedTuple):
 
 
 TILES = (_Tile(64, 3, 8), _Tile(64, 2, 8), _Tile(32, 2, 8), _Tile(16, 2, 8))
-"""The fastest first, of those that were tried on an H200."""
+"""The fastest on an H200 first."""
 
 
 def _tile_of(blocks: _Blocks, element_bytes: int, shared_bytes: int) -> _Tile:
-    """The fastest that a program's shared memory has room for: its queries, and keys and values of every stage."""
+    """Return the fastest tile whose queries, and keys and values of all stages, fit into shared memory."""
     held, of_token = TILE_ROWS * blocks.key * element_bytes, (blocks.key + blocks.value) * element_bytes
     fitting = (tile for tile in TILES if held + tile.tokens * tile.num_stages * of_token <= shared_bytes)
     return next(fitting, TILES[-1])
 
 
 def _attend_chunk(
-    q_TGD: torch.Tensor,
+    q_TGD: Tensor,
     chunk: _Chunk,
     position: int,
     scale: float,
     shape: UpProjection,
     splits: int,
     is_last: bool,
-    state: torch.Tensor,
-    out_TGV: torch.Tensor,
+    state: Tensor,
+    out_TGV: Tensor,
 ) -> None:
-    """Rows from `position` on go on with a chunk; where it is the last and not split, into the output."""
+    """Attend rows from `position` on to a chunk; write the output if it is the last and not split."""
     (num_rows, num_heads, _), count = q_TGD.shape, len(chunk.rows_WX)
     blocks = _Blocks.of(shape)
     tile = _tile_of(blocks, q_TGD.element_size(), shared_bytes(q_TGD))
@@ -289,7 +288,7 @@ def _attend_kernel(
 ):  # fmt: skip
     i_head = tl.program_id(1)
     i_split = tl.program_id(0) % splits
-    # The last rows see most: they begin first.
+    # The last rows see most tokens, so they start first.
     i_tile = tl.num_programs(0) // splits - 1 - tl.program_id(0) // splits
     o_m = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < num_rows
@@ -299,7 +298,7 @@ def _attend_kernel(
     o_v = tl.arange(0, BLOCK_V)
     m_r = o_r < ROPE
     m_v = o_v < VALUE
-    # Tokens are counted from the first of the chunk; of those that some row sees a split has whole blocks.
+    # Tokens count from the first of the chunk; a split has whole blocks of the tokens that some row sees.
     row_position = position - first + o_m
     seen = tl.minimum(count, position - first + tl.minimum((i_tile + 1) * BLOCK_M, num_rows))
     piece = tl.cdiv(tl.cdiv(seen, splits), BLOCK_N) * BLOCK_N
@@ -314,13 +313,13 @@ def _attend_kernel(
         b_q2 = tl.load(p_rows + o_p2[None, :], mask=m_m[:, None] & m_p2[None, :], other=0.0)
     o_state = (i_split * num_rows + o_m).to(tl.int64) * tl.num_programs(1) + i_head
     m_state = m_m[:, None] & m_v[None, :]
-    # What was seen before, of which the first chunk has nothing: no constant, so that one compiled kernel takes every chunk.
+    # State of earlier chunks. A runtime condition, so one specialization takes every chunk.
     is_next = first > 0
     b_acc = tl.load(p_state + o_state[:, None] * VALUE + o_v[None, :], mask=m_state & is_next, other=0.0)
     b_m = tl.load(p_lse + o_state, mask=m_m & is_next, other=-float("inf"))
     b_l = tl.where(b_m == -float("inf"), 0.0, 1.0)
     p_keys = p_expanded + i_head * (NOPE + VALUE)
-    # Tokens up to the first row's own are seen by every row: whole blocks of them come first and need no mask.
+    # All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask.
     clear = tl.minimum(high, position - first + i_tile * BLOCK_M + 1)
     clear = low + tl.maximum(clear - low, 0) // BLOCK_N * BLOCK_N
     for MASKED in tl.static_range(2):
@@ -356,7 +355,7 @@ def _attend_kernel(
             b_v = tl.load(p_keys + o_key[:, None] + NOPE + o_v[None, :], mask=m_value, other=0.0)
             b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_alpha[:, None])
             b_m = b_m_new
-    # A split that a row sees nothing of is neutral: zeros, with -inf as lse.
+    # If a row sees nothing of a split, its partial is neutral: zeros, with -inf as lse.
     b_acc = b_acc / tl.where(b_l > 0, b_l, 1.0)[:, None]
     if to_output:
         p_y = p_out + o_m.to(tl.int64)[:, None] * out_row + i_head * out_head + o_v[None, :]
@@ -366,8 +365,8 @@ def _attend_kernel(
         tl.store(p_lse + o_state, b_m + tl.log2(b_l), mask=m_m)
 
 
-def _merge(state: torch.Tensor, splits: int, shape: UpProjection, out_TGV: torch.Tensor) -> None:
-    """Splits become the output."""
+def _merge(state: Tensor, splits: int, shape: UpProjection, out_TGV: Tensor) -> None:
+    """Merge splits into the output."""
     num_rows, num_heads, value_dim = out_TGV.shape
     _merge_kernel[(-(-num_rows // MERGED_ROWS), num_heads)](
         state, state[splits * num_rows * num_heads * value_dim :], out_TGV, num_rows, splits, *out_TGV.stride()[:2],

@@ -1,33 +1,27 @@
-"""kv_b on both sides of latent attention (MLA): queries into the latent space, and what was attended to out of it; no copy of it is made.
+"""kv_b on both sides of latent attention (MLA): queries into the latent space and outputs out of it, without a copy of kv_b.
 
 T rows, N query heads, D = P + R elements of a query head, L latent, V value elements of a head, kv_b [N, P + V, L]
 
-Every head is a product of its own. With few rows it is the time that kv_b takes to be read: a program has a few columns of a
-head, whose weights are on their way before the kernel that makes the rows has ended.
+Every head is its own product. With few rows the time to read kv_b dominates: a program has a few columns of a head, and loads
+their weights before the kernel that makes the rows has ended.
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit_counting, next_power_of_two, pdl_launch, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN202 pointers of kernels have no types
 # Constants of a kernel bind a name and read it under the same condition.
 # pyright: reportPossiblyUnboundVariable=false
 
 FEW_ROWS, SOME_ROWS, MANY_ROWS = 16, 64, 512
-"""Up to so many rows a step takes a smaller form."""
+"""Limits of rows for smaller blocks."""
 MANY_HEADS = 64
-"""From so many heads on programs of few rows may be larger, and there are still enough of them."""
+"""From so many heads on programs of few rows may be larger: there are still enough of them."""
 
 
 class ProjectionBlocks(NamedTuple):
@@ -35,21 +29,21 @@ class ProjectionBlocks(NamedTuple):
 
     rows: int
     columns: int
-    """Of the latent, or of a head's output."""
+    """Columns of the latent, or of a head's output."""
     depth: int
-    """Elements that are multiplied at a time; 0: all, so that their weights are read first of all."""
+    """Elements that are multiplied at once; 0: all, so their weights are loaded first."""
     num_warps: int
 
 
 class ProjectionForm(NamedTuple):
-    """What of both launches follows from the number of rows, and of few rows from that of heads too."""
+    """The part of both launches that depends on the number of rows, and for few rows on the heads."""
 
     absorb: ProjectionBlocks
     value: ProjectionBlocks
 
 
 def projection_form(num_rows: int, num_heads: int) -> ProjectionForm:
-    """The form of a step of so many rows; the fastest of those that were tried on an H200."""
+    """Return the fastest blocks on an H200."""
     has_many = num_heads >= MANY_HEADS
     if num_rows <= FEW_ROWS:
         return ProjectionForm(ProjectionBlocks(16, 64, 0, 4), ProjectionBlocks(16, 32 if has_many else 16, 0, 4))
@@ -60,12 +54,12 @@ def projection_form(num_rows: int, num_heads: int) -> ProjectionForm:
 
 
 def row_form(num_rows: int) -> tuple[ProjectionForm, ProjectionForm]:
-    """Those of few heads and of many."""
+    """Return the row-dependent part of a launch, of few heads and of many."""
     return projection_form(num_rows, 1), projection_form(num_rows, MANY_HEADS)
 
 
-def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """[T, N, L + R]: of every head q[:P] @ W_UK, then its rotated elements as they are; rows and heads of both may lie apart."""
+def absorb_queries_reference(q_TND: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> Tensor:
+    """[T, N, L + R]: q[:P] @ W_UK of every head, then its rotated elements; rows and heads may be strided."""
     latent_dim = kv_b_NXL.shape[-1]
     nope_dim = q_TND.shape[-1] - (out_TNX.shape[-1] - latent_dim)
     absorbed_TNL = torch.einsum("tnp,npl->tnl", q_TND[..., :nope_dim].float(), kv_b_NXL[:, :nope_dim].float())
@@ -74,8 +68,8 @@ def absorb_queries_reference(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TN
     return out_TNX
 
 
-def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> torch.Tensor:
-    """`absorb_queries` as a Triton kernel, a program for some rows and columns of a head."""
+def absorb_queries_triton(q_TND: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> Tensor:
+    """`absorb_queries` as a Triton kernel, a program per block of rows and columns of a head."""
     (num_rows, num_heads, _), latent_dim = q_TND.shape, kv_b_NXL.shape[-1]
     rope_dim = out_TNX.shape[-1] - latent_dim
     nope_dim = q_TND.shape[-1] - rope_dim
@@ -97,15 +91,15 @@ def absorb_queries_triton(q_TND: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: 
 absorb_queries = operation(reference=absorb_queries_reference, triton=absorb_queries_triton)
 
 
-def project_values_reference(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """[T, N, V]: of every head what was attended to, by W_UV; rows and heads of both may lie apart."""
+def project_values_reference(latent_TNL: Tensor, kv_b_NXL: Tensor, out_TNV: Tensor) -> Tensor:
+    """[T, N, V]: the attention output of every head times W_UV; rows and heads may be strided."""
     value_dim = out_TNV.shape[-1]
     w_NVL = kv_b_NXL[:, kv_b_NXL.shape[1] - value_dim :].float()
     return out_TNV.copy_(torch.einsum("tnl,nvl->tnv", latent_TNL.float(), w_NVL).to(out_TNV.dtype))
 
 
-def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNV: torch.Tensor) -> torch.Tensor:
-    """`project_values` as a Triton kernel, a program for some rows and columns of a head."""
+def project_values_triton(latent_TNL: Tensor, kv_b_NXL: Tensor, out_TNV: Tensor) -> Tensor:
+    """`project_values` as a Triton kernel, a program per block of rows and columns of a head."""
     (num_rows, num_heads, latent_dim), value_dim = latent_TNL.shape, out_TNV.shape[-1]
     assert kv_b_NXL.shape[-1] == latent_dim, f"{latent_TNL.shape=} {kv_b_NXL.shape=}"
     assert value_dim <= kv_b_NXL.shape[1], f"{kv_b_NXL.shape=} {out_TNV.shape=}"
@@ -126,7 +120,7 @@ def project_values_triton(latent_TNL: torch.Tensor, kv_b_NXL: torch.Tensor, out_
 project_values = operation(reference=project_values_reference, triton=project_values_triton)
 
 
-def _check(x_TNX: torch.Tensor, kv_b_NXL: torch.Tensor, out_TNX: torch.Tensor) -> None:
+def _check(x_TNX: Tensor, kv_b_NXL: Tensor, out_TNX: Tensor) -> None:
     num_heads, _, latent_dim = kv_b_NXL.shape
     assert x_TNX.shape[:2] == out_TNX.shape[:2], f"{x_TNX.shape=} {out_TNX.shape=}"
     assert x_TNX.shape[1] == num_heads, f"{x_TNX.shape=} by the weights of {num_heads} heads"
@@ -178,7 +172,7 @@ def _value_kernel(
     o_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     m_v = (o_v < VALUE)[None, :]
     o_l = tl.arange(0, BLOCK_L)
-    # Read as [L, V], as a product takes them: neighbours in memory are those of a column.
+    # Loaded as [L, V], the operand: adjacent elements in memory belong to a column.
     p_columns = p_w + i_head * w_head + (FIRST + o_v)[None, :] * LATENT + o_l[:, None]
     p_rows = p_x + o_t.to(tl.int64)[:, None] * x_row + i_head * x_head + o_l[None, :]
     if IS_WHOLE:

@@ -11,6 +11,7 @@ their scale. The scale multiplies scores of keys and, for values, p of the softm
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import fast_exp2, fast_log2
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
@@ -83,7 +84,7 @@ def quantized_blocks(height: int, planes: LatentPlanes, room: int) -> QuantizedB
     return choices[-1]
 
 
-def _planes_of(call: LatentCall) -> tuple[torch.Tensor | None, ...]:
+def _planes_of(call: LatentCall) -> tuple[Tensor | None, ...]:
     assert call.planes.kind != "plain", "plain pages have kernels of their own"
     return call.planes.rows_SX.view(torch.int16), call.planes.scales_SC, rope_plane(call.planes)
 
@@ -113,7 +114,7 @@ def attend_coded_tiles(call: LatentCall, work: TileWork, large: bool) -> None:
     )  # fmt: skip
 
 
-def attend_coded_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def attend_coded_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step over codes, without the merge; return the number of splits."""
     num_rows, num_heads, _ = call.q_TNX.shape
     num_blocks, group = head_blocks(num_heads)
@@ -129,8 +130,8 @@ def attend_coded_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tens
 
 @jit
 def _attend_tile(
-    p_q_m, m_m, p_words, p_scales, p_rope, p_row_pages, p_row_tokens, b_page, b_token, b_ahead, o_found, o_row, position,
-    low, high, num_tokens, scale_log2,
+    p_q_m, m_m, o_n, p_words, p_scales, p_rope, p_row_pages, p_row_tokens, b_token, b_ahead, o_found, b_page, o_row,
+    position, low, high, num_tokens, scale_log2,
     LISTED: constexpr, FP8: constexpr, SMALL_ROPE: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr,
     PAGE_TOKENS: constexpr, NUM_GROUPS: constexpr, ROW_WORDS: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr,
     BLOCK_W: constexpr, BLOCK_R: constexpr, NUM_STAGES: constexpr, PLAIN: constexpr,
@@ -141,7 +142,6 @@ def _attend_tile(
     of the second, and `b_ahead` are the places of the third.
     """
     NUM_PARTS: constexpr = 2 if FP8 else 4
-    o_n = tl.arange(0, BLOCK_N)
     b_q = load_queries(p_q_m, m_m, FP8, NUM_GROUPS, LATENT_DIM, BLOCK_W)
     b_q_rope = load_rope_queries(p_q_m + LATENT_DIM, m_m, SMALL_ROPE, ROPE_DIM, BLOCK_R, PLAIN)
     b_acc = ()
@@ -150,8 +150,8 @@ def _attend_tile(
     b_m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     b_l_tokens = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     # Scales are loaded a block ahead, like pages: in a block only the copies of codes wait for memory.
-    o_slot = tl.maximum(o_found, 0) if LISTED else _slots(b_page, low, o_n, PAGE_TOKENS, BLOCK_N)
-    b_scale = load_scales(p_words, p_scales, o_slot, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
+    o_first = tl.maximum(o_found, 0) if LISTED else _slots(b_page, low, o_n, PAGE_TOKENS, BLOCK_N)
+    b_scale = load_scales(p_words, p_scales, o_first, FP8, SMALL_ROPE, NUM_GROUPS, LATENT_DIM, ROW_WORDS)
     clear = low
     if not LISTED:
         # All rows see the tokens up to the first row's own: whole blocks of them come first, without a mask.
@@ -243,8 +243,8 @@ def _tiles_kernel(
         m_m = (o_row < num_rows) & (o_head < NUM_HEADS)
         o_q = (row + o_row).to(tl.int64) * NUM_HEADS + o_head
         b_acc, b_m, b_l = _attend_tile(
-            p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, p_words, p_scales, p_rope, p_row_pages, None, b_page,
-            None, None, None, o_row, position, low, high, None, scale_log2,
+            p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, o_n, p_words, p_scales, p_rope, p_row_pages, None,
+            None, None, None, b_page, o_row, position, low, high, None, scale_log2,
             False, FP8, SMALL_ROPE, LATENT_DIM, ROPE_DIM, PAGE_TOKENS, NUM_GROUPS, ROW_WORDS, BLOCK_M, BLOCK_N, BLOCK_W,
             BLOCK_R, NUM_STAGES, PLAIN,
         )  # fmt: skip
@@ -297,8 +297,8 @@ def _lists_kernel(
     m_m = (o_m < GROUP) & (o_head < NUM_HEADS)
     o_q = i_row * NUM_HEADS + o_head
     b_acc, b_m, b_l = _attend_tile(
-        p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, p_words, p_scales, p_rope, p_row_pages, p_row_tokens, b_page,
-        b_token, b_ahead, o_found, None, None, low, high, num_tokens, scale_log2,
+        p_q + (o_q * (LATENT_DIM + ROPE_DIM))[:, None], m_m, o_n, p_words, p_scales, p_rope, p_row_pages, p_row_tokens,
+        b_token, b_ahead, o_found, b_page, None, None, low, high, num_tokens, scale_log2,
         True, FP8, SMALL_ROPE, LATENT_DIM, ROPE_DIM, PAGE_TOKENS, NUM_GROUPS, ROW_WORDS, BLOCK_M, BLOCK_N, BLOCK_W,
         BLOCK_R, NUM_STAGES, PLAIN,
     )  # fmt: skip

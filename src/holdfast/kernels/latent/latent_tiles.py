@@ -11,25 +11,11 @@ iteration. So a loop carries places and computes tokens from them.
 
 from typing import NamedTuple
 
-from holdfast.kernels.attention.split_kv import (
-    MERGE_BY_HEAD_ROWS,
-    MERGED_HEADS,
-    MergeShape,
-    merge_row,
-    merge_tiles,
-)
+from holdfast.kernels.attention.split_kv import MERGE_BY_HEAD_ROWS, MERGED_HEADS, MergeShape, merge_row, merge_tiles
 from holdfast.kernels.attention.tiled_attention import TileWork
 from holdfast.kernels.latent.latent_geometry import MAX_SPLITS, sparse_splits
 from holdfast.kernels.latent.latent_planes import LatentCall, SparseRows
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    jit_counting,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, jit_counting, next_power_of_two, pdl_launch, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 

@@ -1,9 +1,9 @@
-"""Words of quantized latents (MLA) as attention kernels take them apart, whether pages are read in order or by a list.
+"""Words of quantized latents (MLA), as Triton attention kernels decode them.
 
 M rows of a tile times heads, N tokens of a block, W columns of words, R rotated elements
 
-Codes lie in 16-bit words (quant/latent_quantize.py), of which a group shares a scale. A part is what lies at one place of all
-words of a group; parts become half precision without their scale.
+Codes lie in 16-bit words (quant/latent_quantize.py); a group of words shares a scale. A part is one bit field of all words of
+a group, converted to half precision without the scale.
 
     fp8_ds_mla   a group for every tile of 128 elements, part j at column c is element 128 g + 2 c + j, j < 2
     TurboQuant   one group, part j at column c is coordinate j L / 4 + c, j < 4
@@ -12,6 +12,7 @@ words of a group; parts become half precision without their scale.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.dequantize import latent_parts_4, value_parts_8
 from holdfast.kernels.fp8 import float32_of
@@ -29,7 +30,7 @@ from holdfast.quant.latent_quantize import LATENT_PARTS, num_fp8_tiles
 
 
 class WordShape(NamedTuple):
-    """How the words of a row are grouped, and the powers of two that a kernel takes for their columns."""
+    """Groups of a row's words, and the block sizes of a kernel."""
 
     groups: int
     parts: int
@@ -38,7 +39,6 @@ class WordShape(NamedTuple):
 
 
 def word_shape(planes: LatentPlanes) -> WordShape:
-    """Of the rows of these planes."""
     latent_dim, rope_dim, is_fp8 = planes.latent_dim, planes.rope_dim, planes.kind == "fp8_ds_mla"
     columns = min(LATENT_TILE, latent_dim) // 2 if is_fp8 else latent_dim // LATENT_PARTS
     rope_columns = rope_dim // 2 if planes.has_small_rope else rope_dim
@@ -50,8 +50,8 @@ def word_shape(planes: LatentPlanes) -> WordShape:
     )
 
 
-def rope_plane(planes: LatentPlanes) -> torch.Tensor:
-    """The memory in which a kernel finds rotated elements, as words: those of fp8_ds_mla lie in the rows."""
+def rope_plane(planes: LatentPlanes) -> Tensor:
+    """Return the plane with the rotated elements, as words; fp8_ds_mla has them in its rows."""
     if planes.rope_SR is None:
         return planes.rows_SX.view(torch.int16 if is_interpreted() else torch.bfloat16)
     return planes.rope_SR.view(torch.int16) if planes.has_small_rope or is_interpreted() else planes.rope_SR
@@ -59,7 +59,7 @@ def rope_plane(planes: LatentPlanes) -> torch.Tensor:
 
 @jit
 def part_dims(o_c, i_group, i_part, FP8: constexpr, LATENT_DIM: constexpr):
-    """The elements of a latent that a part has, and whether there are any: a column may be beyond its group."""
+    """The elements of a part, and a mask: a column may be beyond its group."""
     if FP8:
         o_d = 128 * i_group + 2 * o_c + i_part
         return o_d, (2 * o_c < 128) & (o_d < LATENT_DIM)
@@ -69,7 +69,7 @@ def part_dims(o_c, i_group, i_part, FP8: constexpr, LATENT_DIM: constexpr):
 
 @jit
 def half(b_x):
-    """Half precision; what is beyond its range is cut, not infinite."""
+    """Convert to half precision, clamped to its range."""
     return tl.minimum(tl.maximum(b_x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
 
 
@@ -88,7 +88,7 @@ def load_queries(p_q_m, m_m, FP8: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: 
 
 @jit
 def load_rope_queries(p_q_m, m_m, SMALL_ROPE: constexpr, ROPE_DIM: constexpr, BLOCK_R: constexpr, PLAIN: constexpr):
-    """The rotated elements of queries: halves of pairs where keys are bytes, else all in the type of queries."""
+    """Load the rotated elements of queries: even and odd ones if keys are bytes, else all in the type of queries."""
     o_r = tl.arange(0, BLOCK_R)
     if SMALL_ROPE:
         m_r = m_m[:, None] & (o_r < ROPE_DIM // 2)[None, :]
@@ -105,7 +105,7 @@ def load_scales(
     p_words, p_scales, o_slot,
     FP8: constexpr, SMALL_ROPE: constexpr, NUM_GROUPS: constexpr, LATENT_DIM: constexpr, ROW_WORDS: constexpr,
 ):  # fmt: skip
-    """[N] of every group, and behind them that of the rotated elements. Those of slots that nobody looks at may be anything."""
+    """[N] of every group, then of the rotated elements. Slots that are masked later may hold anything."""
     b_scales = ()
     if FP8:
         p_row = p_words.to(tl.pointer_type(tl.float32)) + o_slot * (ROW_WORDS // 2) + LATENT_DIM // 4
@@ -135,7 +135,7 @@ def load_words(
     o_word = i_group * 64 + o_c
     p = p_words + (o_slot * ROW_WORDS)[:, None] + o_word[None, :]
     m_c = (o_word < LATENT_DIM // 2 if FP8 else o_word < LATENT_DIM // 4)[None, :]
-    # Not masks alone: where nothing can be out of range there is none.
+    # A branch per mask: a load that cannot be out of range has none.
     if MASKED:
         return tl.load(p, mask=m_n[:, None] & m_c, other=0)
     elif WHOLE:
@@ -154,7 +154,7 @@ def take_apart(b_words, FP8: constexpr, PLAIN: constexpr):
 
 @jit
 def group_scores(b_q, b_words, i_group, FP8: constexpr, PLAIN: constexpr):
-    """[M, N] without a scale. Words are turned, not numbers: they go from shared memory straight into operands."""
+    """[M, N] without a scale. Words are transposed, not numbers: they go from shared memory straight to operands."""
     NUM_PARTS: constexpr = 2 if FP8 else 4
     b_keys = take_apart(tl.trans(b_words), FP8, PLAIN)
     b_score = tl.dot(b_q[i_group * NUM_PARTS], b_keys[0])
@@ -169,7 +169,7 @@ def rope_scores(
     MASKED: constexpr, FP8: constexpr, SMALL_ROPE: constexpr, LATENT_DIM: constexpr, ROPE_DIM: constexpr,
     NUM_GROUPS: constexpr, ROW_WORDS: constexpr, BLOCK_R: constexpr, PLAIN: constexpr,
 ):  # fmt: skip
-    """[M, N] of the rotated elements, without a scale where they have one."""
+    """[M, N] of the rotated elements, without their scale."""
     COLUMNS: constexpr = ROPE_DIM // 2 if SMALL_ROPE else ROPE_DIM
     STRIDE: constexpr = ROW_WORDS if FP8 else COLUMNS
     FIRST: constexpr = LATENT_DIM // 2 + 2 * NUM_GROUPS if FP8 else 0

@@ -1,18 +1,19 @@
-"""Rows of chosen tokens (DSA), or of tokens in order, gathered into shared memory as operands of products on a Hopper: warps that do nothing else, in Gluon.
+"""Gathering of selected tokens (DSA), or of tokens in order, into shared memory as wgmma operands on Hopper, in Gluon.
 
 N tokens of a block or of a step, L latent, R rotated elements
 
-A place of a list names a token, the page table its page, and the page its row: three loads, of which none waits for another here,
-because places are read three steps ahead, pages two and rows one. A step is as many tokens as the warps take at once.
+Warps do nothing else. A place of a list names a token, the page table its page, and the page its row. None of the three loads
+waits for another, because places are read three steps ahead, pages two and rows one. A step is the tokens that the warps take
+at once.
 
     plain         copied by cp.async, as they are
     fp8_ds_mla    codes times the share of their group's scale in the largest of their token, at most one; half precision
     TurboQuant    the numbers of the codebook; half precision
 
-What is left to whoever multiplies is one factor a token, below zero where there is no token: such rows are finite. Rotated elements
-are in the type of queries, or half precision with their scale where pages have them as bytes.
+The product applies one factor per token, negative if there is no token; such rows are finite. Rotated elements are in the type
+of queries, or half precision with their scale if pages hold them as bytes.
 
-Blocks lie in a ring of shared memory. `filled` turns when a block is there, `freed` when it has been used.
+Blocks form a ring in shared memory. The barrier `filled` flips when a block is loaded, `freed` when it has been used.
 """
 
 from holdfast.kernels.attention.dequantize import LATENTS_4_ASM
@@ -22,7 +23,7 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, hopper, ker
 # ruff: noqa: ANN001, ANN201, ANN202, RET505, RUF005 the arguments of kernels have no types
 
 PANEL = kernel_constant(64)
-"""Columns of half precision that lie side by side in shared memory: 128 bytes."""
+"""Columns of half precision in 128 bytes of shared memory."""
 PANEL_WORDS = kernel_constant(32)
 NO_TOKEN = kernel_constant(-1.0)
 TWICE_ASM = kernel_constant("cvt.rn.f16x2.f32 $0, $1, $1;")
@@ -43,7 +44,7 @@ mov.b32 y, 0xFBFFFBFF;
 min.f16x2 x, x, $1;
 max.f16x2 $0, x, y;
 }""")
-"""Two numbers of half precision, none of them infinite."""
+"""Two numbers of half precision, clamped to finite ones."""
 HALF_ASM = kernel_constant("""{
 .reg .b32 x, y;
 shl.b32 x, $1, 16;
@@ -55,7 +56,7 @@ cvt.rn.f16x2.f32 $0, y, x;
 
 @gluon_jit
 def load_places(p_row_tokens, o_place, end, IN_ORDER: constexpr):
-    """What stands at these places of a list, or the places themselves where every token is taken; -1 behind the end."""
+    """Load these places of a list, or return the places themselves if IN_ORDER; -1 past the end."""
     if IN_ORDER:
         return gl.where(o_place < end, o_place, -1)
     else:
@@ -64,19 +65,19 @@ def load_places(p_row_tokens, o_place, end, IN_ORDER: constexpr):
 
 @gluon_jit
 def seen_tokens(b_place, num_tokens):
-    """Positions of tokens of the sequence; -1 where something else stands."""
+    """Positions of the sequence's tokens; -1 for any other number."""
     return gl.where((b_place >= 0) & (b_place < num_tokens), b_place, -1)
 
 
 @gluon_jit
 def load_pages(p_row_pages, b_token, PAGE_TOKENS: constexpr):
-    """The pages of tokens; nothing is read where there is no token."""
+    """Load the pages of tokens; masked out for -1."""
     return gl.load(p_row_pages + gl.maximum(b_token, 0) // PAGE_TOKENS, mask=b_token >= 0, other=0)
 
 
 @gluon_jit
 def find_slots(b_page, b_token, PAGE_TOKENS: constexpr):
-    """int64; 0 where there is no token."""
+    """int64 slots; 0 if there is no token."""
     o_slot = b_page.to(gl.int64) * PAGE_TOKENS + b_token % PAGE_TOKENS
     return gl.where(b_token >= 0, o_slot, 0)
 
@@ -86,12 +87,12 @@ def gather_plain(
     p_rows, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled, freed, count,
     PAGE_TOKENS: constexpr,
 ):  # fmt: skip
-    """Blocks of plain rows of places `low` to `high` of a list; `count` blocks went through the ring before."""
+    """Gather plain rows of places `low` to `high` of a list, after `count` blocks of the ring."""
     TOKENS: constexpr = s_latents.shape[1]
     LATENT: constexpr = s_latents.shape[2]
     ROPE: constexpr = s_ropes.shape[2]
     RING: constexpr = s_latents.shape[0]
-    # Eight threads to 128 bytes of a row: a line of global memory, and all banks of shared memory.
+    # Eight threads per 128 bytes of a row: a line of global memory, and all banks of shared memory.
     layout: constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     o_n = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     o_c = gl.arange(0, PANEL, gl.SliceLayout(0, layout))
@@ -125,7 +126,7 @@ def gather_plain(
 
 @gluon_jit
 def _load_words(p_words, o_first, m_n, WORDS: constexpr, layout: constexpr):
-    """[N, words]: what a row has from `o_first` on."""
+    """[N, words]: load a row from `o_first` on."""
     o_c = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
     return gl.load(p_words + o_first[:, None] + o_c[None, :], mask=m_n[:, None], other=0)
 
@@ -140,7 +141,7 @@ def _load_scales(p_scales, o_first, m_n, NUM_SCALES: constexpr):
 
 @gluon_jit
 def _scaled_fp8(b_words, b_scale):
-    """Words of four e4m3 numbers, each times the scale of its token: words of two in half precision, in order."""
+    """Multiply words of four e4m3 numbers by the scale of their token: words of two in half precision, in order."""
     b_scale = gl.inline_asm_elementwise(TWICE_ASM, "=r,f", [b_scale], gl.int32, True, 1)
     b_scale = gl.expand_dims(b_scale, 1).broadcast_to(b_words.shape)
     b_lower, b_upper = gl.inline_asm_elementwise(
@@ -151,7 +152,7 @@ def _scaled_fp8(b_words, b_scale):
 
 @gluon_jit
 def _store_panel(s_rows, b_words, b_scales, b_share, i_panel, FP8: constexpr):
-    """What becomes of a panel of codes, into the columns that it is about."""
+    """Decode a panel of codes into its columns."""
     if FP8:
         b_numbers = _scaled_fp8(b_words, b_scales[i_panel // 2] * b_share)
         s_rows.slice(i_panel * PANEL_WORDS, PANEL_WORDS, dim=1).store(b_numbers)
@@ -170,16 +171,16 @@ def gather_codes(
     freed, count,
     FP8: constexpr, SMALL_ROPE: constexpr, IN_ORDER: constexpr, PAGE_TOKENS: constexpr,
 ):  # fmt: skip
-    """The same of quantized rows, all of them words of 4 bytes: narrower numbers would be carried in a register each.
+    """Like `gather_plain` for quantized rows, as words of 4 bytes: narrower numbers would take a register each.
 
-    A panel of the next step is asked for where this step's has been taken apart: in its registers.
+    A panel of the next step is loaded into the registers of this step's, once that is decoded.
     """
     RING: constexpr = s_latents.shape[0]
     TOKENS: constexpr = s_latents.shape[1]
     LATENT: constexpr = s_latents.shape[2]
     ROPE: constexpr = s_ropes.shape[2]
     STEP: constexpr = 8 * gl.num_warps()
-    # 16 bytes of codes a thread. Stores of 8 threads, 16 bytes each of two rows or of one, are about different banks.
+    # 16 bytes of codes per thread. Stores of 8 threads, 16 bytes each of one or two rows, hit different banks.
     layout: constexpr = gl.BlockedLayout([1, 4], [8, 4] if FP8 else [4, 8], [gl.num_warps(), 1], [1, 0])
     ROPE_WORDS: constexpr = ROPE // 4 if SMALL_ROPE else ROPE // 2
     # A row of fp8_ds_mla: codes, four scales of 4 bytes, rotated elements.

@@ -1,12 +1,12 @@
-"""Absorbed latent attention (MLA) to chosen tokens (DSA) for tiles of up to 32 heads on a Hopper, over pages of any kind.
+"""Latent attention (MLA) to selected tokens (DSA) on Hopper for tiles of at most 32 heads, over any pages, in Gluon.
 
-T rows, N query heads, L latent, R rotated elements, K tokens that a row attends to at the most, C split-KV partials
+T rows, N query heads, L latent, R rotated elements, K places of a list, C split-KV partials
 
-What becomes of a block of tokens is that of latent_low_tiles.py; lists, splits, partials and their merge are those of
-sparse_attention.py. A list is read three blocks ahead of the products, pages two and latents one.
+latent_low_tiles.py computes a block of tokens; lists, splits and partials are those of latent_attention.py. A list is read
+three blocks ahead of the products, pages two and latents one.
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
@@ -37,10 +37,10 @@ from holdfast.kernels.triton_compat import constexpr, gl, gluon_jit, gluon_jit_c
 NUM_WARPS = 8
 BLOCK_TOKENS = 16 * NUM_WARPS
 TURN_KINDS = {"fp8_ds_mla", "plain"}
-"""Kinds of pages for which warpgroups that take turns are faster, where heads are few enough."""
+"""Kinds of pages for which alternating warpgroups (sparse_low_warpgroups.py) are faster."""
 
 
-def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def attend_low_lists(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step, without the merge; return the number of partials of a row."""
     if call.planes.kind in TURN_KINDS and takes_turns(call, tokens_TK.shape[1]):
         return attend_turns(call, rows, tokens_TK)
@@ -72,8 +72,8 @@ def _attend_kernel(
     i_row = gl.program_id(0).to(gl.int64)
     i_split = gl.program_id(1)
     if PDL:
-        wait_for_kernels_before()  # lists and queries come from kernels before
-    # Places are read whether or not the row is so long; what they say counts only where it is.
+        wait_for_kernels_before()  # earlier kernels write lists and queries
+    # Places are loaded before the length of the row is known, and masked after.
     o_n = gl.arange(0, BLOCK_N, token_layout)
     low = i_split * places
     end = gl.minimum(low + places, num_places)
@@ -85,7 +85,7 @@ def _attend_kernel(
     table_row = gl.load(p_table_rows + i_row)
     if num_tokens <= 0:
         return
-    # Before latents are asked for, behind which they would wait.
+    # Before the loads of latents, which would delay them.
     o_m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, query_layout))
     p_q_m = p_q + ((i_row * NUM_HEADS + o_m) * (LATENT + ROPE))[:, None]
     store_queries(p_q_m, (o_m < NUM_HEADS)[:, None], s_q, s_q_rope, query_layout, KIND)
@@ -133,28 +133,28 @@ def _attend_kernel(
         store_tile(b_accs, b_share, p_partial_out + o_partial * LATENT, m_head, score_layout, KIND)
         gl.store(p_partial_lse + o_partial, b_m + gl.log2(b_sum), mask=m_head)
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would take places beside these
+        launch_dependents()  # not sooner: programs of the next kernel would run beside these
 
 
 @gluon_jit
 def _load_places(p_row_tokens, o_place, end):
-    """What stands at these places of a list, as sparse_tiles.py has it."""
+    """Load these places of a list, as in latent_tiles.py."""
     return gl.load(p_row_tokens + o_place, mask=o_place < end, other=-1)
 
 
 @gluon_jit
 def _seen_tokens(b_place, o_place, high, num_tokens):
-    """Positions of tokens of the sequence; -1 where something else stands, and behind the end of the list."""
+    """Positions of the sequence's tokens; -1 for any other number, and past the end of the list."""
     return gl.where((b_place >= 0) & (b_place < num_tokens) & (o_place < high), b_place, -1)
 
 
 @gluon_jit
 def _load_pages(p_row_pages, b_token, PAGE_TOKENS: constexpr):
-    """The pages of tokens; nothing is read where there is no token."""
+    """Load the pages of tokens; masked out for -1."""
     return gl.load(p_row_pages + gl.maximum(b_token, 0) // PAGE_TOKENS, mask=b_token >= 0, other=0)
 
 
 @gluon_jit
 def _slots(b_page, b_token, PAGE_TOKENS: constexpr):
-    """int64, -1 where there is no token."""
+    """int64 slots; -1 if there is no token."""
     return gl.where(b_token >= 0, b_page.to(gl.int64) * PAGE_TOKENS + b_token % PAGE_TOKENS, -1)

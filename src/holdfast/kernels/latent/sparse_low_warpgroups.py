@@ -1,13 +1,13 @@
-"""Absorbed latent attention (MLA) to chosen tokens (DSA) for tiles of up to 16 heads on a Hopper: warps gather, two warpgroups take turns.
+"""Latent attention (MLA) to selected tokens (DSA) on Hopper for tiles of at most 16 heads: warps gather, two warpgroups alternate.
 
-T rows, N query heads, L latent, R rotated elements, K tokens that a row attends to at the most, C split-KV partials
+T rows, N query heads, L latent, R rotated elements, K places of a list, C split-KV partials
 
-Eight warps gather rows and take codes apart (sparse_gather.py) into a ring of two blocks of 64 tokens. Each block of the ring has a
-warpgroup of its own, which multiplies with tokens along the rows, as latent_low_tiles.py does, and has the partial of a split for
-itself: blocks of a split go to two of them in turns.
+Eight warps gather rows and decode codes (sparse_gather.py) into a ring of two blocks of 64 tokens. Each block of the ring has
+its own warpgroup, which multiplies with tokens as rows, as in latent_low_tiles.py. The blocks of a split alternate between the
+two, and each writes its own partial.
 """
 
-import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.quantized_planes import LEAST_LOG2, P_ONE
 from holdfast.kernels.attention.split_kv import LOG2_E
@@ -44,7 +44,7 @@ TURNS = 2
 HEIGHT, TOKENS, RING = kernel_constant(HEADS), kernel_constant(64), kernel_constant(TURNS)
 GATHER_WARPS = kernel_constant(8)
 TURN_REGISTERS, GATHER_REGISTERS = kernel_constant(152), kernel_constant(104)
-"""Of a thread: all registers of a multiprocessor."""
+"""Registers per thread: together all of a multiprocessor."""
 
 
 def takes_turns(call: LatentCall, num_places: int) -> bool:
@@ -54,7 +54,7 @@ def takes_turns(call: LatentCall, num_places: int) -> bool:
     return num_heads <= HEADS and TURNS * num_splits * num_rows * num_heads <= call.partial_lse_CH.numel()
 
 
-def attend_turns(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) -> int:
+def attend_turns(call: LatentCall, rows: SparseRows, tokens_TK: Tensor) -> int:
     """Launch all lists of a step, without the merge; return the number of partials of a row, two for each split."""
     (num_rows, num_heads, _), num_places, pdl = call.q_TNX.shape, tokens_TK.shape[1], supports_pdl(call.q_TNX)
     planes, wanted = call.planes, low_splits(num_rows, num_heads, num_places, call.num_sms, TURNS * 64)
@@ -70,7 +70,7 @@ def attend_turns(call: LatentCall, rows: SparseRows, tokens_TK: torch.Tensor) ->
 
 @gluon_jit
 def _load_queries(p_q, s_q, o_first, num_heads, layout: constexpr):
-    """Some columns of a tile's queries into shared memory; zeros where there is no head. What is beyond half precision is cut."""
+    """Store some columns of a tile's queries in shared memory: zeros without a head, clamped to half precision."""
     o_m = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))
     o_x = gl.arange(0, s_q.shape[1], gl.SliceLayout(0, layout))
     o_q = (o_first + o_m) * (LATENT + ROPE)
@@ -86,7 +86,7 @@ def _take_turns(
     s_ropes, s_factors, s_p, filled, freed,
     TURN: constexpr, KIND: constexpr,
 ):  # fmt: skip
-    """What a warpgroup does: every second block of a split, and its partial."""
+    """Attend every second block of a split and write its partial: the work of one warpgroup."""
     score_layout: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEIGHT, 16])
     row_layout: constexpr = gl.SliceLayout(1, score_layout)
     wide_layout: constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -166,7 +166,7 @@ def _attend_kernel(
     s_latents = gl.allocate_shared_memory(dtype, [RING, TOKENS, LATENT], shared)
     s_ropes = gl.allocate_shared_memory(rope_dtype, [RING, TOKENS, ROPE], shared)
     s_factors = gl.allocate_shared_memory(gl.float32, [RING, TOKENS], flat)
-    # Each warpgroup has queries of its own, so that none waits for the other.
+    # Each warpgroup has its own queries, so neither waits for the other.
     s_q_0 = gl.allocate_shared_memory(dtype, [HEIGHT, LATENT], shared)
     s_q_1 = gl.allocate_shared_memory(dtype, [HEIGHT, LATENT], shared)
     s_q_rope_0 = gl.allocate_shared_memory(rope_dtype, [HEIGHT, ROPE], shared)
@@ -181,7 +181,7 @@ def _attend_kernel(
     i_row = gl.program_id(0).to(gl.int64)
     i_split = gl.program_id(1)
     if PDL:
-        wait_for_kernels_before()  # lists and queries come from kernels before
+        wait_for_kernels_before()  # earlier kernels write lists and queries
     num_tokens = gl.load(p_num_tokens + i_row)
     table_row = gl.load(p_table_rows + i_row)
     low = i_split * places
@@ -189,29 +189,23 @@ def _attend_kernel(
     num_loops = gl.maximum(high - low + TOKENS - 1, 0) // TOKENS
     p_row_tokens = p_tokens + i_row * tokens_stride
     p_row_pages = p_pages + table_row.to(gl.int64) * table_stride
-    # Rows that do not choose have no heads: nothing of them is written.
+    # Rows that select no tokens have no heads: nothing is written for them.
     num_heads = gl.where(num_tokens > 0, NUM_HEADS, 0)
     o_first = i_row * NUM_HEADS
     o_partial = (i_row * gl.num_programs(1) + i_split) * (RING * NUM_HEADS)
-    first = (
+    # Triton 3.6 keeps constants in these tuples only if they are written inside the call.
+    gl.warp_specialize([(_take_turns, (
         p_q, p_partial_out, p_partial_lse, o_first, o_partial, num_heads, num_loops, scale_log2, s_q_0, s_q_rope_0,
         s_latents, s_ropes, s_factors, s_p_0, filled, freed, 0, KIND,
-    )  # fmt: skip
-    second = (
+    )), (_take_turns, (
         p_q, p_partial_out, p_partial_lse, o_first, o_partial + NUM_HEADS, num_heads, num_loops, scale_log2, s_q_1,
         s_q_rope_1, s_latents, s_ropes, s_factors, s_p_1, filled, freed, 1, KIND,
-    )  # fmt: skip
-    gather = (
+    )), (_gather, (
         p_codes, p_scales, p_rope, p_row_tokens, p_row_pages, low, high, num_tokens, s_latents, s_ropes, s_factors, filled,
         freed, PAGE_TOKENS, KIND,
-    )  # fmt: skip
-    gl.warp_specialize(
-        [(_take_turns, first), (_take_turns, second), (_gather, gather)],
-        [4, GATHER_WARPS],
-        [TURN_REGISTERS, GATHER_REGISTERS],
-    )
+    ))], [4, GATHER_WARPS], [TURN_REGISTERS, GATHER_REGISTERS])  # fmt: skip
     for i in gl.static_range(RING):
         hopper.mbarrier.invalidate(filled.index(i))
         hopper.mbarrier.invalidate(freed.index(i))
     if PDL:
-        launch_dependents()  # not sooner: programs of the next kernel would take places beside these
+        launch_dependents()  # not sooner: programs of the next kernel would run beside these

@@ -1,4 +1,4 @@
-"""Sizes of the selection of tokens by score (DSA), as kernels and plans agree on them: blocks, samples, lists, scratch; no torch."""
+"""Sizes of the top-k selection of tokens (DSA), shared by kernels and plans: blocks, samples, lists, scratch; no torch."""
 
 from math import isqrt
 from typing import NamedTuple
@@ -6,40 +6,40 @@ from typing import NamedTuple
 from holdfast.memory.workspace_plan import TensorSpec
 
 BLOCK_ITEMS = 8192
-"""Scores that a program holds in its registers, and among which it selects: of a short row all, of a long one those that are near."""
+"""Scores that a program holds in registers and selects from: all of a short row, the near ones of a long row."""
 CHUNK_TOKENS = 4096
-"""Of a program that looks through a part of a row."""
+"""Tokens of a row per program that filters it."""
 SAMPLE_TOKENS = 2048
-"""Of a long row; of one of 131072 tokens one in 64."""
+"""Sampled tokens of a long row: one in 64 of 131072."""
 MAX_STRIDE = 64
-"""From one sampled token to the next: of longer rows more are sampled."""
+"""Most tokens per sampled token: longer rows have more samples."""
 MAX_CHUNKS = 1024
-"""Of a row, as a program has words of shared memory for them."""
+"""Most chunks of a row: a program has shared memory for so many."""
 MAX_TOP_K = 4096
-"""A block is four times as large or more, and a program has no registers for a larger one."""
+"""A block is at least four times as large, and a program has no registers for a larger one."""
 
 
 class TopKForm(NamedTuple):
-    """How rows are worked on. All are powers of two."""
+    """Sizes of the selection, all powers of two."""
 
     block_items: int = BLOCK_ITEMS
-    """At the least: no less than four times K."""
+    """At least so many, and at least four times K."""
     chunk_tokens: int = CHUNK_TOKENS
     sample_tokens: int = SAMPLE_TOKENS
 
     def block(self, k: int) -> int:
-        """Items of the program of a row, and so the longest row that needs no sample, and the room of a list."""
+        """Items of the program of a row: the longest row without a sample, and the length of a list."""
         return max(self.block_items, _power_of_two(4 * k))
 
     def sample(self, max_context: int) -> int:
-        """Tokens that are sampled of a long row."""
+        """Sampled tokens of a long row."""
         return max(self.sample_tokens, _power_of_two(-(-max_context // MAX_STRIDE)))
 
     def wanted(self, k: int) -> int:
-        """The rank of the key that a sample is asked for: as far from K as from a full list, in relation.
+        """The rank of the key that a sample estimates: the geometric mean of K and a full list.
 
-        With one token in 64 of a row sampled and a K of 2048: 64 sampled tokens are asked for, where 32 are expected among the K best
-        and 128 in a full list. Either is beyond five standard deviations.
+        If one token in 64 is sampled and K is 2048, the estimate takes 64 sampled tokens; 32 are expected among the K best and
+        128 in a full list. Either is more than five standard deviations away.
         """
         block = self.block(k)
         return max(isqrt(k * block), k + block // 16)
@@ -49,12 +49,12 @@ TOP_K_FORM = TopKForm()
 
 
 def num_warps(num_items: int) -> int:
-    """Of a program that holds so many: 16 a thread, where there are enough. A kernel that runs once is as fast as it is short."""
+    """Warps of a program with so many items: 16 items per thread, if there are enough."""
     return max(1, min(16, num_items // 512), min(4, num_items // 128))
 
 
 def top_k_specs(max_rows: int, max_context: int, k: int, form: TopKForm = TOP_K_FORM) -> tuple[TensorSpec, ...]:
-    """What `top_k_tokens` works in for up to so many rows of up to so many scores. Nothing in it outlives a call."""
+    """Return the scratch of `top_k_tokens`. Nothing in it outlives a call."""
     block = form.block(k)
     rows, num_chunks = max_rows if max_context > block else 0, -(-max_context // form.chunk_tokens)
     return (
@@ -66,7 +66,7 @@ def top_k_specs(max_rows: int, max_context: int, k: int, form: TopKForm = TOP_K_
 
 
 def unsupported_top_k(k: int, max_context: int) -> str | None:
-    """Why no kernel takes this choice of K tokens out of a context, in words."""
+    """Return why no kernel selects K tokens from this context, or None."""
     if k >= max_context:
         return None
     if k > MAX_TOP_K:

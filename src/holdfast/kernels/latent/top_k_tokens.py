@@ -1,20 +1,21 @@
-"""The top-k tokens of each row by score (DSA), exact, the same set whatever the batch, on the device inside a graph.
+"""Top-k tokens of each row by score (DSA): exact, batch invariant, on the device inside a graph.
 
 T rows, C tokens of the longest context, K tokens that are taken, P chunks of a row, X items of a block
 
-key        the bits of a score as an unsigned integer: the larger the score, the smaller. NaN is the last, and -0 is 0
-near       tokens up to some key, the limit: K of them or more, and no more than a block
+key        the bits of a score as an unsigned integer, smaller for larger scores; NaN is last, and -0 equals 0
+near       tokens up to a limit key: at least K, at most a block
 
-A program holds a block of keys in its registers and finds the K first of them by radix selection: keys are counted by range in
-shared memory, the range that holds the K-th again by smaller ones, until K are left. A row that is no longer than a block is one
-launch. Of a longer one a program finds a limit by a sample, programs by chunk list the near tokens, and these are the block. Where
-the sample has misled, which the number of near tokens shows, the whole row is gone through, a block at a time together with what
-was taken so far. Whatever way was taken, the set is the same.
+A program holds a block of keys in registers and finds the first K by radix selection: it counts keys by range in shared memory,
+then the range with the K-th key by smaller ranges, until K are left. A row that fits a block takes one launch. For a longer
+one, a program estimates a limit from a sample, and programs by chunk list the near tokens, which form the block. If the sample
+was wrong, which the number of near tokens shows, a program goes through the whole row block by block, together with the tokens
+selected so far. All ways give the same set.
 """
 
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.latent.latent_planes import SparseRows
 from holdfast.kernels.latent.top_k_geometry import MAX_CHUNKS, TOP_K_FORM, TopKForm, num_warps, top_k_specs
@@ -24,10 +25,10 @@ from holdfast.kernels.shared_words import (
     count_words,
     gather,
     get_words,
+    interpreter_buffer,
     put_words,
     scatter,
     shared_words,
-    words_instead,
 )
 from holdfast.kernels.triton_compat import (
     constexpr,
@@ -45,29 +46,25 @@ from holdfast.kernels.triton_compat import (
 
 NAN_KEY, NO_KEY = kernel_constant(0xFFFFFFFE), kernel_constant(0xFFFFFFFF)
 BINS, LAST_BINS, WIDE_BINS = kernel_constant(0), kernel_constant(8192), kernel_constant(8448)
-"""Words of two rounds of counting with 4096 bins each, of a third with 256, and where all are counted again by 64 bins, so that a
-warp finds the one it looks for by two steps."""
+"""Words of two rounds with 4096 bins each, of a third with 256, and of sums of 64 bins: a warp finds a bin in two steps."""
 NUM_BINS = kernel_constant(8704)
 SHIFTS = kernel_constant(2048)
-"""Words of chunks, when bins are no longer needed."""
+"""Words of chunks, after the bins are used."""
 
 
 def top_k_tokens_reference(
-    scores_TC: torch.Tensor,
-    rows: SparseRows,
-    out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """int32 positions of the K largest scores of each row among its first num_tokens_T, rising; -1 behind them, and in rows that do not choose.
+    scores_TC: Tensor, rows: SparseRows, out_TK: Tensor, scratch: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """int32 positions of the K largest scores of each row among its first num_tokens_T, ascending, then -1.
 
-    Of equal scores the lower position is taken. A score that is NaN counts as the lowest, -0 as 0. Rows with up to K tokens take all.
-    `scratch`: what `top_k_specs` lists, for as many rows and tokens or more; plain torch works without.
+    Ties go to the lower position. NaN counts as the lowest score, -0 as 0. Rows of at most K tokens take all of them, rows that
+    select none have -1. `scratch`: the tensors of `top_k_specs` for at least so many rows and tokens; plain torch needs none.
     """
     num_tokens_T1 = rows.num_tokens_T.unsqueeze(1)
     width, k = scores_TC.shape[1], out_TK.shape[1]
     position_C = torch.arange(width, device=scores_TC.device)
     m_unseen_TC = position_C >= num_tokens_T1
-    # Below every number come NaN and then tokens that a row does not see, which are all taken for -inf and told apart by rank.
+    # NaN, then tokens that a row does not see, rank below every number: all become -inf, and the rank orders them.
     rank_TC = scores_TC.isnan().to(torch.int8).masked_fill_(m_unseen_TC, 2)
     by_rank_TC = rank_TC.argsort(dim=1, stable=True)
     score_TC = scores_TC.masked_fill(rank_TC > 0, -torch.inf).gather(1, by_rank_TC)
@@ -80,13 +77,13 @@ def top_k_tokens_reference(
 
 
 def top_k_tokens_triton(
-    scores_TC: torch.Tensor,
+    scores_TC: Tensor,
     rows: SparseRows,
-    out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor] | None = None,
+    out_TK: Tensor,
+    scratch: Mapping[str, Tensor] | None = None,
     form: TopKForm = TOP_K_FORM,
-) -> torch.Tensor:
-    """`top_k_tokens` as one Triton kernel where no row is long, else as three."""
+) -> Tensor:
+    """`top_k_tokens` as one Triton kernel if no row is long, else as three."""
     assert scratch is not None, "top_k_tokens needs scratch on a GPU: pass the tensors of top_k_specs"
     _check(scores_TC, rows, out_TK, scratch, form)
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
@@ -99,7 +96,7 @@ def top_k_tokens_triton(
     if is_long:
         sample = form.sample(context)
         _limit_kernel[(num_rows,)](
-            *lengths, limits_T2, words_instead(num_rows, scores_TC), scores_TC.stride(0), context,
+            *lengths, limits_T2, interpreter_buffer(num_rows, scores_TC), scores_TC.stride(0), context,
             WANTED=form.wanted(k), SAMPLE=sample, BLOCK=block, PDL=pdl, num_warps=num_warps(sample), **pdl_launch(pdl),
         )  # fmt: skip
         _filter_kernel[(num_rows, num_chunks)](
@@ -110,7 +107,7 @@ def top_k_tokens_triton(
         )  # fmt: skip
     held = block if is_long else max(256, next_power_of_two(context))
     _row_kernel[(num_rows,)](
-        *lengths, limits_T2, chunks_T2P, *near, out_TK, words_instead(num_rows, scores_TC), scores_TC.stride(0),
+        *lengths, limits_T2, chunks_T2P, *near, out_TK, interpreter_buffer(num_rows, scores_TC), scores_TC.stride(0),
         chunks_T2P.stride(0), chunks_T2P.stride(1), out_TK.stride(0), context,
         K=k, HAS_LONG=is_long, CHUNKS=max(32, next_power_of_two(num_chunks)), CHUNK=form.chunk_tokens, BLOCK=held,
         PLAIN=is_interpreted(), PDL=pdl, num_warps=num_warps(held), **pdl_launch(pdl),
@@ -121,13 +118,7 @@ def top_k_tokens_triton(
 top_k_tokens = operation(reference=top_k_tokens_reference, triton=top_k_tokens_triton)
 
 
-def _check(
-    scores_TC: torch.Tensor,
-    rows: SparseRows,
-    out_TK: torch.Tensor,
-    scratch: Mapping[str, torch.Tensor],
-    form: TopKForm,
-) -> None:
+def _check(scores_TC: Tensor, rows: SparseRows, out_TK: Tensor, scratch: Mapping[str, Tensor], form: TopKForm) -> None:
     (num_rows, context), k = scores_TC.shape, out_TK.shape[1]
     assert scores_TC.dtype == torch.float32, f"{scores_TC.dtype=}: scores must be float32"
     assert out_TK.dtype == torch.int32, f"{out_TK.dtype=}: positions must be int32"
@@ -146,7 +137,7 @@ def _check(
 
 @jit
 def _keys(b_score, m_token):
-    """uint32. In integers throughout, because a GPU may take denormal numbers for zero."""
+    """uint32 keys. Integers only, because a GPU may flush denormal numbers to zero."""
     b_bits = b_score.to(tl.int32, bitcast=True)
     b_size = b_bits & 0x7FFFFFFF
     b_key = (tl.where(b_bits < 0, -b_size, b_bits) ^ 0x7FFFFFFF).to(tl.uint32, bitcast=True)
@@ -156,7 +147,7 @@ def _keys(b_score, m_token):
 
 @jit
 def _items(NUM_ITEMS: constexpr):
-    """Numbers of items, 32 side by side: what is scanned among these stays within a warp."""
+    """Indices of items, 32 per row: a scan of a row stays within a warp."""
     return tl.arange(0, NUM_ITEMS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
@@ -164,7 +155,7 @@ def _items(NUM_ITEMS: constexpr):
 def _wait(PDL: constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
-        # Behind the wait: who comes next may read the scores at once.
+        # After the wait: the next kernel may read the scores at once.
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -177,7 +168,7 @@ def _clear_bins(words):
 
 @jit
 def _find(words, first, num_before, needed):
-    """Which of 64 counts makes `needed` of those before; how many come before it, and how many it is itself."""
+    """Find which of 64 counts reaches `needed`; return it, the sum before it, and its own count."""
     o_pair = tl.arange(0, 32)
     b_left = get_words(words, 2 * o_pair + first)
     b_pair = b_left + get_words(words, 2 * o_pair + first + 1)
@@ -196,7 +187,7 @@ def _find(words, first, num_before, needed):
 def _round(
     b_key, start, num_before, needed, words, BINS: constexpr, WIDE: constexpr, SHIFT: constexpr, BITS: constexpr
 ):
-    """Of the bins from `start` on the one that holds the key of rank `needed`: its first key, and counts as above."""
+    """Find the bin from `start` on with the key of rank `needed`: its first key, and counts as in `_find`."""
     b_bin = (b_key - start) >> SHIFT
     m_bin = b_bin < 1 << BITS
     count_words(words, b_bin.to(tl.int32) + BINS, m_bin)
@@ -209,8 +200,10 @@ def _round(
 
 @jit
 def _narrow(b_key, needed, most, words):
-    """(end, num_tied): the keys below `end` are as many as are needed, or a few more: up to `most`; or with the first `num_tied`
-    of those that are `end` they are as many as are needed. Bins are clear."""
+    """(end, num_tied): at least `needed` and at most `most` keys are below `end`; or `needed` with the first `num_tied` ties.
+
+    Bins must be clear.
+    """
     start, num_before, num_own = _round(b_key, tl.full((), 0, tl.uint32), 0, needed, words, BINS, WIDE_BINS, 20, 12)
     end, num_tied = start + (1 << 20), 0
     if num_before + num_own > most:
@@ -228,7 +221,7 @@ def _narrow(b_key, needed, most, words):
 
 @jit
 def _count(b_own):
-    """What there is up to each item, itself included; before each 32; and of all."""
+    """Counts up to and with each item, before each 32, and of all."""
     b_sum = tl.sum(b_own, axis=1)
     b_before = tl.cumsum(b_sum, axis=0) - b_sum
     return tl.cumsum(b_own, axis=1) + b_before[:, None], b_before, tl.sum(b_sum, axis=0)
@@ -236,14 +229,14 @@ def _count(b_own):
 
 @jit
 def _bits(m_item):
-    """Of each 32 items one word."""
+    """Pack 32 items into a word."""
     b_bits = tl.sum(m_item.to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
     return b_bits.to(tl.int32, bitcast=True)
 
 
 @jit
 def _num_bits(b_bits, o_bit):
-    """Of those that are set how many come before one."""
+    """Count the set bits below `o_bit`."""
     b_bits = b_bits.to(tl.uint32, bitcast=True)
     b_bits &= tl.where(o_bit < 32, (tl.full((), 1, tl.uint32) << (o_bit & 31).to(tl.uint32)) - 1, NO_KEY)
     b_bits -= (b_bits >> 1) & 0x55555555
@@ -253,7 +246,7 @@ def _num_bits(b_bits, o_bit):
 
 @jit
 def _count_until(words, o_item, GROUPS: constexpr):
-    """What there is before an item, by the words that `_by_token` puts."""
+    """Count before an item, from the words of `_by_token`."""
     o_group = tl.minimum(o_item // 32, GROUPS - 1)
     o_bit = o_item - o_group * 32
     num_below = _num_bits(get_words(words, o_group + GROUPS), o_bit)
@@ -266,7 +259,7 @@ def _by_token(
     m_below, m_equal, b_before, b_token, p_chunks, count_stride, num_chunks, words,
     CHUNKS: constexpr, CHUNK: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """What has to be added to counts of a list to make them counts by token: chunks lie in any order, and rise within."""
+    """Offsets that turn counts of a list into counts by token: chunks are in any order, and ascend within."""
     o_group, o_chunk = tl.arange(0, BLOCK // 32), tl.arange(0, CHUNKS)
     tl.debug_barrier()
     put_words(words, o_group, b_before)
@@ -287,14 +280,14 @@ def _limit_kernel(
     p_scores, p_num_tokens, p_limits, p_words, score_stride, context,
     WANTED: constexpr, SAMPLE: constexpr, BLOCK: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """The limit of a long row: a key up to which there are about WANTED tokens. And no near tokens as yet."""
+    """Estimate the limit of a long row, a key with about WANTED tokens up to it; reset its near tokens."""
     i_row = tl.program_id(0).to(tl.int64)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
     words = shared_words(p_words)
     _wait(PDL)
     if num_tokens <= BLOCK:
         return
-    # One token of each SAMPLE-th of the row, anywhere in it: nothing that comes back at regular distances is missed or hit each time.
+    # One random token of each SAMPLE-th of the row: a periodic pattern is neither missed nor always hit.
     o_part = tl.arange(0, SAMPLE).to(tl.uint32)
     o_any = (o_part * 2654435769) // SAMPLE
     o_token = tl.umulhi(o_part * (2**32 // SAMPLE) + o_any, num_tokens.to(tl.uint32)).to(tl.int32)
@@ -302,7 +295,7 @@ def _limit_kernel(
     _clear_bins(words)
     needed = tl.maximum(WANTED * SAMPLE // num_tokens, 1)
     end, num_tied = _narrow(b_key, needed, needed + needed // 8, words)
-    # The last key that is near. Behind the last of all comes 0.
+    # The last near key; it wraps to 0 after the last of all.
     limit = tl.where(num_tied > 0, end, end - 1)
     tl.store(p_limits + i_row * 2, limit.to(tl.int32, bitcast=True))
     tl.store(p_limits + i_row * 2 + 1, 0)
@@ -314,9 +307,9 @@ def _filter_kernel(
     context,
     CHUNK: constexpr, BLOCK: constexpr, PLAIN: constexpr, PDL: constexpr,
 ):  # fmt: skip
-    """The near tokens of a chunk, in the next free places of the row, and which these are: chunks come in any order."""
+    """Append the near tokens of a chunk to the row's list and record where; chunks come in any order."""
     i_row = tl.program_id(0).to(tl.int64)
-    # The last come first, so that one program after the other, as in the interpreter, lists chunks in another order than theirs.
+    # The last chunk first: programs in sequence, as in the interpreter, then list chunks out of order.
     i_chunk = tl.num_programs(1) - 1 - tl.program_id(1)
     num_tokens = tl.minimum(tl.load(p_num_tokens + i_row), context)
     is_seen = (num_tokens > BLOCK) & (i_chunk * CHUNK < num_tokens)
@@ -396,7 +389,7 @@ def _row_kernel(
         if HAS_LONG:
             is_open = not is_listed
             if is_open:
-                # What was taken of all before is lower than what is new, so that a block rises. Of equal keys the new one is not taken.
+                # Earlier positions come first, so a block ascends. Of equal keys the later one is not taken.
                 tl.debug_barrier()
                 is_better = 0
                 while (first < num_tokens) & (is_better == 0):

@@ -1,14 +1,15 @@
-"""Index keys of a step (DSA) normed, rotated and written into their slots, and index queries rotated, in one pass; queries as e4m3.
+"""Norm, RoPE and write of a step's index keys (DSA), and RoPE of index queries, in one pass; quantization of index queries.
 
 T rows, I index heads, D elements of a head, R rotated ones
 
-LayerNorm with a bias, then rope on the first R elements, frequency i: by halves, element i with element i + R / 2, or by neighbours,
-element 2 i with element 2 i + 1. All of it is in float32 and rounded once, to the type that it is kept in.
+LayerNorm with a bias, then RoPE on the first R elements. Frequency i rotates elements i and i + R / 2 (halves), or 2 i and
+2 i + 1 (neighbours). All of it is in float32 and rounded once, to the stored type.
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from holdfast.kernels.attention.write_kv import Rotary
@@ -16,46 +17,39 @@ from holdfast.kernels.fp8 import e4m3_of, size_bits
 from holdfast.kernels.latent.latent_planes import IndexPlanes
 from holdfast.kernels.latent.write_latent import rotate_neighbours
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 ELEMENTS_PER_PROGRAM = 2048
-"""Of index heads."""
+"""Elements of index heads per program."""
 NUM_WARPS = 4
 LEAST_KEY = 1e-4
 LEAST_QUERY = 1e-10
-"""The least amax of a key, and of a head of a query, that a scale is chosen for."""
+"""Smaller amax values of a key, or of a query head, are raised to this before a scale is chosen."""
 E4M3_MAX = 448.0
 
 
 class IndexNorm(NamedTuple):
     """The LayerNorm of index keys."""
 
-    weight_D: torch.Tensor
-    bias_D: torch.Tensor
+    weight_D: Tensor
+    bias_D: Tensor
     eps: float
 
 
 def write_index_reference(
-    k_TD: torch.Tensor,
-    q_TID: torch.Tensor,
-    slots_T: torch.Tensor,
+    k_TD: Tensor,
+    q_TID: Tensor,
+    slots_T: Tensor,
     norm: IndexNorm,
     rotary: Rotary,
     planes: IndexPlanes,
     by_neighbours: bool = False,
 ) -> None:
-    """Each row's index key to its slot (-1: nowhere); the first R elements of its index heads are rotated in place.
+    """Write each row's index key to its slot (-1: none); rotate the first R elements of its index heads in place.
 
-    Rows may lie apart in `k_TD` and `q_TID`.
+    Rows of `k_TD` and `q_TID` may be strided.
     """
     rope_dim, is_kept_T = rotary.dim, slots_T >= 0
     q_TIR, rotate = q_TID[..., :rope_dim], rotate_neighbours if by_neighbours else rotate_halves
@@ -70,30 +64,30 @@ def write_index_reference(
         planes.rows_SD.view(torch.uint8)[slots_X] = codes_XD.view(torch.uint8)
 
 
-def rotate_halves(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rope on the last dimension, [T, R] or [T, I, R], in float32."""
+def rotate_halves(x_TXR: Tensor, rotary: Rotary) -> Tensor:
+    """Apply RoPE to the last dimension by halves, [T, R] or [T, I, R], in float32."""
     lift = (slice(len(x_TXR)), *(None,) * (x_TXR.dim() - 2))
     cos, sin = rotary.cos_TP.float()[lift], rotary.sin_TP.float()[lift]
     left, right = x_TXR.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def quantize_index(x_XD: torch.Tensor, least: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 codes, and float32 scales [X, 1]: the least power of two that takes the last dimension's amax to 448 at the most."""
+def quantize_index(x_XD: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes and float32 scales [X, 1]: the least power of two that scales the amax to at most 448."""
     amax_X1 = x_XD.float().abs().amax(-1, keepdim=True).clamp(min=least)
     mantissa_X1, exponent_X1 = torch.frexp(amax_X1 / E4M3_MAX)
     exponent_X1 = torch.where(mantissa_X1 == 0.5, exponent_X1 - 1, exponent_X1)
-    # What is not finite has no exponent, and stays.
+    # Scales that are not finite have no exponent and stay.
     scales_X1 = torch.where(amax_X1.isfinite(), torch.ldexp(torch.ones_like(amax_X1), exponent_X1), amax_X1)
     return (x_XD.float() / scales_X1).to(torch.float8_e4m3fn), scales_X1
 
 
 def quantize_index_queries_reference(
-    q_TID: torch.Tensor, weights_TI: torch.Tensor, codes_TID: torch.Tensor, out_weights_TI: torch.Tensor
+    q_TID: Tensor, weights_TI: Tensor, codes_TID: Tensor, out_weights_TI: Tensor
 ) -> None:
-    """Each head of a row as e4m3 codes; its scale, a power of two, is folded into its weight, in float32.
+    """Quantize each head of a row to e4m3; fold its scale, a power of two, into its float32 weight.
 
-    `out_weights_TI` may be `weights_TI`. Rows may lie apart in all of them.
+    `out_weights_TI` may be `weights_TI`. Rows may be strided.
     """
     codes, scales_TI1 = quantize_index(q_TID, LEAST_QUERY)
     codes_TID.copy_(codes)
@@ -101,15 +95,15 @@ def quantize_index_queries_reference(
 
 
 def write_index_triton(
-    k_TD: torch.Tensor,
-    q_TID: torch.Tensor,
-    slots_T: torch.Tensor,
+    k_TD: Tensor,
+    q_TID: Tensor,
+    slots_T: Tensor,
     norm: IndexNorm,
     rotary: Rotary,
     planes: IndexPlanes,
     by_neighbours: bool = False,
 ) -> None:
-    """`write_index` as one Triton kernel: a program for the key of a row, and others for some of its index heads each."""
+    """`write_index` as one Triton kernel: a program for the key of a row, and more for its index heads."""
     (num_rows, num_heads, dim), rope_dim = q_TID.shape, rotary.dim
     _check_layout(k_TD, q_TID, rotary, planes)
     if num_rows == 0:
@@ -128,10 +122,8 @@ def write_index_triton(
 write_index = operation(reference=write_index_reference, triton=write_index_triton)
 
 
-def quantize_index_queries_triton(
-    q_TID: torch.Tensor, weights_TI: torch.Tensor, codes_TID: torch.Tensor, out_weights_TI: torch.Tensor
-) -> None:
-    """`quantize_index_queries` as one Triton kernel, a program for some heads of a row."""
+def quantize_index_queries_triton(q_TID: Tensor, weights_TI: Tensor, codes_TID: Tensor, out_weights_TI: Tensor) -> None:
+    """`quantize_index_queries` as one Triton kernel, a program per block of heads of a row."""
     num_rows, num_heads, dim = q_TID.shape
     assert codes_TID.shape == q_TID.shape, f"{codes_TID.shape=} for {q_TID.shape=}"
     for rows in (q_TID, weights_TI, codes_TID, out_weights_TI):
@@ -151,7 +143,7 @@ def quantize_index_queries_triton(
 quantize_index_queries = operation(reference=quantize_index_queries_reference, triton=quantize_index_queries_triton)
 
 
-def _check_layout(k_TD: torch.Tensor, q_TID: torch.Tensor, rotary: Rotary, planes: IndexPlanes) -> None:
+def _check_layout(k_TD: Tensor, q_TID: Tensor, rotary: Rotary, planes: IndexPlanes) -> None:
     (dim,), rope_dim = k_TD.shape[1:], rotary.dim
     assert dim == q_TID.shape[2] == planes.rows_SD.shape[1], f"{k_TD.shape=}, {q_TID.shape=}, {planes.rows_SD.shape=}"
     assert rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
@@ -171,16 +163,16 @@ def _write_index_kernel(
 ):  # fmt: skip
     NUM_BLOCKS: constexpr = 1 + (NUM_HEADS + HEADS - 1) // HEADS
     HALF: constexpr = ROPE_DIM // 2
-    # From an element to the next of its kind, and to its partner.
+    # Distances to the next element of a half, and to the partner.
     STEP: constexpr = 2 if NEIGHBOURS else 1
     APART: constexpr = 1 if NEIGHBOURS else HALF
     i_program = tl.program_id(0)
     i_row = (i_program // NUM_BLOCKS).to(tl.int64)
     i_block = i_program % NUM_BLOCKS
     i_slot = tl.load(p_slots + i_row).to(tl.int64)
-    # What no kernel before this one writes is loaded before the wait. Rows of cos and sin are a kernel's.
+    # Constants are loaded before the wait. A kernel of the step writes cos and sin.
     if i_block > 0:
-        # Queries are turned in place: who stores an element must have loaded its partner itself.
+        # Queries are rotated in place: a thread must load both elements of a pair.
         o_f = tl.arange(0, HALF_BLOCK)[None, :]
         o_half = i_row * rotary_stride + o_f
         _wait(PDL)
@@ -253,8 +245,8 @@ def _quantize_queries_kernel(
 
 @jit
 def coded_index(b_x, LEAST: constexpr):
-    """[H, D] codes and the scale of each row: the least power of two from max(amax, LEAST) / 448 on. What is not finite stays."""
-    # As integers: NaN is above all numbers there, and is not lost.
+    """[H, D] codes and the scale of each row: the least power of two >= max(amax, LEAST) / 448; non-finite scales stay."""
+    # As integers, where NaN is above all numbers and is not lost.
     b_amax = tl.max(size_bits(b_x), axis=1).to(tl.float32, bitcast=True)
     b_amax = tl.where(b_amax < LEAST, LEAST, b_amax)
     b_bits = size_bits(tl.div_rn(b_amax, tl.full(b_amax.shape, 448.0, tl.float32)))

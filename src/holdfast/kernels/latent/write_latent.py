@@ -1,13 +1,14 @@
-"""Latents of a step (MLA) normed, rotated and written into their slots, and the rotated part of every query head, in one pass.
+"""Norm, RoPE and write of a step's latents (MLA), and RoPE of every query head, in one pass.
 
 T rows, N query heads, D elements of a query head, L latent, R rotated elements
 
-Rope turns neighbours: elements 2 i and 2 i + 1 by column i of the step's rows (`Rotary` of kernels/attention/write_kv.py).
+RoPE rotates neighbours: elements 2 i and 2 i + 1 by column i of the step's rows (`Rotary` of kernels/attention/write_kv.py).
 """
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.fp8 import bfloat16_bits, e4m3_of, nearest_magnitudes, size_bits
@@ -31,33 +32,28 @@ from holdfast.quant.latent_quantize import LATENT_CODEBOOK
 # ruff: noqa: ANN001, ANN201, ANN202 the arguments of kernels have no types
 
 ELEMENTS_PER_PROGRAM = 2048
-"""Of the rotated elements of query heads."""
+"""Rotated elements of query heads per program."""
 NUM_WARPS = 4
 KRONECKER_DIM = 256
-"""From here on a latent of a power of two is rotated as a matrix of 16 columns, by tensors that Triton multiplies."""
+"""From here on a latent of a power of two is rotated as a matrix of 16 columns, with tl.dot."""
 TILE = kernel_constant(LATENT_TILE)
 MAGNITUDES = kernel_constant(LATENT_CODEBOOK.magnitudes)
 GAIN = kernel_constant(LATENT_CODEBOOK.gain)
 
 
 class LatentNorm(NamedTuple):
-    """The RMSNorm of a latent, before it is kept."""
+    """The RMSNorm of a latent."""
 
-    weight_L: torch.Tensor
+    weight_L: Tensor
     eps: float
 
 
 def write_latent_reference(
-    latent_TX: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: LatentPlanes,
+    latent_TX: Tensor, q_TND: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes
 ) -> None:
-    """Each row's latent to its slot (-1: nowhere); the last R elements of its query heads are rotated in place.
+    """Write each row's latent to its slot (-1: none); rotate the last R elements of its query heads in place.
 
-    Rows may lie apart in `latent_TX` and `q_TND`.
+    Rows of `latent_TX` and `q_TND` may be strided.
     """
     latent_dim, rope_dim = planes.latent_dim, planes.rope_dim
     is_kept_T = slots_T >= 0
@@ -69,8 +65,8 @@ def write_latent_reference(
     store_latents(planes, slots_T[is_kept_T], normed_TL[is_kept_T], rope_TR[is_kept_T])
 
 
-def rotate_neighbours(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rope on the last dimension, [T, R] or [T, N, R], in float32 and back."""
+def rotate_neighbours(x_TXR: Tensor, rotary: Rotary) -> Tensor:
+    """Apply RoPE to the last dimension by neighbours, [T, R] or [T, N, R], in float32 and back."""
     lift = (slice(len(x_TXR)), *(None,) * (x_TXR.dim() - 2))
     cos, sin = rotary.cos_TP.float()[lift], rotary.sin_TP.float()[lift]
     even, odd = x_TXR[..., 0::2].float(), x_TXR[..., 1::2].float()
@@ -78,14 +74,9 @@ def rotate_neighbours(x_TXR: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 
 
 def write_latent_triton(
-    latent_TX: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    norm: LatentNorm,
-    rotary: Rotary,
-    planes: LatentPlanes,
+    latent_TX: Tensor, q_TND: Tensor, slots_T: Tensor, norm: LatentNorm, rotary: Rotary, planes: LatentPlanes
 ) -> None:
-    """`write_latent` as one Triton kernel: a program for the latent of a row, and others for some of its query heads each."""
+    """`write_latent` as one Triton kernel: a program for the latent of a row, and more for its query heads."""
     (num_rows, num_heads, head_dim), rope_dim = q_TND.shape, planes.rope_dim
     _check_layout(latent_TX, q_TND, rotary, planes)
     if num_rows == 0:
@@ -109,7 +100,7 @@ def write_latent_triton(
 write_latent = operation(reference=write_latent_reference, triton=write_latent_triton)
 
 
-def _check_layout(latent_TX: torch.Tensor, q_TND: torch.Tensor, rotary: Rotary, planes: LatentPlanes) -> None:
+def _check_layout(latent_TX: Tensor, q_TND: Tensor, rotary: Rotary, planes: LatentPlanes) -> None:
     assert latent_TX.shape[1] == planes.latent_dim + planes.rope_dim, f"{latent_TX.shape=} for {planes.latent_dim=}"
     assert planes.rope_dim % 2 == 0, f"{planes.rope_dim=}: rope turns pairs"
     assert latent_TX.stride(1) == 1, f"{latent_TX.stride()=}: the elements of a row must lie side by side"
@@ -157,7 +148,7 @@ def _write_latent_kernel(
             o_tile = tl.arange(0, TILES)
             o_fp8 = o_tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
             b_fp8 = _normed(p_x, p_norm, o_fp8, o_fp8 < LATENT_DIM, eps, LATENT_DIM, PDL)
-            # As integers: NaN is above all numbers there, and is not lost.
+            # As integers, where NaN is above all numbers and is not lost.
             b_amax = tl.max(size_bits(b_fp8), axis=1).to(tl.float32, bitcast=True)
             b_scale = size_bits(tl.div_rn(b_amax, tl.full((TILES,), 448.0, tl.float32)))
             b_scale = tl.maximum(b_scale, 0x00800000)  # the smallest normal number
@@ -215,7 +206,7 @@ def _wait(PDL: constexpr):
 
 @jit
 def turned(b_x, b_cos, b_sin):
-    """Neighbours turned: [H, R] and a frequency for each pair."""
+    """Rotate neighbours: [H, R] by a frequency per pair."""
     b_even, b_odd = tl.split(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)))
     b_turned = tl.join(b_even * b_cos - b_odd * b_sin, b_odd * b_cos + b_even * b_sin)
     return tl.reshape(b_turned, b_x.shape)
@@ -223,7 +214,7 @@ def turned(b_x, b_cos, b_sin):
 
 @jit
 def _normed(p_x, p_norm, o_x, m_x, eps, LATENT_DIM: constexpr, PDL: constexpr):
-    """The latent of a row in some order, in float32."""
+    """Norm the latent of a row, in the order of `o_x`, in float32."""
     b_norm = tl.load(p_norm + o_x, mask=m_x, other=0.0).to(tl.float32)
     _wait(PDL)
     b_x = tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
@@ -232,7 +223,7 @@ def _normed(p_x, p_norm, o_x, m_x, eps, LATENT_DIM: constexpr, PDL: constexpr):
 
 @jit
 def hadamard_sign(o_i, o_j):
-    """+1 and -1 of a Hadamard matrix: by the parity of the bits that both indices have."""
+    """+1 or -1 of a Hadamard matrix: the parity of the common bits of both indices."""
     b_bits = o_i & o_j
     b_bits = b_bits ^ b_bits >> 8
     b_bits = b_bits ^ b_bits >> 4
@@ -243,10 +234,10 @@ def hadamard_sign(o_i, o_j):
 
 @jit
 def _rotated(b_normed, p_x, p_norm, o_4, m_4, eps, LATENT_DIM: constexpr, BLOCK_L: constexpr, KRONECKER: constexpr):
-    """The latent in the rotated space, quarter by quarter: sums in float32 of exact products."""
+    """The latent in the rotated space, by quarters: float32 sums of exact products."""
     SIDE: constexpr = LATENT_DIM & -LATENT_DIM
     if KRONECKER:
-        # A Hadamard matrix is the Kronecker product of smaller ones: one of them on each side of the latent as a matrix.
+        # A Hadamard matrix is a Kronecker product: one factor on each side of the latent as a matrix.
         ROWS: constexpr = BLOCK_L // 16
         o_row, o_column = tl.arange(0, ROWS), tl.arange(0, 16)
         b_x = tl.reshape(b_normed, (ROWS, 16))
@@ -271,7 +262,7 @@ def _rotated(b_normed, p_x, p_norm, o_4, m_4, eps, LATENT_DIM: constexpr, BLOCK_
 
 @jit
 def coded_latent(b_y, m_4, LATENT_DIM: constexpr):
-    """Words of four codes, and the scale that keeps the length."""
+    """Words of four codes, and the scale that preserves the norm."""
     b_length = tl.sqrt_rn(tl.sum(tl.sum(b_y * b_y, axis=1, keep_dims=True), axis=0, keep_dims=True))
     b_gain = tl.full((1, 1), GAIN * LATENT_DIM**0.5, tl.float32)
     b_factor = tl.div_rn(b_gain, tl.where(b_length > 0, b_length, 1.0))

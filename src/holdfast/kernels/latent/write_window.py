@@ -1,13 +1,14 @@
-"""Tokens of a step (DeepSeek-V4) normed, rotated and written into their slots, query heads normed and rotated, in one pass; outputs rotated back.
+"""Norm, RoPE and write of a step's window tokens (DeepSeek-V4), and norm and RoPE of query heads, in one pass; RoPE back of outputs.
 
 T rows, N query heads, D elements of a token and of a head, R rotated ones, the last
 
-A token is one vector that is key and value of all heads: RMSNorm with a weight, then rope on neighbours. A query head has an
-RMSNorm of its own, without a weight. All of it is in float32 and rounded once. Since values are rotated, what a row attends to is
-rotated back by the row's own position.
+A token is one vector that is key and value of all heads: RMSNorm with a weight, then RoPE on neighbours. A query head has its
+own RMSNorm without a weight. All of it is in float32 and rounded once. Since values are rotated, outputs are rotated back by
+the row's position.
 """
 
 import torch
+from torch import Tensor
 
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.latent.entry_rows import (
@@ -23,41 +24,31 @@ from holdfast.kernels.latent.entry_rows import (
 from holdfast.kernels.latent.latent_planes import LatentPlanes, bits_of_rope, store_latents
 from holdfast.kernels.latent.write_latent import LatentNorm, rotate_neighbours
 from holdfast.kernels.operation import operation
-from holdfast.kernels.triton_compat import (
-    constexpr,
-    jit,
-    next_power_of_two,
-    pdl_launch,
-    supports_pdl,
-    tl,
-)
+from holdfast.kernels.triton_compat import constexpr, jit, next_power_of_two, pdl_launch, supports_pdl, tl
 from holdfast.quant.kv_quantize import rotate_heads
 
 # ruff: noqa: ANN001, ANN202 the arguments of kernels have no types
 
 ELEMENTS_PER_PROGRAM = 2048
-"""Of query heads, or of what is rotated of outputs."""
+"""Elements of query heads, or rotated elements of outputs, per program."""
 NUM_WARPS = 4
 
 
 def write_window_reference(
-    kv_TD: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
+    kv_TD: Tensor,
+    q_TND: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
     norm: LatentNorm,
     q_eps: float,
     rotary: Rotary,
     planes: LatentPlanes,
     is_rotated: bool = False,
 ) -> None:
-    """Each row's vector to its slot (-1: nowhere); its query heads are normed and rotated in place.
+    """Write each row's vector to its slot (-1: none); norm and rotate its query heads in place.
 
-    Rows may lie apart in `kv_TD` and `q_TND`. A row without a state is padding: nothing else of it is looked at. A row with a
-    state and no slot is a row like others but for the write.
-
-    `is_rotated`: vectors and heads are wanted in TurboQuant's rotated space, because entries are kept in it; where this window
-    is, they always are.
+    Rows of `kv_TD` and `q_TND` may be strided. A row without a state is padding and is not read. `is_rotated`: put vectors and
+    heads into TurboQuant's rotated space, because entries are stored in it. A TurboQuant window always is.
     """
     is_row_T, is_kept_T = states_T >= 0, (states_T >= 0) & (slots_T >= 0)
     latent_dim, is_coded = planes.latent_dim, planes.kind == "turboquant"
@@ -65,31 +56,31 @@ def write_window_reference(
     rows_TD = rotate_last(normed(kv_TD, norm.eps) * norm.weight_L.float(), rotary)
     if is_rotated or is_coded:
         turned_TND[..., :latent_dim] = rotate_heads(turned_TND[..., :latent_dim])
-    if is_rotated and not is_coded:  # codes are rotated where they are made
+    if is_rotated and not is_coded:  # `store_latents` rotates before it quantizes
         rows_TD[:, :latent_dim] = rotate_heads(rows_TD[:, :latent_dim])
     q_TND.copy_(torch.where(is_row_T[:, None, None], turned_TND.to(q_TND.dtype), q_TND))
     rows_XD = rows_TD[is_kept_T]
     store_latents(planes, slots_T[is_kept_T], rows_XD[:, :latent_dim], rows_XD[:, latent_dim:])
 
 
-def rotate_back_reference(out_TND: torch.Tensor, rotary: Rotary) -> None:
-    """The last R elements of every head turned by minus the row's position, in place."""
+def rotate_back_reference(out_TND: Tensor, rotary: Rotary) -> None:
+    """Rotate the last R elements of every head by minus the row's position, in place."""
     out_TNR = out_TND[..., out_TND.shape[-1] - rotary.dim :]
     out_TNR.copy_(rotate_neighbours(out_TNR, rotary.back()))
 
 
 def write_window_triton(
-    kv_TD: torch.Tensor,
-    q_TND: torch.Tensor,
-    slots_T: torch.Tensor,
-    states_T: torch.Tensor,
+    kv_TD: Tensor,
+    q_TND: Tensor,
+    slots_T: Tensor,
+    states_T: Tensor,
     norm: LatentNorm,
     q_eps: float,
     rotary: Rotary,
     planes: LatentPlanes,
     is_rotated: bool = False,
 ) -> None:
-    """`write_window` as one Triton kernel: a program for the vector of a row, and others for some of its query heads each."""
+    """`write_window` as one Triton kernel: a program for the vector of a row, and more for its query heads."""
     num_rows, num_heads, dim = q_TND.shape
     _check_layout(q_TND, rotary)
     assert dim == kv_TD.shape[1] == planes.latent_dim + planes.rope_dim, f"{q_TND.shape=}, {kv_TD.shape=}"
@@ -113,8 +104,8 @@ def write_window_triton(
 write_window = operation(reference=write_window_reference, triton=write_window_triton)
 
 
-def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
-    """`rotate_back` as one Triton kernel: a program for some heads of a row."""
+def rotate_back_triton(out_TND: Tensor, rotary: Rotary) -> None:
+    """`rotate_back` as one Triton kernel: a program per block of heads of a row."""
     num_rows, num_heads, dim = out_TND.shape
     _check_layout(out_TND, rotary)
     if num_rows == 0:
@@ -132,7 +123,7 @@ def rotate_back_triton(out_TND: torch.Tensor, rotary: Rotary) -> None:
 rotate_back = operation(reference=rotate_back_reference, triton=rotate_back_triton)
 
 
-def _check_layout(x_TND: torch.Tensor, rotary: Rotary) -> None:
+def _check_layout(x_TND: Tensor, rotary: Rotary) -> None:
     dim, rope_dim = x_TND.shape[2], rotary.dim
     assert dim % 2 == rope_dim % 2 == 0 < rope_dim <= dim, f"{rope_dim=} of {dim=}: rope turns pairs"
     assert x_TND.stride(2) == 1, f"{x_TND.stride()=}: the elements of a head must lie side by side"
@@ -166,7 +157,7 @@ def _write_window_kernel(
             b_q = rotated_latents(b_q, LATENT_DIM)
         tl.store(p_query, b_q.to(p_q.dtype.element_ty), mask=m_q)
     else:
-        # What no kernel before this one writes is loaded first.
+        # Constants are loaded before the wait.
         b_weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
         i_slot = tl.where(is_row, tl.load(p_slots + i_row).to(tl.int64), -1)
         wait(PDL)
