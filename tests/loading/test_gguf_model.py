@@ -1,6 +1,7 @@
 """Mixtures of experts in GGUF files: logits of transformers, values of the gguf package, codes of safetensors files."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -326,7 +327,7 @@ def test_default_model_is_dequantized_bit_for_bit(default_path, blocks, most_row
         block = re.match(r"blk\.(\d+)\.", stored.name)
         if block and int(block[1]) not in blocks:
             continue
-        raw = content[stored.offset : stored.offset + stored.num_bytes].reshape(stored.num_rows, stored.row_bytes)[
+        raw = content[stored.offset : stored.offset + stored.num_bytes].reshape(math.prod(stored.shape[:-1]), -1)[
             :most_rows
         ]
         plain = gguf.quants.dequantize(raw, getattr(gguf.GGMLQuantizationType, stored.type.name))

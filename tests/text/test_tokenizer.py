@@ -259,7 +259,7 @@ def test_mutated_files_give_a_tokenizer_or_an_error_of_ours(data, tmp_path_facto
 
 
 @pytest.mark.parametrize(
-    "present, words",
+    ("present", "words"),
     [
         ("tokenizer.model", "SentencePiece"),
         ("qwen.tiktoken", "tiktoken"),

@@ -164,15 +164,11 @@ GOLDEN_CASES = [
     *((HERMES, GOLDEN_HERMES), (LLAMA3_JSON, GOLDEN_LLAMA), (QWEN3_CODER, GOLDEN_QWEN3_CODER)),
     *GOLDEN_FORMATS,
 ]
-GOLDEN = [
-    pytest.param(form, text, expected, id=f"{form.name}: {name}")
-    for form, cases in GOLDEN_CASES
-    for name, (text, expected) in cases.items()
-]
+GOLDEN = [(form, name, text, expected) for form, cases in GOLDEN_CASES for name, (text, expected) in cases.items()]
 
 
-@pytest.mark.parametrize("form, text, expected", GOLDEN)
-def test_transcripts(form, text, expected):
+@for_each("form, name, text, expected", GOLDEN)
+def test_tool_parser_transcripts_read_alike_however_cut(form, name, text, expected):
     whole = form.parser(TOOLS)
     assert in_short(read(whole, [text])) == expected
     pieces = [[text[i : i + size] for i in range(0, len(text), size)] for size in (1, 7)]
@@ -182,8 +178,8 @@ def test_transcripts(form, text, expected):
         assert parser.problems == whole.problems
 
 
-@pytest.mark.parametrize("form, text, expected", GOLDEN)
-def test_tool_parser_reports_problems(form, text, expected):
+@for_each("form, name, text, expected", GOLDEN)
+def test_tool_parser_reports_problems(form, name, text, expected):
     parser = form.parser(TOOLS)
     deltas = read(parser, [text])
     for name, arguments in calls_of(deltas):

@@ -262,7 +262,7 @@ def test_find_cached_without_use_returns_the_reason(cache, model):
     odd = replace(plan.weights[2], scheme=replace(FP8, name="own"))
     reason = find_cached(model, replace(plan, weights=(odd,)))
     assert isinstance(reason, str)
-    assert "stored as own" in told
+    assert "stored as own" in reason
     assert not cache.exists()
 
 
@@ -272,7 +272,7 @@ def test_a_disk_that_is_short_of_room_is_left_alone(cache, model, monkeypatch, c
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(2**40, 2**39, 16 * 2**30 + 1000))
     reason = slot.save(loaded(plan))
     assert reason is not None
-    assert "are needed on a disk that has 16.00 GiB left" in told
+    assert "are needed on a disk that has 16.00 GiB left" in reason
     assert reason in caplog.text
     assert names(cache) == []
 
@@ -308,7 +308,7 @@ def test_a_cache_that_may_not_be_written_is_no_obstacle(cache, model, monkeypatc
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     reason = find_cached(model, plan)
     assert isinstance(reason, str)
-    assert "Not a directory" in told
+    assert "Not a directory" in reason
     assert "quantized weights are not cached" in caplog.text
 
 
@@ -372,7 +372,7 @@ def test_the_least_recently_used_goes_first(cache, model, caplog):
     assert "of cached weights: " in caplog.text
     reason = slot_of(model, plan_of(model, WeightRecipe(FP8, "none")), max_bytes=1000).save({})
     assert reason is not None
-    assert "the cache 1000 B" in told
+    assert "the cache 1000 B" in reason
 
 
 def test_an_entry_that_is_read_stays(cache, model):

@@ -58,7 +58,7 @@ def touch(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file, change, words",
+    ("file", "change", "words"),
     [
         ("model-a.safetensors", grow, r"model-a\.safetensors has \d+ bytes and had \d+"),
         ("model-a.safetensors", rename_tensor, "model-a.safetensors has another header"),

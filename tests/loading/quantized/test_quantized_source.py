@@ -204,7 +204,7 @@ def scale_of_its_own(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage, code",
+    ("damage", "code"),
     [
         (cut, "weights.saved_broken"),
         (lengthen, "weights.saved_broken"),
