@@ -74,7 +74,7 @@ pieces = st.lists(st.sampled_from([*SPECIAL, *WHOLE, "a", "ab", " a ", "<", "|",
 @given(pieces=pieces)
 def test_encode_chat_without_own_tokens_encodes_the_whole_text(tokenizer, pieces):
     text = "".join(pieces)
-    encoder = tokenizer._content_encoder
+    encoder = tokenizer.content_encoder
     assert encoder.encode(text, [], add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import huggingface_hub  # noqa: F401
 import pytest
@@ -31,6 +32,14 @@ JUNK = {
     "onnx/model.onnx": b"graph",
     "README.md": b"words",
 }
+
+
+class Disk(NamedTuple):
+    """Like the result of shutil.disk_usage."""
+
+    total: int
+    used: int
+    free: int
 
 
 class Watched:
@@ -167,7 +176,7 @@ def test_fetch_model_unsupported_family_fetches_no_weights(hub, sharded):
 
 def test_room_is_checked_before_the_first_weight(hub, sharded, monkeypatch):
     hub.repos["org/tiny"] = Repo(sharded)
-    usage = downloads.shutil._ntuple_diskusage(10**9, 10**9, 100_000)
+    usage = Disk(10**9, 10**9, 100_000)
     monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage)
     assert "has 97.66 KiB free. Free some space" in refusal("hub.no_space", "org/tiny")
     assert not hub.gets("/store/")
@@ -177,34 +186,34 @@ def test_room_that_blobs_take_already_is_not_needed_again(tmp_path, monkeypatch)
     """To the byte: what is not whole counts, what another download has finished does not."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "there").write_bytes(bytes(300))
-    files = [downloads._File("a", 300, "there"), downloads._File("b", 500, "not"), downloads._File("c", 11, "")]
+    files = [downloads.HubFile("a", 300, "there"), downloads.HubFile("b", 500, "not"), downloads.HubFile("c", 11, "")]
     download = downloads.Download("org/tiny", 3, 811, tmp_path)
     for free in (511, 510):
-        usage = downloads.shutil._ntuple_diskusage(10**9, 10**9, free)
+        usage = Disk(10**9, 10**9, free)
         monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path, usage=usage: usage)
         if free == 511:
-            downloads._check_space(download, files, tmp_path)
+            downloads.check_space(download, files, tmp_path)
     with raises_code("hub.no_space", ModelNotFoundError, needed="511 B", free="510 B"):
-        downloads._check_space(download, files, tmp_path)
+        downloads.check_space(download, files, tmp_path)
 
 
 def test_bytes_of_a_second_partial_file_are_not_added(tmp_path):
     """A download that was cut leaves one behind: the larger is how far it is, and a whole blob ends it."""
     (tmp_path / "blobs").mkdir()
-    file = downloads._File("a", 90_000, "blob")
-    assert downloads._bytes_there(file, tmp_path) == 0
+    file = downloads.HubFile("a", 90_000, "blob")
+    assert downloads.bytes_there(file, tmp_path) == 0
     for ending, num_bytes in (("", 20_000), (".0123abcd", 50_000)):
         (tmp_path / "blobs" / f"blob{ending}.incomplete").write_bytes(b"x" * num_bytes)
-    assert downloads._bytes_there(file, tmp_path) == 50_000
+    assert downloads.bytes_there(file, tmp_path) == 50_000
     (tmp_path / "blobs" / "blob").write_bytes(b"x" * 90_000)
-    assert downloads._bytes_there(file, tmp_path) == 90_000
-    assert downloads._bytes_there(downloads._File("b", 5, ""), tmp_path) == 0
+    assert downloads.bytes_there(file, tmp_path) == 90_000
+    assert downloads.bytes_there(downloads.HubFile("b", 5, ""), tmp_path) == 0
 
 
-def repository(fetch_one) -> downloads._Repository:
+def repository(fetch_one) -> downloads.Repository:
     """A repository whose files are fetched by a function."""
-    repo = object.__new__(downloads._Repository)
-    repo.name, repo._fetch_one = HubName("org/tiny"), fetch_one  # type: ignore[method-assign]
+    repo = object.__new__(downloads.Repository)
+    repo.name, repo.fetch_one = HubName("org/tiny"), fetch_one  # type: ignore[method-assign]
     return repo
 
 
@@ -217,11 +226,11 @@ def test_fetch_first_failure_stops_the_others(tmp_path):
         if file == "2":
             raise OSError("the disk is gone")
         assert stop.wait(10)
-        raise downloads._StoppedError
+        raise downloads.StoppedError
 
-    files = [downloads._File(str(number), 1, "") for number in range(20)]
+    files = [downloads.HubFile(str(number), 1, "") for number in range(20)]
     with raises_code("hub.failed", ModelNotFoundError):
-        repository(fetch_one)._fetch_all(files, tmp_path, lambda num_bytes: None)
+        repository(fetch_one).fetch_all(files, tmp_path, lambda num_bytes: None)
     assert len(begun) <= downloads.NUM_WORKERS
 
 
@@ -244,7 +253,7 @@ def test_partial_file_of_a_thread_that_hangs_is_removed(tmp_path, monkeypatch):
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            repository(fetch_one)._fetch_all([downloads._File("a", 1, "")], tmp_path, interrupt)
+            repository(fetch_one).fetch_all([downloads.HubFile("a", 1, "")], tmp_path, interrupt)
     finally:
         release.set()
     assert sorted(path.name for path in blobs.iterdir()) == ["other.01234567.incomplete", "own.incomplete"]
