@@ -203,14 +203,13 @@ def test_a_folder_is_saved_and_what_is_in_the_way_is_told_before_a_weight_is_rea
     weights = loaded(planned(folder, save_quantized=str(target)))
     assert (target / MANIFEST_FILE).is_file()
     assert (target / "config.json").is_file()
-    with pytest.raises(ConfigError, match="the folder is not empty"):
+    with raises_code("weights.cannot_save", ConfigError, reason="the folder is not empty"):
         planned(folder, save_quantized=str(target))
-    with pytest.raises(ConfigError, match="save_quantized="):
+    with raises_code("weights.cannot_save", ConfigError, reason="its parent folder does not exist"):
         planned(folder, save_quantized=str(tmp_path / "no" / "such"))
     assert weights
-    with pytest.raises(
-        ConfigError, match="nothing is quantized"
-    ):
+    fix = "Copy the folder saved, which is already saved so"
+    with raises_code("weights.cannot_save", ConfigError, reason="nothing is quantized on load", fix=fix):
         planned(target, save_quantized=str(tmp_path / "again"))
-    with pytest.raises(ConfigError, match="quantization_ignore"):
+    with raises_code("weights.cannot_save", ConfigError):
         planned(folder, save_quantized=str(tmp_path / "plain"), quantization_ignore="*")
