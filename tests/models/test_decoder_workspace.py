@@ -27,7 +27,7 @@ from holdfast.models import layer_stack
 from holdfast.models.activations import StepRequests, row_scaled_request
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.model import StepWorkspace
+from holdfast.models.layer_stack import StepWorkspace
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.target import gpu_target

@@ -208,9 +208,7 @@ def test_a_folder_is_saved_and_what_is_in_the_way_is_told_before_a_weight_is_rea
     with pytest.raises(ConfigError, match="save_quantized="):
         planned(folder, save_quantized=str(tmp_path / "no" / "such"))
     assert weights
-    with pytest.raises(
-        ConfigError, match="nothing is quantized"
-    ):
+    with pytest.raises(ConfigError, match="nothing is quantized"):
         planned(target, save_quantized=str(tmp_path / "again"))
     with pytest.raises(ConfigError, match="quantization_ignore"):
         planned(folder, save_quantized=str(tmp_path / "plain"), quantization_ignore="*")

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from holdfast.attention.backend import Batch, LogitRows
-from holdfast.families.grouped.layer import GroupedAttentionLayer
-from holdfast.families.grouped.spec import GroupedBuffers
+from holdfast.families.grouped.layer import GroupedAttentionLayer, GroupedBuffers
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.mlp import Linear

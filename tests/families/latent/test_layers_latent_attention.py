@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from holdfast.attention.backend import Batch, LogitRows
-from holdfast.families.latent.layer import LatentAttentionLayer, LatentWeights
-from holdfast.families.latent.spec import LatentBuffers
+from holdfast.families.latent.layer import LatentAttentionLayer, LatentBuffers, LatentWeights
 from holdfast.families.sparse.layer import LatentIndex, SparseLatentAttentionLayer
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows

@@ -13,8 +13,8 @@ from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling.batch import Choice, SequenceSample
 from holdfast.runner.sampling.device_sampler import DeviceSampler
-from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.logit_edits import EditStaging
+from holdfast.runner.sampling.sampler import HostSampler
 from runner.sampling_rows import EOS, SETTINGS, FakeForms, divide_rows
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling.batch import Choice
 from holdfast.runner.sampling.device_sampler import DeviceSampler
-from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.masks import fill_masks, has_masks
+from holdfast.runner.sampling.sampler import HostSampler
 
 VOCAB_SIZE = 70
 EOS = frozenset((3, 40))
