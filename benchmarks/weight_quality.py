@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gpu_records
 
-from holdfast.cli.eval import TOPICS, measure_schemes, quality_record, read_schemes, topics_or_text
+from holdfast.cli.eval import TOPICS, EvalText, measure_schemes, quality_record, read_schemes, topics_or_text
 from holdfast.cli.page import eval_page, write_page
 from holdfast.cli.tables import EvalView, quality_lines, show
 from holdfast.cli.terminal import dumps
@@ -19,7 +19,7 @@ from holdfast.config import EngineConfig
 
 
 def options() -> argparse.ArgumentParser:
-    """What can be asked."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=None, help="a folder or a GGUF file; left out: the default model")
     parser.add_argument("--schemes", default="all", help="with commas between; all: every one that can run")
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> tuple[EvalView, str]:
     text, text_name = topics_or_text(arguments.text)
     config = EngineConfig(model=arguments.model, device=arguments.device, quantized_embeddings=arguments.embeddings)
     names = read_schemes(arguments.schemes)
-    return measure_schemes(config, (), names, text, text_name, arguments.window, arguments.tokens), text
+    return measure_schemes(config, (), names, EvalText(text, text_name, arguments.window, arguments.tokens)), text
 
 
 def main() -> None:

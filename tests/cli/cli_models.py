@@ -82,8 +82,12 @@ def write_tokenizer(folder: Path) -> None:
 class Ended:
     """How a command ended."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+    def __init__(self, code: int, out: str, err: str, error: BaseException | None = None) -> None:
+        self.code, self.out, self.err, self.error = code, out, err, error
+
+    def refuses(self, expected: str) -> bool:
+        """Return True if the error has this code, or stderr has this text."""
+        return expected == getattr(self.error, "code", None) or expected in self.err
 
     def __repr__(self) -> str:
         return f"exit {self.code}\n--- out\n{self.out}\n--- err\n{self.err}"
@@ -96,16 +100,20 @@ class Here:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
     def __call__(self, *arguments: object, stdin: str | bytes = b"") -> Ended:
-        from holdfast.cli.app import run
+        from holdfast.cli import app
 
+        errors: list[BaseException] = []
+        report = app.report
+        self._monkeypatch.setattr(app, "report", lambda error: errors.append(error) or report(error))
         data = stdin.encode() if isinstance(stdin, str) else stdin
         words = [str(argument) for argument in arguments]
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         self._monkeypatch.setattr(sys, "argv", ["holdfast", *words])
         self._capsys.readouterr()
-        code = run(words)
+        code = app.run(words)
+        self._monkeypatch.setattr(app, "report", report)
         forget_log()
-        return Ended(code, *self._capsys.readouterr())
+        return Ended(code, *self._capsys.readouterr(), error=errors[0] if errors else None)
 
 
 def forget_log() -> None:

@@ -92,9 +92,7 @@ def test_clearing_says_how_much_and_leaves_what_is_read(here: Here, cache: Path,
     source = open_quantized(kept[0].folder)
     ended = here("cache", "--clear")
     assert ended.code == 0
-    words = (
-        f"{sizes[other]} of quantized weights removed from {cache}; {sizes[read]} stay, in use or not to be removed\n"
-    )
+    words = f"{sizes[other]} of quantized weights removed from {cache}; {sizes[read]} stay, in use or not removable\n"
     assert ended.out == words
     source.close()
     assert here("cache", "--clear").out == f"{sizes[read]} of quantized weights removed from {cache}\n"
@@ -114,4 +112,4 @@ def test_a_folder_of_others_is_refused_in_one_line(here: Here, cache: Path) -> N
 def test_its_help_page_has_examples(here: Here) -> None:
     shown = here("cache", "--help").out
     assert "holdfast cache --clear" in shown
-    assert "did you mean --clear?" in here("cache", "--clera").err
+    assert "Did you mean --clear?" in here("cache", "--clera").err

@@ -14,6 +14,7 @@ import pytest
 
 from cli.cli_models import Here, pipe_in, start
 from engine.fakes import assert_at_rest, make_engine
+from error_codes import raises_code
 from holdfast.api.llm import LLM
 from holdfast.cli.chat import MORE, PROMPT, ChatHistory, ChatSession, Piped, Typed, split_thoughts
 from holdfast.cli.opened_model import prepare, sampling_params, stream
@@ -45,7 +46,7 @@ def test_a_chat_is_saved_once(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "chat.json").read_text())
     assert saved == {"model": "A-Model", "messages": history.messages()}
     (tmp_path / "chat.json").write_text("mine")
-    with pytest.raises(ConfigError, match="such a file already"):
+    with raises_code("cli.chat_not_saved", ConfigError, reason="File exists"):
         history.save(str(tmp_path / "chat.json"), "A-Model")
     assert (tmp_path / "chat.json").read_text() == "mine"
 
@@ -53,7 +54,7 @@ def test_a_chat_is_saved_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["no/such/folder/chat.json", ".", "a\0b", "~nobody-of-this-name/x"])
 def test_a_place_that_cannot_be_written_is_told(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="/save"):
+    with raises_code("cli.chat_not_saved", ConfigError):
         ChatHistory(None).save(file, "A-Model")
     assert list(tmp_path.iterdir()) == []
 
@@ -109,7 +110,7 @@ def test_piped_bytes_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe_in(monkeypatch, b"fine\nnot \xff fine\n")
     messages = iter(Piped())
     assert next(messages) == "fine"
-    with pytest.raises(PromptError, match="byte 4 of it"):
+    with raises_code("cli.not_utf8", PromptError, place=4):
         next(messages)
 
 
@@ -218,18 +219,18 @@ def test_help_lists_every_command(chat: Chat) -> None:
 
 
 def test_an_unknown_command_is_told_with_the_nearest(chat: Chat) -> None:
-    assert "did you mean /clear?" in chat("/claer")[1]
-    assert "type /help" in chat("/zzz")[1]
+    assert "Did you mean /clear?" in chat("/claer")[1]
+    assert "Type /help" in chat("/zzz")[1]
     assert chat.session.num_failures == 2
 
 
 def test_clear_and_undo(chat: Chat) -> None:
     chat("One", "Two")
-    assert "taken back: 'Two'" in chat("/undo")[1]
+    assert "removed: 'Two'" in chat("/undo")[1]
     assert chat.history.num_turns == 1
     assert "(1 turn forgotten)" in chat("/clear")[1]
     assert chat.history.num_turns == 0
-    assert "nothing to take back" in chat("/undo")[1]
+    assert "nothing to remove" in chat("/undo")[1]
 
 
 def test_the_system_message(chat: Chat) -> None:
@@ -264,7 +265,7 @@ def test_retry_that_fails_keeps_the_answer_there_was(chat: Chat) -> None:
 
 
 def test_retry_needs_a_question(chat: Chat) -> None:
-    assert "nothing was asked yet" in chat("/retry")[1]
+    assert "There is no question to retry" in chat("/retry")[1]
 
 
 def test_save(chat: Chat, tmp_path: Path) -> None:
@@ -293,13 +294,13 @@ def test_set(chat: Chat, text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("/set temprature=1", "did you mean temperature=...?"),
-        ("/set temperature", "type /set temperature=0.7"),
-        ("/set temperature=hot", "temperature='hot' was asked"),
-        ("/set temperature=nan", "temperature=nan was asked"),
-        ("/set n=4", "the names are"),
-        ("/set ignore_eos=maybe", "it is a switch"),
-        ("/set max_tokens=0", "max_tokens=0 was asked"),
+        ("/set temprature=1", "Did you mean temperature=...?"),
+        ("/set temperature", "Type /set temperature=0.7"),
+        ("/set temperature=hot", "temperature"),
+        ("/set temperature=nan", "temperature"),
+        ("/set n=4", "The settings are"),
+        ("/set ignore_eos=maybe", "ignore_eos"),
+        ("/set max_tokens=0", "max_tokens"),
     ],
 )
 def test_a_wrong_setting_changes_nothing(chat: Chat, text: str, words: str) -> None:
@@ -359,7 +360,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(chat: Chat) -> None:
 
 def test_ctrl_c_before_the_first_word_takes_the_question_back(chat: Chat) -> None:
     chat.answers.interrupt_at = 0
-    assert "taken back" in chat("Hello")[1]
+    assert "the question is removed" in chat("Hello")[1]
     assert chat.contents == []
 
 
@@ -376,8 +377,8 @@ def test_a_full_context_drops_nothing_and_says_what_to_do(capsys: pytest.Capture
     before = chat.contents
     _, err = chat("x" * 30)
     assert "the context holds 64" in err
-    assert "your message was left out, and 1 turn before it kept" in err
-    assert "/undo takes back a turn, /clear all of them" in err
+    assert "The message was dropped; the chat keeps 1 turn." in err
+    assert "/undo removes a turn, /clear all of them" in err
     assert chat.contents == before
     _, err = chat("/undo", "y" * 30)
     assert chat.history.num_turns == 1
@@ -408,7 +409,7 @@ def test_a_dead_engine_ends_the_chat(chat: Chat) -> None:
         raise RuntimeError("no more")
 
     chat.answers.engine.runner.on_step = die  # type: ignore[attr-defined]
-    with pytest.raises(HoldfastError, match="no more"):
+    with raises_code("cli.answer_failed", HoldfastError):
         chat.session.take("Hello")
 
 
@@ -558,7 +559,7 @@ def test_a_chat_at_a_terminal(endless: Path) -> None:
         terminal.type("A long story\n")
         terminal.expect(r"A long story\r\n[^\r]{3}")
         terminal.interrupt()
-        terminal.expect(r"\(stopped; what was said so far is kept")
+        terminal.expect(r"\(stopped; the answer so far is kept")
         terminal.expect(">>> ")
         terminal.type("/stats\n")
         terminal.expect(r"chat: 2 turns")

@@ -81,18 +81,18 @@ def test_defaults_are_told_where_a_setting_has_one(here: Here) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("run", "x", "--temperature", "-1.5"), "temperature=-1.5 was asked"),
-        (("run", "x", "--temperature", "-inf"), "temperature=-inf was asked"),
-        (("run", "x", "--memory-limit", "-5GiB"), "memory_limit='-5GiB' is not a size"),
-        (("run", "x", "--stop", "-x", "--n", "-k"), "n='-k' was asked"),
-        (("plan", "x", "-tp", "--json"), "-tp/--tensor-parallel-size was asked; it requires an argument"),
+        (("run", "x", "--temperature", "-1.5"), "temperature"),
+        (("run", "x", "--temperature", "-inf"), "temperature"),
+        (("run", "x", "--memory-limit", "-5GiB"), "memory_limit"),
+        (("run", "x", "--stop", "-x", "--n", "-k"), "n"),
+        (("plan", "x", "-tp", "--json"), "cli.needs_value"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_value_may_begin_with_a_dash(here: Here, arguments: tuple[str, ...], words: str) -> None:
     ended = here(*arguments)
     assert (ended.code, ended.out) == (2, "")
-    assert words in ended.err
+    assert ended.refuses(words), ended
 
 
 @pytest.mark.usefixtures("wide")
@@ -104,7 +104,7 @@ def test_a_short_option_asks_for_help_too(here: Here) -> None:
 def test_commands_of_other_engines_say_what_to_type(here: Here, name: str) -> None:
     ended = here(name)
     assert ended.code == 2
-    assert "it is not in this version" in ended.err
+    assert ended.refuses("cli.not_here")
     advised = re.findall(r"holdfast ([a-z]+)", ended.err)
     assert advised or "LLM.generate" in ended.err
     assert not {(name,) for name in COMMANDS_ELSEWHERE} & {command.path for command in COMMANDS}

@@ -53,7 +53,7 @@ def test_a_machine_without_a_gpu_runs_on_its_cpu() -> None:
             "driver too old; torch is built for",
         ),
         (replace(GPU_TORCH, gpus=()), "580.1", False, "CUDA_VISIBLE_DEVICES"),
-        (replace(GPU_TORCH, gpus=(T4,)), "580.1", False, "compute capability 7.5: below 8.0, the least"),
+        (replace(GPU_TORCH, gpus=(T4,)), "580.1", False, "compute capability 7.5: below 8.0, the minimum"),
         (
             replace(GPU_TORCH, gpus=(H200, T4)),
             "580.1",
@@ -64,7 +64,9 @@ def test_a_machine_without_a_gpu_runs_on_its_cpu() -> None:
         (replace(CPU_TORCH, hip="7.0"), None, False, "ROCm"),
     ],
 )
-def test_what_a_gpu_lacks_is_told(torch: TorchFacts, driver: str | None, is_possible: bool, words: str) -> None:
+def test_gpu_ability_lists_what_is_missing(
+    torch: TorchFacts, driver: str | None, is_possible: bool, words: str
+) -> None:
     found = ability(replace(HERE, torch=torch, driver=driver), doctor.RUN_GPU)
     assert found.is_possible is is_possible
     assert words in found.words
@@ -82,7 +84,7 @@ def test_what_a_gpu_lacks_is_told(torch: TorchFacts, driver: str | None, is_poss
         (
             replace(HERE, torch=replace(CPU_TORCH, kernel_problem="no C compiler is found")),
             doctor.COMPILE,
-            "no C compiler is found; the same operations run in plain torch at about half the speed",
+            "no C compiler is found; plain torch runs the same operations at about half the speed",
         ),
         (replace(HERE, torch=None, compiler=None), doctor.COMPILE, "install gcc"),
         (replace(HERE, packages=without("huggingface_hub")), doctor.DOWNLOAD, "huggingface_hub not installed, part of"),
@@ -97,7 +99,7 @@ def test_what_a_gpu_lacks_is_told(torch: TorchFacts, driver: str | None, is_poss
         (replace(HERE, folders=(FolderFacts(doctor.WEIGHTS, "", problem="not yours"),)), doctor.KEEP, "not yours"),
     ],
 )
-def test_what_is_missing_is_told_with_what_to_do(facts: Facts, what: str, words: str) -> None:
+def test_missing_ability_says_what_to_install(facts: Facts, what: str, words: str) -> None:
     found = ability(facts, what)
     assert not found.is_possible
     assert words in found.words
@@ -121,12 +123,12 @@ def test_doctor_packages_are_those_of_the_extras() -> None:
     assert tree is not None
     extras = tomllib.loads((tree / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {name: {need.partition(">")[0] for need in extras[name]} for name in ("server", "hub", "transformers")}
-    assert named["server"] == {*doctor.SERVER, *doctor.FORMS}
+    assert named["server"] == {*doctor.SERVER, *doctor.GRAMMARS}
     assert named["hub"] | named["transformers"] <= set(doctor.EXTRAS)
     assert (tree / "constraints.txt").is_file()
 
 
-def test_plans_need_nothing_and_a_machine_that_runs_nothing_is_told_so() -> None:
+def test_machine_without_torch_can_only_plan() -> None:
     bare = replace(HERE, packages=without("torch"), torch=None, torch_problem="it is not installed")
     can = abilities(bare)
     assert not can_run(can)
@@ -134,7 +136,7 @@ def test_plans_need_nothing_and_a_machine_that_runs_nothing_is_told_so() -> None
     assert "no model can run here yet" in report_lines(bare, can, 80)[-1]
 
 
-def test_compiled_kernels_are_told_from_kernels_to_come() -> None:
+def test_compile_ability_names_the_compiled_file() -> None:
     assert "first start" in ability(HERE, doctor.COMPILE).words
     compiled = replace(HERE, torch=replace(CPU_TORCH, are_kernels_compiled=True))
     assert ability(compiled, doctor.COMPILE).words == "in cache/kernels-1.so"
@@ -144,10 +146,10 @@ def test_compiled_kernels_are_told_from_kernels_to_come() -> None:
     ("version", "is_inside"),
     [("2.11.0", True), ("2.13.1+cu130", True), ("2.10.2", False), ("2.14.0", False), ("2.14.0.dev1", False)],
 )
-def test_a_torch_outside_of_the_range_is_told(version: str, is_inside: bool) -> None:
+def test_torch_outside_of_the_range_gets_a_warning(version: str, is_inside: bool) -> None:
     found = ability(replace(HERE, torch=replace(CPU_TORCH, version=version)), doctor.RUN_CPU)
     assert found.is_possible
-    assert ("holdfast is made for" not in found.words) is is_inside
+    assert ("holdfast supports" not in found.words) is is_inside
 
 
 @pytest.mark.parametrize("columns", [80, 200])

@@ -27,7 +27,7 @@ def test_a_chat_without_standard_input(tiny: Path) -> None:
     ended = shell("{} <&-", "chat", tiny)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == (
-        "error: a chat was asked; standard input is closed; start it at a terminal, or pipe messages in, a line each\n"
+        "error: Standard input is closed. Start the chat at a terminal, or pipe in messages, one per line.\n"
     )
 
 
@@ -39,7 +39,7 @@ def test_answers_and_tables_where_only_ascii_can_be_written(tiny: Path) -> None:
     assert ended.out.isascii()
     assert ended.err.isascii()
     assert "\\ufffd" in ended.out, "a model of random bytes says what is no character"
-    assert "(taken back: 'h\\xe9\\U0001f600')" in ended.err
+    assert "(removed: 'h\\xe9\\U0001f600')" in ended.err
     assert "#####" in ended.err
     assert "Traceback" not in ended.err
 
@@ -65,14 +65,14 @@ def test_too_few_files(tiny: Path) -> None:
     if ended.code:
         assert ended.code == 1
         assert ended.err.count("\n") == 1
-        assert "this process may hold 12 (ulimit -n); raise it" in ended.err
+        assert "this process may open 12 (ulimit -n). Raise it" in ended.err
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OSError(errno.EMFILE, "Too many open files", "model.safetensors"), "may hold 12 (ulimit -n)"),
-        (ImportError("libtorch.so: cannot open shared object file: Too many open files"), "may hold 12 (ulimit -n)"),
+        (OSError(errno.EMFILE, "Too many open files", "model.safetensors"), "may open 12 (ulimit -n)"),
+        (ImportError("libtorch.so: cannot open shared object file: Too many open files"), "may open 12 (ulimit -n)"),
         (MemoryError(), "may map 64 MiB (ulimit -v)"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "may map 64 MiB (ulimit -v)"),
         (RuntimeError("can't start new thread"), "may map 64 MiB (ulimit -v)"),
@@ -89,23 +89,23 @@ def test_limits_have_words_of_their_own(
     line = capsys.readouterr().err
     assert words in line
     assert line.count("\n") == 1
-    wrapped = ModelFormatError("model.safetensors was to be read", "it cannot be", "check it")
+    wrapped = ModelFormatError("value.empty", name="model.safetensors")
     wrapped.__cause__ = error
     assert app.report(wrapped) == 1
     assert words in capsys.readouterr().err, "also where an error of ours was made of it"
 
 
-def test_a_line_that_cannot_be_decoded_is_told_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_that_cannot_be_decoded_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     lines = iter([UnicodeDecodeError("ascii", b"\xf0\x9f", 0, 1, "ordinal not in range"), "next", EOFError()])
 
-    def ask(prompt: str) -> str:
+    def read(prompt: str) -> str:
         line = next(lines)
         if isinstance(line, Exception):
             raise line
         return line
 
-    assert list(Typed(ask)) == ["next"]
-    assert "error: a line that is not ascii was typed; it was left out" in capsys.readouterr().err
+    assert list(Typed(read)) == ["next"]
+    assert "error: the line is not ascii and was dropped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

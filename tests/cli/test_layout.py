@@ -85,11 +85,11 @@ def test_a_plan_at_any_width_keeps_every_word_and_every_status(place: int, num_c
 @pytest.mark.parametrize("num_columns", WIDTHS)
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_sweep_at_any_width(place: int, num_columns: int) -> None:
-    asked = PLANS[place]
-    cells = sweep(asked)
-    text = "\n".join(line.text for line in check(sweep_lines(cells, asked.target.name), num_columns))
+    request = PLANS[place]
+    cells = sweep(request)
+    text = "\n".join(line.text for line in check(sweep_lines(cells, request.target.name), num_columns))
     assert text.count("does not fit") == sum(cell.kv_tokens == 0 for cell in cells)
-    assert "asked" in text
+    assert "plan" in text
     if num_columns >= 80:
         assert BARS.search(text), "a chart of eighty columns still has bars"
 

@@ -32,10 +32,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_probe_of_this_cpu_gives_rates() -> None:
-    told: list[dict[str, object]] = []
-    rate_probe.probe(rate_probe.TINY, told.append)
-    assert told[0] == {"next": cpu_identity()}
-    (cpu, *_) = read_facts(map(json.dumps, told)).devices
+    facts: list[dict[str, object]] = []
+    rate_probe.probe(rate_probe.TINY, facts.append)
+    assert facts[0] == {"next": cpu_identity()}
+    (cpu, *_) = read_facts(map(json.dumps, facts)).devices
     assert cpu.is_cpu
     assert cpu.device == cpu_identity()
     assert cpu.read_bytes_per_second > 1e6
@@ -62,7 +62,7 @@ def test_lines_of_the_probe_become_rates_and_problems() -> None:
     assert all(one.date for one in found.devices)
 
 
-def test_rates_are_told_beside_the_data_sheet() -> None:
+def test_rate_rows_show_the_data_sheet() -> None:
     devices = CPU, H200, H200._replace(device="new")
     rows = dict(rate_rows(Measurement(devices, ("busy",), "cache/file")))
     assert rows["some cpu, 2 cores"] == "reads 24.0 GB/s, multiplies 70.0 GFLOP/s in float32"
@@ -71,7 +71,7 @@ def test_rates_are_told_beside_the_data_sheet() -> None:
     )
     assert rows["new"].endswith("no GPU of this name is known to holdfast plan")
     assert rows["note"] == "busy"
-    assert rows["kept in"].startswith("cache/file")
+    assert rows["stored in"].startswith("cache/file")
 
 
 def test_probe_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -80,12 +80,12 @@ def test_probe_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, folder: Pat
     assert not folder.exists()
 
 
-def test_rates_in_a_folder_that_cannot_be_written_are_told(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_measure_in_a_read_only_folder_reports_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     folder.write_text("a file")
     monkeypatch.setattr(measure, "PROBE", f"print({json.dumps(fact(CPU))!r})")
     found = measure.measure()
     assert found.devices[0].device == "some cpu, 2 cores"
-    assert any(problem.startswith("rates are not kept") for problem in found.problems)
+    assert any(problem.startswith("the rates are not stored") for problem in found.problems)
 
 
 @pytest.mark.parametrize("as_json", [True, False])
@@ -94,13 +94,13 @@ def test_doctor_with_measure_shows_rates(
 ) -> None:
     monkeypatch.setattr(doctor, "gather", doctor.Facts)
     monkeypatch.setattr(doctor, "measure", lambda: Measurement((CPU,), (), "cache/file"))
-    doctor.doctor(as_json, measures=True)
-    told = capsys.readouterr().out
+    doctor.doctor(doctor.DoctorOptions(as_json, measure=True), {})
+    printed = capsys.readouterr().out
     if as_json:
-        assert json.loads(told)["measured"]["devices"][0]["read_bytes_per_second"] == 2.4e10
+        assert json.loads(printed)["measured"]["devices"][0]["read_bytes_per_second"] == 2.4e10
     else:
-        assert told.startswith("measured\n  some cpu, 2 cores")
-    doctor.doctor(as_json)
+        assert printed.startswith("measured\n  some cpu, 2 cores")
+    doctor.doctor(doctor.DoctorOptions(as_json), {})
     assert "some cpu" not in capsys.readouterr().out
 
 
@@ -115,9 +115,9 @@ def test_probe_passes_over_a_gpu_that_fails(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(rate_probe.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(rate_probe.torch.cuda, "get_device_properties", lambda index: Properties)
     monkeypatch.setattr(rate_probe, "measure_gpu", fail)
-    told: list[dict[str, object]] = []
-    rate_probe.probe(rate_probe.TINY, told.append)
-    assert told[-2:] == [{"next": "Some GPU"}, {"problem": "Some GPU: CUDA out of memory"}]
+    facts: list[dict[str, object]] = []
+    rate_probe.probe(rate_probe.TINY, facts.append)
+    assert facts[-2:] == [{"next": "Some GPU"}, {"problem": "Some GPU: CUDA out of memory"}]
 
 
 @pytest.mark.gpu

@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from cli.eval_qualities import BROKEN, FEW, FP8, quality, view
 from cli.page_reader import Element, read_page
 from cli.plan_requests import plan_request
+from error_codes import raises_code
 from holdfast.cli.page import (
     HEIGHT,
     MAP_ROWS,
     MAX_BOXES,
-    STYLE,
     WIDTH,
     Bar,
-    Html,
+    Block,
+    HtmlTable,
     Part,
+    Picture,
     Scale,
     bars,
     colours,
@@ -34,12 +36,10 @@ from holdfast.cli.page import (
     page_file,
     place_chart,
     plan_page,
-    says,
     size_chart,
     strips,
-    table,
-    tag,
     ticks,
+    tooltip,
     with_small_ones_gathered,
     write_page,
 )
@@ -53,26 +53,26 @@ from holdfast.memory.report import MemoryReport, MemoryRow
 VERY_HOSTILE = "</title><script>alert(1)</script>\"'&<!--\x00\x1b[31m\udc80\u2028"
 
 
-def test_markup_is_kept_and_text_is_escaped() -> None:
-    assert tag("p", "a < b", tag("b", "&"), class_="x y", data_bytes=3) == (
-        '<p class="x y" data-bytes="3">a &lt; b<b>&amp;</b></p>'
-    )
-    assert tag("meta", charset="utf-8") == '<meta charset="utf-8">'
-    assert isinstance(tag("p"), Html)
+def pictured(*pictures: Picture) -> str:
+    return page("t", *(Block("picture", content=picture) for picture in pictures))
+
+
+def tabled(heading: tuple, rows: list, num_numbers: int) -> Block:
+    return Block("table", content=HtmlTable(heading, rows, num_numbers))
 
 
 @given(st.text(st.characters(codec=None), max_size=40))
 def test_any_text_comes_back_as_it_was_or_with_a_sign_for_what_cannot_be_shown(text: str) -> None:
-    document = read_page(page(text, tag("p", text, title=text)))
+    document = read_page(page(text, Block("", text), Block(text, "")))
     shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
     assert document.all("title")[0].text == shown
     assert document.all("p")[0].text == shown
-    assert document.all("p")[0].attributes["title"] == shown
+    assert document.all("p")[1].attributes.get("class", "") == shown
     page(text).encode("utf-8")
 
 
 def test_a_hostile_name_makes_no_element() -> None:
-    document = read_page(page(VERY_HOSTILE, table((VERY_HOSTILE,), [(VERY_HOSTILE, (VERY_HOSTILE,))], 0)))
+    document = read_page(page(VERY_HOSTILE, tabled((VERY_HOSTILE,), [(VERY_HOSTILE, (VERY_HOSTILE,))], 0)))
     assert len(document.all("script")) == 1
     assert "alert" not in document.all("script")[0].text
     assert len(document.all("td")) == 1
@@ -80,7 +80,7 @@ def test_a_hostile_name_makes_no_element() -> None:
 
 def test_numbers_are_aligned_and_rows_have_classes() -> None:
     made = read_page(
-        page("t", table(("owner", "bytes", "why"), [("total", ("a", "1", "b")), ("", ("c", "2", "d"))], 1))
+        page("t", tabled(("owner", "bytes", "why"), [("total", ("a", "1", "b")), ("", ("c", "2", "d"))], 1))
     )
     assert [cell.attributes.get("class") for cell in made.all("td")] == [None, "number", None] * 2
     assert [row.attributes.get("class") for row in made.all("tr")] == [None, "total", None]
@@ -92,7 +92,7 @@ def test_numbers_are_aligned_and_rows_have_classes() -> None:
 def test_what_cannot_be_a_file_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ConfigError, match=r"--html .* was asked"):
+    with raises_code("cli.bad_page_file", ConfigError, option="--html", file=name):
         page_file(name, "--html")
 
 
@@ -105,7 +105,7 @@ def test_a_new_file_and_an_old_one_are_fine(tmp_path: Path) -> None:
 def test_only_pages_are_replaced(tmp_path):
     file = tmp_path / "config.json"
     file.write_text("{}")
-    with pytest.raises(ConfigError, match="a file that is no page lies there"):
+    with raises_code("cli.bad_page_file", reason="a file that is not an HTML page has that name"):
         page_file(str(file), "--html")
     for text in ("", "<!DOCTYPE html>\n<html></html>"):
         file.write_text(text)
@@ -114,7 +114,7 @@ def test_only_pages_are_replaced(tmp_path):
 
 def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match="it may not be written"):
+    with raises_code("cli.bad_page_file", reason="it is not writable"):
         page_file(str(tmp_path / "page.html"), "--html")
 
 
@@ -123,7 +123,7 @@ GIB = 2**30
 
 def groups(parts: list[Part], num_rows: int) -> list[Element]:
     colour = colours([part.group for part in parts])
-    return read_page(page("t", strips(parts, colour, num_rows, "memory"))).all("svg")[0].children
+    return read_page(pictured(strips(parts, colour, num_rows, "memory"))).all("svg")[0].children
 
 
 def drawn(parts: list[Part], num_rows: int) -> list[Element]:
@@ -185,14 +185,14 @@ def test_thousands_of_tensors_are_still_a_small_picture() -> None:
     gathered = with_small_ones_gathered(parts)
     assert len(gathered) == MAX_BOXES + 1
     assert gathered[-1].name == f"{5000 - MAX_BOXES} small ones"
-    picture = strips(gathered, colours(["weights"]), 24, "memory")
+    picture = pictured(strips(gathered, colours(["weights"]), 24, "memory"))
     assert len(picture) < 150_000
 
 
 def test_a_pointer_reads_owner_bytes_share_and_reason() -> None:
-    words = says(Part("weights", "layers.3.qkv.weight", GIB, "fused, in bfloat16"), 4 * GIB)
+    words = tooltip(Part("weights", "layers.3.qkv.weight", GIB, "fused, in bfloat16"), 4 * GIB)
     assert words == "weights/layers.3.qkv.weight: 1.00 GiB (1,073,741,824 bytes), 25.00%; fused, in bfloat16"
-    assert says(Part("free", "", 0, ""), 0) == "free: 0 B (0 bytes), 0.00%"
+    assert tooltip(Part("free", "", 0, ""), 0) == "free: 0 B (0 bytes), 0.00%"
 
 
 def test_looks_and_colours() -> None:
@@ -419,7 +419,7 @@ def test_a_plan_that_does_not_fit_is_drawn_whole() -> None:
     serve = document.all("svg")[2]
     assert sum(int(box.attributes["data-bytes"]) for box in boxes_of(serve)) == planned.phase_bytes["serve"]
     (verdict,) = [part for part in document.all("p") if "verdict" in part.attributes.get("class", "")]
-    assert verdict.text == planned.verdict == f"NO: {planned.short_words} on l4"
+    assert verdict.text == planned.verdict == f"NO: {planned.short_text} on l4"
     assert document.all("p")[0] is verdict
     assert (
         f"serve: {planned.phase_bytes['serve'] / 2**30:.2f} GiB, {planned.short_bytes / 2**30:.2f} GiB short"
@@ -436,7 +436,7 @@ def test_the_tables_say_what_the_terminal_says() -> None:
     shown = [line.text.strip() for line in alternative_lines(VIEW)]
     titles = [row.all("td")[0].text for row in ways if row.attributes.get("class") == "group"]
     assert titles == [line for line in shown if line in titles] == list(dict.fromkeys(titles))
-    for words in (VIEW.verdict, VIEW.asked, VIEW.kv_words, *(choice.reason for choice in VIEW.choices)):
+    for words in (VIEW.verdict, VIEW.summary, VIEW.kv_text, *(choice.reason for choice in VIEW.choices)):
         assert words in document.text
     assert [part.text for part in document.all("code")] == [start.command for start in VIEW.starts]
 
@@ -444,7 +444,7 @@ def test_the_tables_say_what_the_terminal_says() -> None:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_plan_page_text_has_contrast_aa(theme: str) -> None:
     """Text and marks against the page and against the area of a verdict and a command."""
-    blocks = re.findall(r":root\{([^}]*)\}", STYLE)
+    blocks = re.findall(r":root\{([^}]*)\}", page("t"))
     assert len(blocks) == 2
     names = dict(re.findall(r"--(\w+):(#\w+)", blocks[0])) | (
         dict(re.findall(r"--(\w+):(#\w+)", blocks[1])) if theme == "dark" else {}
@@ -473,7 +473,7 @@ def test_bars_of_the_chart_are_to_one_scale() -> None:
     assert max(widths) < WIDTH
     names = [text.text for text in chart.children if text.name == "text"]
     assert names == list(dict.fromkeys(cell.kv_cache_dtype for cell in CELLS))
-    assert "asked" in drawn[0].all("text")[0].text
+    assert "this plan" in drawn[0].all("text")[0].text
     assert [bar.attributes.get("class") == "planned" for bar in drawn] == [not cell.runs for cell in CELLS]
     wider = ["4 layers wider" in bar.all("title")[0].text for bar in drawn]
     assert wider == [cell.kv_protected_layers == 4 for cell in CELLS]
@@ -482,15 +482,15 @@ def test_bars_of_the_chart_are_to_one_scale() -> None:
 
 def test_names_are_escaped_in_a_plan() -> None:
     starts = (Start(HOSTILE, HOSTILE, 5, None),)
-    planned = VIEW._replace(model=HOSTILE, asked=HOSTILE, budget_reason=HOSTILE, device=HOSTILE, starts=starts)
+    planned = VIEW._replace(model=HOSTILE, summary=HOSTILE, budget_reason=HOSTILE, device=HOSTILE, starts=starts)
     document = read_page(plan_page(planned, (Cell(HOSTILE, HOSTILE, 5, True, True),)))
     assert len(document.all("script")) == 1
     assert HOSTILE in document.all("h1")[0].text
 
 
 def test_an_empty_chart_is_sound() -> None:
-    read_page(page("t", bars((), "nothing")))
-    read_page(page("t", bars((Bar("bfloat16", 0, "0", "none", "#000", is_pale=False),), "one that is nothing")))
+    read_page(pictured(bars((), "nothing")))
+    read_page(pictured(bars((Bar("bfloat16", 0, "0", "none", "#000", is_pale=False),), "one that is nothing")))
 
 
 def charts(*qualities) -> tuple[Element, Element, Element]:
@@ -542,7 +542,7 @@ def test_the_reference_and_what_is_no_number_have_no_place_but_a_row() -> None:
     assert named(lines).keys() == {"fp8", "half"}
     assert len(named(lines)["half"].all("polyline")[0].attributes["points"].split()) == 1
     assert [row.all("td")[0].text for row in document.all("tbody")[0].all("tr")] == ["float32", "fp8", "half", "same"]
-    assert "half: 1,023 of 2,046 predictions are no numbers" in document.text
+    assert "half: 1,023 of 2,046 predictions are not finite" in document.text
 
 
 def test_lines_go_from_the_beginning_of_a_window_to_its_end() -> None:
@@ -572,7 +572,7 @@ def test_all_is_inside_the_picture() -> None:
 
 @pytest.mark.parametrize("qualities", [(), (BROKEN,), (quality("zero", 10.0),), (FP8,), (FP8, FP8)], ids=len)
 def test_few_or_no_formats_are_sound(qualities: tuple) -> None:
-    read_page(page("t", size_chart(qualities, "bytes"), place_chart(qualities, 2)))
+    read_page(pictured(size_chart(qualities, "bytes"), place_chart(qualities, 2)))
     read_page(eval_page(view(*qualities)))
 
 

@@ -80,16 +80,16 @@ def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         ("Qwen3-8B --gpu h200 --pipeline-parallel-size 40", "Qwen3-8B has 36 layers, and a stage has one at least"),
         ("Qwen3-8B --gpu h200 -tp 2 --enable-expert-parallel", "Qwen3-8B has no experts that ranks could hold"),
-        ("Qwen3-8B --gpu h200 --pipeline-parallel-size two", "pipeline_parallel_size='two' was asked"),
-        ("Qwen3-8B --gpu h200 --tensor-parallel-sums fast", "tensor_parallel_sums='fast' was asked"),
+        ("Qwen3-8B --gpu h200 --pipeline-parallel-size two", "pipeline_parallel_size"),
+        ("Qwen3-8B --gpu h200 --tensor-parallel-sums fast", "tensor_parallel_sums"),
         ("Qwen3-8B --gpu 4xh200 --pipeline-parallel-size 3", "both say how many GPUs share the model"),
         ("Qwen3-8B --gpu 4xh200 -tp 4 --pipeline-parallel-size 2", "both say how many GPUs share the model"),
-        ("Qwen3-8B --gpu 16xh200 --tensor-parallel-sums exact", "exact was asked of 16 ranks; they share 8 key heads"),
-        ("Qwen3-8B --gpu 16xh200 --batch-invariant", "auto, with batch_invariant exact, was asked of 16 ranks"),
+        ("Qwen3-8B --gpu 16xh200 --tensor-parallel-sums exact", "16 ranks"),
+        ("Qwen3-8B --gpu 16xh200 --batch-invariant", "16 ranks"),
         ("Llama-2-7B --gpu 16xh200 --batch-invariant", "by a share of a weight was never compared"),
         ("Qwen3-8B --gpu 8xh200 --batch-invariant --max-num-batched-tokens 40", "a step has at most 40"),
         ("Qwen3-8B --gpu 2xh200 --batch-invariant --quantization fp8", "products with weights in fp8 choose"),
@@ -100,10 +100,10 @@ def test_whole_experts_and_exact_sums_are_planned(here: Here) -> None:
         ("DeepSeek-V4-Flash --gpu h200 --pipeline-parallel-size 2", "hidden states a token; leave it out\n"),
     ],
 )
-def test_what_ranks_cannot_share_is_told_in_one_line(here: Here, words: str, told: str) -> None:
+def test_ranks_that_cannot_split_a_model_are_refused(here: Here, words: str, expected: str) -> None:
     ended = here("plan", *shlex.split(words))
     assert ended.code == 2
-    assert told in ended.err
+    assert ended.refuses(expected), ended
     assert ended.err.count("\n") == 1
 
 

@@ -85,7 +85,7 @@ def test_plan_commands_give_the_tokens_beside_them(model: str, gpu: str) -> None
     assert planned.request.target == target
     check_promises(model, target, view)
     if GPUS[gpu].name.endswith(("4060 Ti", "3080")):
-        assert f"({GPUS[gpu].nominal_gb} GB)" in view.asked
+        assert f"({GPUS[gpu].nominal_gb} GB)" in view.summary
 
 
 @pytest.mark.parametrize("gpu", ["rtx3080", pytest.param("2xrtx3080", marks=pytest.mark.slow)])
@@ -112,7 +112,7 @@ RUN = RunOptions("model", "Hello", None, raw=False, quiet=True, as_json=False)
 
 @pytest.mark.parametrize(
     "opens",
-    [lambda: chat_module.chat("model", None, {}, {}), lambda: run_module.run(RUN, {}, {})],
+    [lambda: chat_module.chat(chat_module.ChatRequest("model"), {}, {}), lambda: run_module.run(RUN, {}, {})],
     ids=["chat", "run"],
 )
 def test_chat_and_run_open_one_sequence(opens: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cli.plan_requests import plan_request
 from holdfast.cli.plan_commands import plan_command, start_command
-from holdfast.cli.plan_view import Cell, PlanView, asked_words, plain_number, sweep, token_words, view_of
+from holdfast.cli.plan_view import Cell, PlanView, plain_number, summary_of, sweep, token_text, view_of
 from holdfast.cli.tables import EIGHTHS, SWEEP_CELLS, sweep_bar, sweep_lines
 from holdfast.config import EngineConfig
 from holdfast.distributed.mesh import Mesh
@@ -153,14 +153,14 @@ def test_numbers_are_whole_where_they_can_be() -> None:
 
 def test_words_about_tokens() -> None:
     fitting: PlanView = view_of(plan_request("Qwen3-8B", "h200", max_model_len=8192, max_num_seqs=2), None)
-    assert fitting.kv_words == (
+    assert fitting.kv_text == (
         "KV cache size: 16,384 tokens (144.00 KiB each), Maximum concurrency for 8,192 tokens per request: 2.00x"
     )
-    assert view_of(TOO_LARGE, None).kv_words == "a token of KV takes 256.00 KiB"
+    assert view_of(TOO_LARGE, None).kv_text == "a token of KV takes 256.00 KiB"
 
 
 def words_of(asked: PlanRequest) -> str:
-    return asked_words(asked, resolve(asked))
+    return summary_of(asked, resolve(asked))
 
 
 def change(option: str, value: object) -> Alternative:
@@ -195,8 +195,8 @@ def test_a_hostile_name_of_a_folder_stays_on_its_line() -> None:
 
 
 def test_bytes_of_a_token() -> None:
-    assert token_words(Fraction(147456)) == "144.00 KiB"
-    assert token_words(Fraction(1000, 3)) == "333.33 B on average"
+    assert token_text(Fraction(147456)) == "144.00 KiB"
+    assert token_text(Fraction(1000, 3)) == "333.33 B on average"
 
 
 def test_only_what_was_asked_is_repeated() -> None:
@@ -319,7 +319,7 @@ def test_every_cell_is_the_plan_of_its_formats() -> None:
         assert cell.kv_tokens == alone.kv_tokens
         assert cell.kv_protected_layers == len(alone.resolved.protected.layers)
         assert cell.runs
-    assert [cell for cell in CELLS if cell.is_asked] == [CELLS[0]]
+    assert [cell for cell in CELLS if cell.is_planned] == [CELLS[0]]
 
 
 def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
@@ -333,7 +333,7 @@ def test_formats_go_from_the_asked_one_to_fewer_bytes() -> None:
 
 def test_what_was_asked_is_always_among_them() -> None:
     cells = sweep(plan_request("Qwen3-8B", "h200", quantization="int8", kv_cache_dtype="fp8"))
-    assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_asked] == [("fp8", "int8")]
+    assert [(cell.kv_cache_dtype, cell.quantization) for cell in cells if cell.is_planned] == [("fp8", "int8")]
     assert {cell.quantization for cell in cells if cell.runs} == {"none", "fp8", "mxfp4", "int8"}
     on_old = sweep(plan_request("Qwen3-8B", "a100-80g"))
     assert {cell.quantization for cell in on_old} == {"none", "int8", "mxfp4"}, "it has no products in fp8"
@@ -371,7 +371,7 @@ def test_the_chart_has_a_bar_a_cell_and_a_name_a_format() -> None:
     assert heading.text.split() == ["KV", "pages", "weights", "tokens"]
     assert len(lines) == len(CELLS)
     assert sum(line.text.startswith("bfloat16") for line in lines) == 1
-    assert lines[0].text.endswith("asked")
+    assert lines[0].text.endswith("this plan")
     for cell, line in zip(CELLS[1:], lines[1:], strict=True):
         assert line.text.endswith("not in this version") == (line.style == "dim") == (not cell.runs)
     wider = [line.text for line in lines if "4 layers wider" in line.text]
@@ -392,4 +392,4 @@ def test_bars_count_eighths(value: int, cells: str) -> None:
 
 def test_no_cells_are_no_chart() -> None:
     assert len(sweep_lines((), "a GPU")) == 2
-    assert sweep_lines((Cell("bfloat16", "none", 0, True, True),), "a GPU")[2].text.split()[-1] == "asked"
+    assert sweep_lines((Cell("bfloat16", "none", 0, True, True),), "a GPU")[2].text.endswith("this plan")

@@ -57,17 +57,17 @@ def test_ps_of_a_running_server_prints_its_row(here: Here, server: HTTPServer) -
 @pytest.mark.parametrize(
     ("status", "body", "words"),
     [
-        (200, b"[]", "no Holdfast server, or not ready (another answer)"),
-        (200, b"{", "no Holdfast server, or not ready"),
-        (404, b"", "no Holdfast server, or not ready (HTTP 404"),
-        (401, b'{"error": {"message": "no key"}}', "a server wants a key; set HOLDFAST_API_KEY"),
+        (200, b"[]", "not a Holdfast server, or not ready (another answer)"),
+        (200, b"{", "not a Holdfast server, or not ready"),
+        (404, b"", "not a Holdfast server, or not ready (HTTP 404"),
+        (401, b'{"error": {"message": "no key"}}', "the server needs a key; set HOLDFAST_API_KEY"),
     ],
 )
 def test_ps_of_another_server_says_so(here: Here, server: HTTPServer, status: int, body: bytes, words: str) -> None:
     server.answer = (status, body)  # type: ignore[attr-defined]
     ended = here("ps", "--port", server.server_port)
     assert (ended.code, ended.out) == (1, "")
-    assert words in ended.err
+    assert ended.refuses(words), ended
     assert ended.err.count("\n") == 1
 
 
@@ -75,4 +75,4 @@ def test_ps_of_another_server_says_so(here: Here, server: HTTPServer, status: in
 def test_ps_of_a_wrong_port_is_refused(here: Here, port: str) -> None:
     ended = here("ps", "--port", port)
     assert ended.code == 2
-    assert f"--port '{port}' was asked" in ended.err
+    assert "--port" in ended.err

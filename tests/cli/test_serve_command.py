@@ -21,27 +21,27 @@ from holdfast.cli import serve as module
 
 WRONG = {
     "no such path": (("./missing/model", "--port", "0"), "missing/model"),
-    "bad port": (("--port", "x"), "--port 'x' was asked"),
-    "large port": (("--port", "65536"), "from 0 to 65535"),
-    "public without a key": (("--host", "0.0.0.0"), "no API key was given"),
-    "public v6 without a key": (("--host", "::"), "no API key was given"),
-    "unknown host": (("--host", "nowhere.invalid", "--allow-public"), "no such host"),
-    "bad key": (("--api-key", "a b"), "an API key was given"),
-    "missing key file": (("--api-key-file", "missing"), "API keys of 'missing' were asked"),
+    "bad port": (("--port", "x"), "--port"),
+    "large port": (("--port", "65536"), "value.out_of_range"),
+    "public without a key": (("--host", "0.0.0.0"), "cli.public_without_key"),
+    "public v6 without a key": (("--host", "::"), "cli.public_without_key"),
+    "unknown host": (("--host", "nowhere.invalid", "--allow-public"), "nowhere.invalid"),
+    "bad key": (("--api-key", "a b"), "key"),
+    "missing key file": (("--api-key-file", "missing"), "missing"),
     "bad name": (("--served-model-name", ""), "--served-model-name"),
     "bad origin": (("--allow-origin", "example.com"), "--allow-origin"),
     "bad connections": (("--max-connections", "0"), "--max-connections"),
     "bad drain": (("--drain-seconds", "-1"), "--drain-seconds"),
     "nan drain": (("--drain-seconds", "nan"), "--drain-seconds"),
-    "bad response memory": (("--response-memory", "lots"), "--response-memory='lots' is not a size"),
+    "bad response memory": (("--response-memory", "lots"), "--response-memory"),
     "bad format": (("--log-format", "xml"), "--log-format"),
     "bad tool parser": (("--tool-parser", "x"), "--tool-parser"),
     "bad reasoning parser": (("--reasoning-parser", "x"), "--reasoning-parser"),
     "no tokenizer": (("--tokenizer", "none"), "--tokenizer none"),
-    "unknown option": (("--prot", "1"), "did you mean --port?"),
+    "unknown option": (("--prot", "1"), "Did you mean --port?"),
     "bad engine option": (("--max-num-seqs", "0"), "max_num_seqs"),
-    "bad policy": (("--scheduling-policy", "lifo"), "the choices are priority, fcfs"),
-    "missing config": (("--config", "missing"), "--config 'missing' was asked"),
+    "bad policy": (("--scheduling-policy", "lifo"), "fcfs"),
+    "missing config": (("--config", "missing"), "--config"),
 }
 
 
@@ -59,7 +59,7 @@ def test_mistakes_are_one_line(here: Here, tiny: Path, name: str) -> None:
     ended = here("serve", *model, *typed)
     assert ended.code in (1, 2)
     assert ended.out == ""
-    assert words in ended.err
+    assert ended.refuses(words), ended
     assert ended.err.count("\n") == 1
     assert time.monotonic() - started < 10
 
@@ -78,7 +78,7 @@ def test_libraries_that_are_missing(here: Here, tiny: Path, monkeypatch: pytest.
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "uvicorn" else object())
     ended = here("serve", str(tiny))
     assert ended.code == 2
-    assert "uvicorn is not installed; run pip install '.[server]' in the tree of Holdfast" in ended.err
+    assert "needs uvicorn. Run pip install '.[server]'" in ended.err
 
 
 @pytest.mark.parametrize(

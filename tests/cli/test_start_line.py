@@ -43,11 +43,11 @@ def test_start_line_on_a_terminal_shows_the_last_stage(monkeypatch):
     with StartLine() as line:
         line.show("Importing the server")
         assert screen(terminal.getvalue()) == "Importing the server  0 s"
-        line.tell("Planning")
+        line.report("Planning")
         assert screen(terminal.getvalue()) == "Planning  0 s"
         line.clear()
         assert screen(terminal.getvalue()) == ""
-        line.tell("A stage whose name is longer than the terminal")
+        line.report("A stage whose name is longer than the terminal")
         assert len(screen(terminal.getvalue())) == 39
     assert screen(terminal.getvalue()) == ""
 
@@ -67,10 +67,10 @@ def test_start_line_is_redrawn_while_a_stage_lasts(monkeypatch):
     assert not line._ticker.is_alive()
 
 
-def test_start_line_in_a_pipe_writes_told_stages_alone(capsys):
+def test_start_line_in_a_pipe_writes_reported_stages(capsys):
     with StartLine() as line:
         line.show("Importing the server")
-        line.tell("Planning memory")
+        line.report("Planning memory")
         line.clear()
     assert capsys.readouterr() == ("", "Planning memory\n")
 

@@ -15,14 +15,14 @@ from holdfast.cli.tables import (
     FIGURES,
     alternative_lines,
     cells_of,
-    change_words,
-    kl_words,
+    change_text,
+    kl_text,
     memory_lines,
     owner_lines,
     plan_lines,
     quality_cells,
     quality_lines,
-    rate_words,
+    rate_text,
     refusal_lines,
     show_beside,
 )
@@ -78,7 +78,7 @@ def test_every_owner_has_a_line_and_the_sum_is_told() -> None:
 def test_other_ranks_have_a_line_each() -> None:
     ranks = (RankMemory(1, "cuda:1", 90 * MIB, 80 * MIB, 85 * MIB), RankMemory(2, "cpu", 90 * MIB, 80 * MIB))
     *_, first, second = memory_texts(dataclasses.replace(REPORT, ranks=ranks))
-    assert first == "rank 1 (cuda:1): planned 90.00 MiB, holds 80.00 MiB, 85.00 MiB as its device says"
+    assert first == "rank 1 (cuda:1): planned 90.00 MiB, holds 80.00 MiB, 85.00 MiB measured"
     assert second == "rank 2 (cpu): planned 90.00 MiB, holds 80.00 MiB"
 
 
@@ -214,7 +214,7 @@ def test_what_fits_is_told_with_tokens_choices_and_a_command() -> None:
 def test_what_does_not_fit_is_the_table_with_the_shortfall_and_the_smallest_change() -> None:
     text = text_of(TOO_LONG)
     assert re.search(r"left or short .* -\d", text)
-    assert text.startswith(f"NO: {TOO_LONG.short_words} on rtx4090\n")
+    assert text.startswith(f"NO: {TOO_LONG.short_text} on rtx4090\n")
     smallest = next(item for item in TOO_LONG.alternatives if item.is_smallest)
     assert f"what fits best: {smallest.change}: {smallest.kv_tokens:,} tokens" in text
     assert "costs no quality" not in [line.text for line in alternative_lines(TOO_LONG)], "no lever is enough"
@@ -279,7 +279,7 @@ def test_plan_lines_tell_speed_where_it_is_known() -> None:
     ("rate", "words"), [(0.004567, "0.0046"), (0.5, "0.5"), (9.96, "10"), (41.4, "41"), (1234.0, "1,200")]
 )
 def test_rate_words_have_two_digits(rate: float, words: str) -> None:
-    assert rate_words(rate) == words
+    assert rate_text(rate) == words
 
 
 def test_a_model_that_cannot_run_says_why_and_offers_no_command() -> None:
@@ -324,7 +324,7 @@ def test_lines_are_as_wide_as_their_columns() -> None:
 def test_a_format_that_computed_no_numbers_is_told() -> None:
     made = view(FP8, BROKEN)
     assert quality_cells(made)[2][3:8] == ("not finite", "not finite", "not finite", "not finite", "50.00%")
-    assert quality_lines(made)[-1].text == "half: 1,023 of 2,046 predictions are no numbers"
+    assert quality_lines(made)[-1].text == "half: 1,023 of 2,046 predictions are not finite"
     assert quality_lines(made)[-1].style == "bold red"
 
 
@@ -335,20 +335,20 @@ def test_what_is_to_be_known_of_pages_is_told_once() -> None:
 
 
 def test_one_window_is_one() -> None:
-    assert "one window of 1,024 tokens" in view(FP8)._replace(num_windows=1).asked
+    assert "one window of 1,024 tokens" in view(FP8)._replace(num_windows=1).summary
 
 
 @pytest.mark.parametrize(
     ("number", "words"), [(0.0, "0"), (1.2345e-7, "1.23e-07"), (0.012345, "0.0123"), (12345.0, "1.23e+04")]
 )
 def test_divergences_of_any_size_are_short(number: float, words: str) -> None:
-    assert kl_words(number) == words
+    assert kl_text(number) == words
 
 
 def test_changes_have_a_sign() -> None:
-    assert change_words(9.0, 10.0) == "-10.000%"
-    assert change_words(10.0, 10.0) == "+0.000%"
-    assert change_words(float("nan"), 10.0) == "not finite"
+    assert change_text(9.0, 10.0) == "-10.000%"
+    assert change_text(10.0, 10.0) == "+0.000%"
+    assert change_text(float("nan"), 10.0) == "not finite"
 
 
 def test_bytes_that_are_no_whole_number_are_shown() -> None:

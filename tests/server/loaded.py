@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
     def memory(self) -> dict[str, Any]:
         """What /memory says."""
         reply, body = asyncio.run(ask(self.url, "/memory", None, 30.0))
-        assert reply.error is None, (reply.error, reply.words)
+        assert reply.error is None, (reply.error, reply.message)
         return json.loads(body)
 
     def ledger(self) -> dict[str, Any]:

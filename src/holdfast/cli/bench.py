@@ -1,11 +1,10 @@
-"""`holdfast bench`: figures of this machine as a table, and as a record where one is asked for; no torch."""
+"""`holdfast bench latency` and `throughput`: speed of this machine as a table and as a record; no torch."""
 
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from holdfast.api.llm import open_headers
 from holdfast.api.progress import is_watched
@@ -20,14 +19,14 @@ from holdfast.cli.bench_cases import (
     race,
     throughput_case,
 )
-from holdfast.cli.bench_record import num_cores, ratios, record
+from holdfast.cli.bench_record import make_record, num_cores, record_file, write_record
 from holdfast.cli.layout import Line, Table, table_lines
 from holdfast.cli.opened_model import import_torch, model_name, open_visibly, report_file, shown_download
-from holdfast.cli.options import Given, read_counts, read_range
+from holdfast.cli.options import Given, read_counts, read_range, read_whole
 from holdfast.cli.tables import show, show_beside
-from holdfast.cli.terminal import STDOUT, dumps, write_answer, write_line
+from holdfast.cli.terminal import STDOUT, write_line
 from holdfast.config import EngineConfig
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError
 from holdfast.loading.planning.open_model import OpenModel
 
 PEERS = ("transformers",)
@@ -37,7 +36,7 @@ Cases = Callable[[random.Random, range], list[Case]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What both benchmarks are asked."""
+    """Options of both benchmarks."""
 
     model: str | None
     input_len: str
@@ -51,7 +50,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyOptions(BenchOptions):
-    """What is asked where one thing is timed after the other."""
+    """Options of `bench latency`."""
 
     prefill: str
     batch: str
@@ -59,22 +58,18 @@ class LatencyOptions(BenchOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputOptions(BenchOptions):
-    """What is asked where requests run together."""
+    """Options of `bench throughput`."""
 
     num_prompts: str
     peer_batch: str
 
 
 def bench_latency(options: LatencyOptions, engine: Given) -> None:
-    """Prefill of given lengths, and decode at given batch sizes."""
+    """Time prefill of given lengths, and decode at given batch sizes."""
     lengths, batches = read_counts(options.prefill, "--prefill"), read_counts(options.batch, "--batch")
-    num_in, num_out = _count(options.input_len, "--input-len"), _count(options.output_len, "--output-len")
-    if num_out < 2:
-        raise ConfigError(
-            f"--output-len {num_out} was asked",
-            "decoding is timed from the first token to the last",
-            "ask for 2 or more",
-        )
+    num_in = read_whole(options.input_len, "--input-len", 1, MAX_TOKENS)
+    # Decoding is timed from the first token to the last.
+    num_out = read_whole(options.output_len, "--output-len", 2, MAX_TOKENS)
 
     def cases(choose: random.Random, ids: range) -> list[Case]:
         return latency_cases(lengths, batches, num_in, num_out, choose, ids)
@@ -83,8 +78,9 @@ def bench_latency(options: LatencyOptions, engine: Given) -> None:
 
 
 def bench_throughput(options: ThroughputOptions, engine: Given) -> None:
-    """Requests of random lengths."""
-    number, max_batch = _count(options.num_prompts, "--num-prompts"), _count(options.peer_batch, "--peer-batch")
+    """Time requests of random lengths."""
+    number = read_whole(options.num_prompts, "--num-prompts", 1, MAX_TOKENS)
+    max_batch = read_whole(options.peer_batch, "--peer-batch", 1, MAX_TOKENS)
     num_in, num_out = read_range(options.input_len, "--input-len"), read_range(options.output_len, "--output-len")
 
     def cases(choose: random.Random, ids: range) -> list[Case]:
@@ -94,8 +90,8 @@ def bench_throughput(options: ThroughputOptions, engine: Given) -> None:
 
 
 def _bench(options: BenchOptions, given: Given, make_cases: Cases, peer_batch: int) -> None:
-    repeats = _count(options.repeats, "--repeats")
-    threads = None if options.threads is None else _count(options.threads, "--threads")
+    repeats = read_whole(options.repeats, "--repeats", 1, MAX_TOKENS)
+    threads = None if options.threads is None else read_whole(options.threads, "--threads", 1, num_cores())
     _check(options, given)
     config = EngineConfig.from_options(model=options.model, **given)
     opened = open_headers(config, shown_download)
@@ -107,48 +103,48 @@ def _bench(options: BenchOptions, given: Given, make_cases: Cases, peer_batch: i
         contestants = _contestants(options, config, opened, peer_batch)
     finally:
         opened.source.close()
-    with _telling() as tell:
-        check_agreement(cases, contestants, tell)
-        results = [_with_experts(result, contestants[0], tell) for result in race(cases, contestants, repeats, tell)]
+    with _status() as report:
+        check_agreement(cases, contestants, report)
+        results = [
+            _with_experts(result, contestants[0], report) for result in race(cases, contestants, repeats, report)
+        ]
     settings = f"{config.dtype}, {num_threads} threads"
     _write_table(results, f"{model_name(config)}, {settings}, median of {repeats}", options.json_file == STDOUT)
     if options.json_file is not None:
         facts = {"num_threads": num_threads, "num_repeats": repeats, "device": config.device}
         if options.against is not None:
             facts["greedy_tokens_agree"] = True
+        figures = [result.as_dict() for result in results]
         command = ["holdfast", *sys.argv[1:]]
-        _write_json(dumps(record(results, model_name(config), settings, command, facts), indent=1), options.json_file)
+        write_record(make_record(model_name(config), settings, figures, command, **facts), options.json_file)
 
 
-def _with_experts(result: Result, ours: Contestant, tell: Callable[[str], None]) -> Result:
-    """The same with the distinct experts of a step, if the model has experts."""
+def _with_experts(result: Result, ours: Contestant, report: Callable[[str], None]) -> Result:
+    """Add the distinct experts of a step, if the model has experts."""
     if not isinstance(ours, HoldfastContestant):
         return result
-    tell(f"{result.case.measure}: counting experts")
+    report(f"{result.case.measure}: counting experts")
     return replace(result, experts=ours.count_experts(result.case))
 
 
 def _check(options: BenchOptions, given: Given) -> None:
     if given.get("enable_prefix_caching"):
-        raise ConfigError(
-            "--enable-prefix-caching was asked", "cached prompts are not computed, so not measured", "leave it out"
-        )
-    if options.json_file not in (None, STDOUT) and not Path(str(options.json_file)).absolute().parent.is_dir():
-        raise ConfigError(f"--json {shown(options.json_file)} was asked", "its folder does not exist", "make it first")
+        raise ConfigError("bench.prefix_caching")
+    record_file(options.json_file)
     report_file(options.memory_report)
     if options.against is None:
         return
     if options.against not in PEERS:
-        raise ConfigError(f"--against {shown(options.against)} was asked", f"{', '.join(PEERS)} is known", "use that")
+        raise ConfigError("value.not_one_of", name="--against", accepted=PEERS, value=options.against)
     if given.get("load_format") == "dummy":
-        raise ConfigError("--against was asked", "dummy weights are ours alone", "name a model with weights")
+        raise ConfigError("bench.dummy_weights")
     from holdfast.cli.bench_transformers import check_installed
 
     check_installed()
 
 
 def _for_cases(config: EngineConfig, opened: OpenModel, cases: Sequence[Case]) -> EngineConfig:
-    """Settle type and device for all engines; take as much context and as many sequences as the cases need."""
+    """Settle type and device for all engines, and take the context and sequences that the cases need."""
     from holdfast.planning.resolve import choose_dtype
     from holdfast.planning.target import choose_device
 
@@ -169,16 +165,13 @@ def _set_threads(threads: int | None) -> int:
     import torch
 
     if threads is not None:
-        if threads > num_cores():
-            raise ConfigError(f"--threads {threads} was asked", f"{num_cores()} cores are here", "ask for fewer")
         torch.set_num_threads(threads)
     return torch.get_num_threads()
 
 
 def _contestants(options: BenchOptions, config: EngineConfig, opened: OpenModel, peer_batch: int) -> list[Contestant]:
-    contestants: list[Contestant] = [
-        HoldfastContestant(open_visibly(config, report_file(options.memory_report)).engine)
-    ]
+    own = open_visibly(config, report_file(options.memory_report)).engine
+    contestants: list[Contestant] = [HoldfastContestant(own)]
     if options.against is not None:
         from holdfast.cli.bench_transformers import TransformersContestant, open_transformers
 
@@ -188,16 +181,9 @@ def _contestants(options: BenchOptions, config: EngineConfig, opened: OpenModel,
     return contestants
 
 
-def _count(text: str, option: str) -> int:
-    counts = read_counts(text, option)
-    if len(counts) != 1 or counts[0] > MAX_TOKENS:
-        raise ConfigError(f"{option} {shown(text)} was asked", f"one number up to {MAX_TOKENS} works", "change it")
-    return counts[0]
-
-
 @contextmanager
-def _telling() -> Iterator[Callable[[str], None]]:
-    """Somewhere to say what runs now: one line that changes on a terminal, a line each elsewhere."""
+def _status() -> Iterator[Callable[[str], None]]:
+    """Report what runs now: one changing line on a terminal, a line each elsewhere."""
     if not is_watched():
         yield write_line
         return
@@ -215,7 +201,7 @@ def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None
         (
             result.case.measure,
             *(f"{result.median(name):.1f}" for name in names),
-            *(f"{ratio:.2f}x" for ratio in ratios(result).values()),
+            *(f"{ratio:.2f}x" for ratio in result.ratios().values()),
             " / ".join(f"{result.best(name):.1f}" for name in names),
             *([_shown_experts(result)] if has_experts else []),
         )
@@ -227,14 +213,6 @@ def _write_table(results: Sequence[Result], title: str, to_stderr: bool) -> None
 
 
 def _shown_experts(result: Result) -> str:
-    """Distinct experts of a layer in a step, and those of uniform routing."""
+    """Format the distinct experts of a layer in a step, and those of uniform routing."""
     found = result.experts
     return "" if found is None else f"{found['measured']:.1f}, uniform {found['uniform']:.1f}"
-
-
-def _write_json(text: str, file: str) -> None:
-    if file == STDOUT:
-        write_answer(f"{text}\n")
-        return
-    Path(file).write_text(f"{text}\n", encoding="utf-8")
-    write_line(f"record written to {file}")

@@ -1,4 +1,4 @@
-"""What is measured and how: cases, their prompts, engines that run them in turn, and ours as one of them; no torch."""
+"""Cases of a benchmark, and the engines that run them in turn; no torch."""
 
 import random
 import statistics
@@ -17,7 +17,7 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Some prompts, and how many tokens each of them gets; all at once."""
+    """Prompts that run at once, and how many new tokens each gets."""
 
     measure: str
     kind: Literal["prefill", "decode", "throughput"]
@@ -30,13 +30,13 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and its answer."""
+        """Tokens of the longest prompt with its answer."""
         return max(len(prompt) + num_new for prompt, num_new in zip(self.prompts, self.num_new, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run of a case: greedy tokens, when every prompt had its first one, and when all were there."""
+    """One run of a case: its greedy tokens, the time when every prompt had its first one, and the whole time."""
 
     token_ids: tuple[TokenIds, ...]
     first_seconds: float
@@ -44,23 +44,23 @@ class Timing:
 
 
 class Contestant(Protocol):
-    """An engine in a race."""
+    """An engine in a benchmark."""
 
     name: str
 
     def run(self, case: Case) -> Timing:
-        """Run a case from the beginning, nothing remembered from another run."""
+        """Run a case without state of earlier runs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case's tokens per second, one for each repeat, by engine."""
+    """Tokens per second of a case by engine, one for each repeat; the first engine is ours."""
 
     case: Case
     rates: dict[str, list[float]] = field(default_factory=dict)
     experts: dict[str, float] | None = None
-    """Rows of a step, distinct experts of a layer, and how many uniform routing would touch; None without experts."""
+    """Rows of a step, its distinct experts, and those of uniform routing; None without experts."""
 
     def median(self, name: str) -> float:
         return statistics.median(self.rates[name])
@@ -68,12 +68,28 @@ class Result:
     def best(self, name: str) -> float:
         return max(self.rates[name])
 
+    def ratios(self) -> dict[str, float]:
+        """Return our speed relative to each other engine, by medians."""
+        ours, *others = self.rates
+        return {other: self.median(ours) / self.median(other) for other in others}
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the figures for a record."""
+        found: dict[str, object] = {
+            "measure": self.case.measure,
+            "unit": UNIT,
+            "values": {name: round(self.median(name), 2) for name in self.rates},
+            "best": {name: round(self.best(name), 2) for name in self.rates},
+            "runs": {name: [round(rate, 2) for rate in rates] for name, rates in self.rates.items()},
+            "ratios": {name: round(ratio, 3) for name, ratio in self.ratios().items()},
+        }
+        return found if self.experts is None else found | {"distinct_experts": self.experts}
+
 
 def rate(case: Case, timing: Timing) -> float:
-    """Tokens per second of what the case is about.
+    """Return tokens per second.
 
-    Prefill: prompt tokens until the first new one. Decode: new tokens after the first, from the first to the last.
-    Throughput: all new tokens, from the beginning to the end.
+    Prefill: prompt tokens until the first new one. Decode: new tokens after the first. Throughput: all new tokens.
     """
     if case.kind == "prefill":
         return case.num_prompt_tokens / timing.first_seconds
@@ -86,7 +102,7 @@ def rate(case: Case, timing: Timing) -> float:
 def latency_cases(
     prefill: Sequence[int], batches: Sequence[int], input_len: int, output_len: int, choose: random.Random, ids: range
 ) -> list[Case]:
-    """Prompts of several lengths, alone; and batches of equal sequences."""
+    """Make one prompt of each length, and batches of equal sequences."""
     cases = [Case(f"prefill, {length} tokens", "prefill", (_prompt(length, choose, ids),), (1,)) for length in prefill]
     for batch in batches:
         prompts = tuple(_prompt(input_len, choose, ids) for _ in range(batch))
@@ -97,33 +113,33 @@ def latency_cases(
 def throughput_case(
     num_prompts: int, input_len: tuple[int, int], output_len: tuple[int, int], choose: random.Random, ids: range
 ) -> Case:
-    """Requests of random lengths."""
+    """Make requests of random lengths."""
     prompts = tuple(_prompt(choose.randint(*input_len), choose, ids) for _ in range(num_prompts))
     num_new = tuple(choose.randint(*output_len) for _ in range(num_prompts))
     return Case(f"throughput, {num_prompts} requests", "throughput", prompts, num_new)
 
 
-def check_agreement(cases: Sequence[Case], contestants: Sequence[Contestant], tell: Callable[[str], None]) -> None:
-    """Run every case once on every engine, to warm up; where tokens differ, no figure would mean anything."""
+def check_agreement(cases: Sequence[Case], contestants: Sequence[Contestant], report: Callable[[str], None]) -> None:
+    """Run every case once on every engine to warm up; refuse to compare engines with different tokens."""
     for case in cases:
         timings = []
         for contestant in contestants:
-            tell(f"{case.measure}: warming up {contestant.name}")
+            report(f"{case.measure}: warming up {contestant.name}")
             timings.append(contestant.run(case).token_ids)
         for contestant, found in zip(contestants[1:], timings[1:], strict=True):
             _compare(case, contestants[0].name, timings[0], contestant.name, found)
 
 
 def race(
-    cases: Sequence[Case], contestants: Sequence[Contestant], num_repeats: int, tell: Callable[[str], None]
+    cases: Sequence[Case], contestants: Sequence[Contestant], num_repeats: int, report: Callable[[str], None]
 ) -> list[Result]:
-    """Every case several times, the engines taking turns, so that a slow moment of the machine meets all of them."""
+    """Run every case several times; the engines alternate, so that a slow moment hits all of them."""
     results = []
     for case in cases:
         result = Result(case, {contestant.name: [] for contestant in contestants})
         for repeat in range(num_repeats):
             for contestant in contestants:
-                tell(f"{case.measure}: run {repeat + 1} of {num_repeats}, {contestant.name}")
+                report(f"{case.measure}: run {repeat + 1} of {num_repeats}, {contestant.name}")
                 result.rates[contestant.name].append(rate(case, contestant.run(case)))
         results.append(result)
     return results
@@ -141,16 +157,13 @@ def _compare(
             continue
         pairs = zip(mine, other, strict=False)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(other)))
-        raise HoldfastError(
-            f"a comparison with {theirs} was asked",
-            f"greedy tokens differ in '{case.measure}', prompt {prompt}, from token {place} on "
-            f"({ours} {list(mine[place : place + 3])}, {theirs} {list(other[place : place + 3])})",
-            "no speed-up is printed for another answer; use --dtype float32, where rounding cannot decide",
-        )
+        found = f"{ours} {list(mine[place : place + 3])}, {theirs} {list(other[place : place + 3])}"
+        values = {"case": case.measure, "prompt": prompt, "place": place, "found": found}
+        raise HoldfastError("bench.tokens_differ", peer=theirs, **values)
 
 
 class HoldfastContestant:
-    """Drives an engine as `LLM` does, with a clock. The engine must not cache prefixes."""
+    """Drives an engine like `LLM` and takes times. The engine must not cache prefixes."""
 
     name = "holdfast"
 
@@ -158,7 +171,7 @@ class HoldfastContestant:
         self._engine = engine
 
     def run(self, case: Case) -> Timing:
-        """Submit all, step until the last token is there."""
+        """Submit all prompts and step until the last token."""
         engine = self._engine
         start = time.perf_counter()
         token_ids: dict[str, list[int]] = {}
@@ -169,7 +182,7 @@ class HoldfastContestant:
         while engine.has_unfinished():
             for delta in engine.step():
                 if delta.error is not None:
-                    raise HoldfastError(f"{case.measure} was asked", delta.error, "report this")
+                    raise HoldfastError("bench.request_failed", case=case.measure, reason=delta.error)
                 token_ids[delta.request_id].extend(delta.token_ids)
                 waiting.discard(delta.request_id)
             if not waiting and not first_seconds:
@@ -178,7 +191,7 @@ class HoldfastContestant:
         return Timing(tuple(map(tuple, token_ids.values())), first_seconds, total_seconds)
 
     def count_experts(self, case: Case) -> dict[str, float] | None:
-        """Run a case once more, untimed; means over layers and steps. None without experts, and on ranks."""
+        """Count the distinct experts of one more run, as means over layers and steps; None without experts or on ranks."""
         from holdfast.engine.core import EngineCore
         from holdfast.runner.expert_counts import counting_experts
         from holdfast.runner.runner import Runner

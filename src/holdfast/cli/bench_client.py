@@ -1,11 +1,6 @@
-"""An HTTP client for load: one streamed answer of an OpenAI-compatible server, event by event, with the time of each; no torch.
+"""An HTTP client for load tests: one streamed answer per connection, with the time of each event; no torch.
 
-Url             where a server is
-AnswerReader    bytes of an HTTP/1.1 answer -> its status and its body; holds no socket
-Reply           what came of one request: times of its texts, counts of its tokens, or what went wrong
-ask             sends a request over a connection of its own and reads the reply
-
-A connection costs a protocol and a future, and its bytes are looked at once, where they arrive: thousands fit one process.
+A connection costs a protocol and a future, and its bytes are parsed once, on arrival: thousands fit one process.
 """
 
 import asyncio
@@ -17,60 +12,57 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from holdfast.errors import ConfigError, shown
+from holdfast.errors import ConfigError
 
 MAX_HEAD_BYTES = 2**16
 MAX_BODY_BYTES = 2**24
-"""Of an answer that is read as a whole, and of one event."""
-MAX_TOLD_CHARS = 200
+"""Limit of a whole answer, and of one event."""
+MAX_MESSAGE_CHARS = 200
 CONNECT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """Where a server is, and whom to say that one is."""
+    """Address of a server, and the key for it."""
 
     host: str
     port: int
     path: str
-    """Before /v1, without a slash at its end."""
+    """The part before /v1, without a final slash."""
     is_secure: bool
     api_key: str | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, text: str, api_key: str | None = None) -> "Url":
-        """http://host:port, with or without /v1."""
+        """Parse http://host:port, with or without /v1."""
         try:
             parts = urlsplit(text.strip())
             port = parts.port
         except ValueError:
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
-            raise ConfigError(
-                f"--url {shown(text)} was asked",
-                "the address of a server begins with http:// or https://, and nothing follows its path",
-                "write --url http://127.0.0.1:8000",
-            )
+            raise ConfigError("bench.bad_url", value=text)
         if not text.isascii() or not text.strip().isprintable() or " " in text.strip():
-            raise ConfigError(f"--url {shown(text)} was asked", "an address has plain characters", "change it")
+            raise ConfigError("bench.bad_url", value=text)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key):
-            raise ConfigError("--api-key was given", "a key has plain characters alone", "look for a line break in it")
+            raise ConfigError("bench.bad_api_key")
         path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
         is_secure = parts.scheme == "https"
         return cls(parts.hostname, port or (443 if is_secure else 80), path, is_secure, api_key)
 
     @property
+    def host_port(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def address(self) -> str:
-        """As one would type it."""
-        name = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.is_secure else 'http'}://{name}:{self.port}{self.path}"
+        return f"{'https' if self.is_secure else 'http'}://{self.host_port}{self.path}"
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A whole request, as it is sent."""
-        name = f"[{self.host}]" if ":" in self.host else self.host
+        """Encode a whole request."""
         lines = [
             f"{method} {self.path}{path} HTTP/1.1",
-            f"Host: {name}:{self.port}",
+            f"Host: {self.host_port}",
             "Connection: close",
             "Accept: text/event-stream, application/json",
             "User-Agent: holdfast-bench",
@@ -83,11 +75,11 @@ class Url:
 
 
 class BadAnswerError(Exception):
-    """What a server sent is no answer; its words are a kind of error."""
+    """A malformed answer; its message is a kind of error."""
 
 
 class AnswerReader:
-    """Reads an HTTP/1.1 answer from bytes, however they are cut."""
+    """Parses an HTTP/1.1 answer from pieces of any size; holds no socket."""
 
     def __init__(self) -> None:
         self.status: int | None = None
@@ -95,13 +87,13 @@ class AnswerReader:
         self.is_complete = False
         self._buffer = bytearray()
         self._left_bytes: int | None = None
-        """Of a chunk or of the body; None where it ends with the connection."""
+        """Bytes left of a chunk or of the body; None if the connection ends it."""
         self._is_chunked = False
         self._is_between = True
-        """In a chunked body: what comes next is the size of a chunk."""
+        """True if the size of a chunk comes next."""
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the body that these bytes hold."""
+        """Return the part of the body in these bytes."""
         self._buffer += data
         if self.status is None and not self._read_head():
             return b""
@@ -116,7 +108,7 @@ class AnswerReader:
         return body
 
     def end(self) -> None:
-        """The connection has ended."""
+        """Handle the end of the connection."""
         if self.status is None:
             raise BadAnswerError("closed without an answer")
         if (self._is_chunked or self._left_bytes) and not self.is_complete:
@@ -133,7 +125,7 @@ class AnswerReader:
         del self._buffer[: end + 4]
         words = first.split(" ", 2)
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not (words[1].isdecimal() and len(words[1]) == 3):
-            raise BadAnswerError("no HTTP answer")
+            raise BadAnswerError("not an HTTP answer")
         if words[1] == "100":
             return self._read_head()
         self.status = int(words[1])
@@ -183,40 +175,43 @@ def _chunk_size(line: bytes) -> int:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of one request. Times are seconds of one clock."""
+    """The result of one request. Times are seconds of one clock."""
 
     start: float
     end: float = 0.0
     texts: list[float] = field(default_factory=list)
-    """When each event with text came."""
+    """Arrival time of each event with text."""
     num_input_tokens: int | None = None
-    """As the server counts; None where it does not say."""
+    """The server's count; None if it sends none."""
     num_output_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None
-    """A kind of error, of which there are few."""
-    words: str = ""
-    """What the server said of it."""
+    """The kind of error."""
+    message: str = ""
+    """The server's message."""
 
-    def fail(self, kind: str, words: str = "") -> None:
+    def fail(self, kind: str, message: str = "") -> None:
         if self.error is None:
-            self.error, self.words = kind, " ".join(words.split())[:MAX_TOLD_CHARS]
+            self.error, self.message = kind, " ".join(message.split())[:MAX_MESSAGE_CHARS]
 
 
 class Exchange(asyncio.Protocol):
     """One request and its reply."""
 
-    def __init__(self, request: bytes, reply: Reply, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, request: bytes, reply: Reply, clock: Callable[[], float], abort_after: int | None = None
+    ) -> None:
         self.reply = reply
+        self._abort_after = abort_after
         self.body = bytearray()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request, self._clock = request, clock
         self._reader = AnswerReader()
         self._transport: asyncio.Transport | None = None
-        self._is_done_told = False
+        self._has_ended = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "a connection is written to and read from"
+        assert isinstance(transport, asyncio.Transport), "a TCP connection is read and written"
         self._transport = transport
         transport.write(self._request)
 
@@ -236,6 +231,9 @@ class Exchange(asyncio.Protocol):
             return
         if self._reader.is_complete:
             self.finish()
+        elif self._abort_after is not None and len(self.reply.texts) >= self._abort_after and not self.done.done():
+            self.reply.fail("left")
+            self.finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.done.done():
@@ -247,14 +245,14 @@ class Exchange(asyncio.Protocol):
         self.finish()
 
     def finish(self) -> None:
-        """Nothing more is read. The connection ends."""
+        """Stop reading and close the connection."""
         if self.done.done():
             return
         self.reply.end = self._clock()
         if self._reader.status is not None and self._reader.status != 200:
             self.reply.fail(f"HTTP {self._reader.status}", _message(bytes(self.body)))
-        elif self._is_stream and not self._is_done_told and self.reply.finish_reason is None:
-            # transformers' server says why it ends, and never [DONE].
+        elif self._is_stream and not self._has_ended and self.reply.finish_reason is None:
+            # transformers' server sends a finish_reason and never [DONE].
             self.reply.fail("a stream without an end")
         self.done.set_result(None)
         if self._transport is not None:
@@ -281,22 +279,22 @@ class Exchange(asyncio.Protocol):
 
     def _take(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
-            self._is_done_told = True
+            self._has_ended = True
             self.finish()
             return
         try:
             event = json.loads(data)
         except ValueError:
-            raise BadAnswerError("an event that is no JSON") from None
+            raise BadAnswerError("an event that is not JSON") from None
         if not isinstance(event, dict):
-            raise BadAnswerError("an event that is no object")
+            raise BadAnswerError("an event that is not an object")
         if event.get("error"):
             self.reply.fail("an error in the stream", _message(data))
         take_event(self.reply, event, now)
 
 
 def take_event(reply: Reply, event: Mapping[str, Any], now: float) -> None:
-    """Text, usage and the reason to end, as chat completions and completions tell them."""
+    """Read text, usage and finish reason from an event of chat completions or completions."""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or choice
         if any(delta.get(name) for name in ("content", "text", "reasoning_content", "reasoning", "tool_calls")):
@@ -310,11 +308,11 @@ def take_event(reply: Reply, event: Mapping[str, Any], now: float) -> None:
 
 
 def _message(body: bytes) -> str:
-    """What an error says, where it is in OpenAI's shape; else its beginning."""
+    """Return the message of an error in OpenAI's shape, or the beginning of the body."""
     try:
         value = json.loads(body)
     except ValueError:
-        return body[:MAX_TOLD_CHARS].decode("utf-8", "replace")
+        return body[:MAX_MESSAGE_CHARS].decode("utf-8", "replace")
     error = value.get("error", value) if isinstance(value, dict) else value
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)
@@ -330,10 +328,9 @@ async def ask(
     abort_after: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Reply, bytes]:
-    """Send a request and read its reply, and the body where that is no stream. Nothing is raised for what a server does.
+    """Send a request and return its reply, with the body if it is not a stream. Never raises for what a server does.
 
-    `start` is when it was due, where that was before now; `abort_after` ends the connection after so many texts, as a
-    client that goes away does.
+    `start` is when it was due, if earlier; `abort_after` hangs up after so many texts.
     """
     reply = Reply(clock() if start is None else start)
     data = b"" if body is None else json.dumps(body).encode()
@@ -344,14 +341,7 @@ async def ask(
     try:
         async with asyncio.timeout(min(CONNECT_SECONDS, timeout_seconds)):
             _, exchange = await loop.create_connection(
-                lambda: (
-                    Exchange(request, reply, clock)
-                    if abort_after is None
-                    else Leaving(request, reply, clock, abort_after)
-                ),
-                url.host,
-                url.port,
-                ssl=secure,
+                lambda: Exchange(request, reply, clock, abort_after), url.host, url.port, ssl=secure
             )
         async with asyncio.timeout(timeout_seconds):
             await exchange.done
@@ -364,17 +354,3 @@ async def ask(
             exchange.finish()
     reply.end = reply.end or clock()
     return reply, b"" if exchange is None else bytes(exchange.body)
-
-
-class Leaving(Exchange):
-    """One whose client goes away in the middle."""
-
-    def __init__(self, request: bytes, reply: Reply, clock: Callable[[], float], num_texts: int) -> None:
-        super().__init__(request, reply, clock)
-        self._num_texts = num_texts
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if len(self.reply.texts) >= self._num_texts and not self.done.done():
-            self.reply.fail("left")
-            self.finish()

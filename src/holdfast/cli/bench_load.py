@@ -1,11 +1,4 @@
-"""Load for a server and what came of it: prompts of given lengths, clients or arrivals, figures; no torch.
-
-Work            one request: its body, ready to be sent
-Sizes           lengths of prompts and answers, in tokens of the server
-fit_words       how many words make a prompt of so many tokens, from two questions to the server
-drive           sends all of it: closed loop (clients that wait for their answer) or open loop (arrivals that do not)
-Figures         times and rates of all replies
-"""
+"""Load on a server and its results: prompts of given lengths, clients or arrivals, times and rates; no torch."""
 
 import asyncio
 import json
@@ -20,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.bench_client import Reply, Url, ask
-from holdfast.errors import ConfigError, HoldfastError, shown
+from holdfast.errors import ConfigError, HoldfastError
 
 CHAT, COMPLETIONS = "chat", "completions"
 PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
@@ -30,14 +23,14 @@ _WORDS = (
     "story fact month lot right study book eye job word business issue side kind head house service friend father power "
     "hour game line end member law car city name team minute idea body back face door health person art war history"
 )
-"""Most tokenizers have each of them as one token."""
+"""Each is one token in most tokenizers."""
 PERCENTILES = (50, 90, 99)
 PROBE_WORDS = (8, 72)
 MAX_LINES = 1_000_000
 MAX_DATASET_BYTES = 2**30
 GREEDY = {"temperature": 0}
 TO_THE_END = {"ignore_eos": True}
-"""Not of OpenAI's API; left out where a server refuses it."""
+"""Not in OpenAI's API; dropped if a server refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +38,19 @@ class Work:
     """One request."""
 
     messages: Any
-    """Of a chat; or the text of a prompt."""
+    """Messages of a chat, or the text of a prompt."""
     max_tokens: int
 
     def body(self, endpoint: str, model: str, extra: Mapping[str, object]) -> dict[str, object]:
-        """As it is sent."""
+        """Make the body of the request."""
         content = {"messages": self.messages} if endpoint == CHAT else {"prompt": self.messages}
-        told = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": self.max_tokens}
-        return {"model": model, **content, **told, **extra}
+        options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": self.max_tokens}
+        return {"model": model, **content, **options, **extra}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The least and the most of each, in tokens."""
+    """Ranges of lengths in tokens."""
 
     num_input: tuple[int, int]
     num_output: tuple[int, int]
@@ -65,7 +58,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Tokens of a prompt: those that every prompt has, and those of each word."""
+    """Linear model of a prompt's tokens by its words."""
 
     num_fixed: float = 0.0
     num_per_word: float = 1.0
@@ -75,17 +68,17 @@ class Fit:
 
 
 def make_prompt(choose: random.Random, num_words: int) -> str:
-    """Random words: no two prompts begin alike, so that no cache helps."""
+    """Make a prompt of random words, so that no prefix cache helps."""
     return " ".join(choose.choices(_WORDS.split(), k=num_words))
 
 
 def as_work(endpoint: str, text: str, max_tokens: int) -> Work:
-    """A plain text, as the endpoint takes it."""
+    """Make a request of a plain text."""
     return Work([{"role": "user", "content": text}] if endpoint == CHAT else text, max_tokens)
 
 
 def random_work(endpoint: str, number: int, sizes: Sizes, fit: Fit, choose: random.Random) -> list[Work]:
-    """Requests of random lengths."""
+    """Make requests of random lengths."""
     return [
         as_work(
             endpoint,
@@ -97,47 +90,50 @@ def random_work(endpoint: str, number: int, sizes: Sizes, fit: Fit, choose: rand
 
 
 def read_dataset(file: str, endpoint: str, number: int | None, num_output: tuple[int, int]) -> list[Work]:
-    """Lines of JSON, each with `prompt` or `messages`, and `max_tokens` where it likes; over again where too few."""
+    """Read JSON lines with `prompt` or `messages`, and optional `max_tokens`; repeat them if there are too few."""
     path = Path(file)
-    asked = f"--dataset {shown(file)} was asked"
     try:
         if path.stat().st_size > MAX_DATASET_BYTES:
-            raise ConfigError(asked, f"it has more than {MAX_DATASET_BYTES} bytes", "take a part of it")
+            raise ConfigError(
+                "bench.dataset_unreadable", file=file, reason=f"it is larger than {MAX_DATASET_BYTES} bytes"
+            )
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:MAX_LINES]
     except (OSError, UnicodeDecodeError) as error:
-        has = getattr(error, "strerror", None) or "it is no text in UTF-8"
-        raise ConfigError(asked, has, "name a file of JSON lines") from error
-    found = [_line_work(asked, place, line, endpoint, num_output[1]) for place, line in enumerate(lines, 1)]
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError("bench.dataset_unreadable", file=file, reason=reason) from error
+    found = [_line_work(file, place, line, endpoint, num_output[1]) for place, line in enumerate(lines, 1)]
     if not found:
-        raise ConfigError(asked, "it has no lines", 'write lines such as {"prompt": "Hello"}')
+        raise ConfigError("bench.dataset_unreadable", file=file, reason="it has no lines")
     number = len(found) if number is None else number
     return [found[place % len(found)] for place in range(number)]
 
 
-def _line_work(asked: str, place: int, line: str, endpoint: str, max_tokens: int) -> Work:
-    do = 'write lines such as {"prompt": "Hello", "max_tokens": 16} or {"messages": [...]}'
+def _line_work(file: str, line_number: int, line: str, endpoint: str, max_tokens: int) -> Work:
+    def refusal(reason: str) -> ConfigError:
+        return ConfigError("bench.dataset_line", file=file, line=line_number, reason=reason)
+
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ConfigError(asked, f"line {place} is no JSON", do) from error
+        raise refusal("it is not JSON") from error
     if not isinstance(value, dict) or not ({"prompt", "messages"} & value.keys()):
-        raise ConfigError(asked, f"line {place} has neither prompt nor messages", do)
+        raise refusal("it has neither prompt nor messages")
     limit = value.get("max_tokens", max_tokens)
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise ConfigError(asked, f"line {place} has a max_tokens that is no whole number from 1 up", do)
+        raise refusal("max_tokens must be an integer of at least 1")
     prompt, messages = value.get("prompt"), value.get("messages")
-    if messages is None:
-        if not isinstance(prompt, str):
-            raise ConfigError(asked, f"line {place} has a prompt that is no text", do)
-        return as_work(endpoint, prompt, limit)
-    if endpoint != CHAT:
-        raise ConfigError(asked, f"line {place} has messages", "use --endpoint chat")
-    return Work(messages, limit)
+    if messages is not None:
+        if endpoint != CHAT:
+            raise refusal("messages need --endpoint chat")
+        return Work(messages, limit)
+    if not isinstance(prompt, str):
+        raise refusal("prompt must be a string")
+    return as_work(endpoint, prompt, limit)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom requests go to, and how they look."""
+    """A server and the options of its requests."""
 
     url: Url
     model: str
@@ -146,7 +142,7 @@ class Target:
     extra: Mapping[str, object]
 
     async def send(self, work: Work, start: float | None = None, abort_after: int | None = None) -> Reply:
-        """One request to its end."""
+        """Send one request and return its reply."""
         body = work.body(self.endpoint, self.model, self.extra)
         path = PATHS[self.endpoint]
         reply, _ = await ask(self.url, path, body, self.timeout_seconds, start=start, abort_after=abort_after)
@@ -156,7 +152,7 @@ class Target:
 
 
 async def served_model(url: Url, timeout_seconds: float) -> str:
-    """The first model that a server lists."""
+    """Return the first model that a server lists."""
     reply, body = await ask(url, "/v1/models", None, timeout_seconds)
     _refuse(url, reply)
     try:
@@ -164,14 +160,14 @@ async def served_model(url: Url, timeout_seconds: float) -> str:
     except (ValueError, LookupError, TypeError):
         name = None
     if not isinstance(name, str):
-        raise HoldfastError(f"{url.address}/v1/models was asked", "it lists no model", "name one: --model")
+        raise HoldfastError("bench.no_models", address=url.address)
     return name
 
 
 async def settle(target: Target, wants_all: bool) -> tuple[Target, Fit]:
-    """Two short requests, of few words and of more: the server answers, and tells how it counts.
+    """Send two short requests to check the server and to calibrate its token counts.
 
-    Answers go on to their full length where the server can be told so.
+    Answers run to their full length if the server takes ignore_eos.
     """
     choose = random.Random(0)
     texts = [make_prompt(choose, number) for number in PROBE_WORDS]
@@ -195,27 +191,27 @@ async def settle(target: Target, wants_all: bool) -> tuple[Target, Fit]:
 def _refuse(url: Url, reply: Reply) -> None:
     if reply.error is None:
         return
-    told = f": {reply.words}" if reply.words else ""
     if reply.error.startswith("no connection"):
-        do = "start it (holdfast serve), or look at --url"
+        advice = "Start it with holdfast serve, or check --url."
     elif reply.error in ("HTTP 401", "HTTP 403"):
-        do = "give --api-key, or HOLDFAST_API_KEY"
+        advice = "Pass --api-key, or set HOLDFAST_API_KEY."
     elif reply.error == "HTTP 404":
-        do = "look at --url, --model and --endpoint"
+        advice = "Check --url, --model and --endpoint."
     else:
-        do = "look at the server's log"
-    raise HoldfastError(f"{url.address} was asked", f"{reply.error}{told}", do)
+        advice = "See the server's log."
+    reason = f"{reply.error}: {reply.message}" if reply.message else reply.error
+    raise HoldfastError("bench.server_failed", address=url.address, reason=reason, advice=advice)
 
 
 Progress = Callable[[int, int, int], None]
-"""Takes requests that have ended, tokens in and tokens out."""
+"""Takes finished requests, input tokens and output tokens."""
 Send = Callable[[Work, float | None], Awaitable[Reply]]
 
 
 async def drive(
     send: Send, work: Sequence[Work], num_clients: int | None, rate: float | None, progress: Progress, seed: int = 0
 ) -> list[Reply]:
-    """All requests, in order; at most `num_clients` at once, or `rate` new ones a second whatever becomes of the others."""
+    """Send all requests in order: `num_clients` at once, or `rate` new ones per second (open loop)."""
     replies: list[Reply] = []
     num_in = num_out = 0
 
@@ -241,19 +237,19 @@ async def drive(
     async with asyncio.TaskGroup() as group:
         for item in work:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            # Counted from when it was due: a client that is late itself must not make the server look quick.
+            # Timed from when it was due: a late client must not make the server look fast.
             group.create_task(one(item, due))
             due += choose.expovariate(rate)
     return replies
 
 
 def output_tokens(reply: Reply) -> int:
-    """As the server counts; else a token for each event with text."""
+    """Return the server's count, or a token for each event with text."""
     return len(reply.texts) if reply.num_output_tokens is None else reply.num_output_tokens
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest; not a number where there is nothing."""
+    """Interpolate a percentile; NaN without values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -265,11 +261,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds of one kind."""
+    """Distribution of a duration in seconds."""
 
     mean: float
     percentiles: tuple[float, ...]
-    """Those of PERCENTILES."""
     num_values: int
 
     @classmethod
@@ -278,7 +273,7 @@ class Spread:
         return cls(mean, tuple(percentile(values, percent) for percent in PERCENTILES), len(values))
 
     def as_dict(self) -> dict[str, object]:
-        """In milliseconds."""
+        """Return milliseconds for a record."""
         places = {
             f"p{percent}": round(1e3 * value, 3) for percent, value in zip(PERCENTILES, self.percentiles, strict=True)
         }
@@ -287,13 +282,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a run came to. Times and tokens are those of requests that succeeded."""
+    """Figures of a run. Times and tokens are of requests that succeeded."""
 
     num_requests: int
     num_finished: int
     errors: dict[str, int]
     examples: dict[str, str]
-    """What the server said first, by kind of error."""
+    """The server's first message, by kind of error."""
     seconds: float
     """From the first request to the end of the last reply."""
     num_input_tokens: int
@@ -304,7 +299,7 @@ class Figures:
     itl: Spread
     whole: Spread
     cpu_seconds: float
-    """That this process has run meanwhile."""
+    """CPU time of this client."""
 
     @classmethod
     def of(cls, replies: Sequence[Reply], cpu_seconds: float) -> "Figures":
@@ -323,7 +318,7 @@ class Figures:
             num_requests=len(replies),
             num_finished=len(good),
             errors=dict(Counter(str(reply.error) for reply in bad).most_common()),
-            examples={str(reply.error): reply.words for reply in reversed(bad)},
+            examples={str(reply.error): reply.message for reply in reversed(bad)},
             seconds=end - begin,
             num_input_tokens=sum(reply.num_input_tokens or 0 for reply in good),
             num_output_tokens=sum(map(output_tokens, good)),
@@ -339,7 +334,7 @@ class Figures:
         return number / self.seconds if self.seconds > 0 else math.nan
 
     def as_dict(self) -> dict[str, object]:
-        """All of it, for a record; times in milliseconds."""
+        """Return the figures for a record, times in milliseconds."""
         return {
             "requests": self.num_requests,
             "finished": self.num_finished,
@@ -364,7 +359,7 @@ class Figures:
 async def measure(
     target: Target, work: Sequence[Work], num_clients: int | None, rate: float | None, progress: Progress, seed: int = 0
 ) -> Figures:
-    """Send it all and count."""
+    """Send all requests and compute the figures."""
     before = time.process_time()
     replies = await drive(target.send, work, num_clients, rate, progress, seed)
     return Figures.of(replies, time.process_time() - before)

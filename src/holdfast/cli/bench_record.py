@@ -1,6 +1,6 @@
-"""The record of a benchmark: figures, and all that is needed to run it again; no torch.
+"""Records of benchmarks: figures, and all that is needed to run them again; no torch.
 
-`scripts/doc_tables.py` makes tables of the documents out of date, machine, model, settings and results.
+`scripts/doc_tables.py` makes tables of the documents from date, machine, model, settings and results.
 """
 
 import datetime
@@ -12,21 +12,22 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from holdfast.cli.bench_cases import UNIT, Result
+from holdfast.cli.terminal import STDOUT, dumps, write_answer, write_line
+from holdfast.errors import ConfigError
 
 PACKAGES = ("holdfast", "torch", "transformers", "numpy")
 
 
-def record(
-    results: Sequence[Result], model: str, settings: str, command: Sequence[str], facts: Mapping[str, object]
+def make_record(
+    model: str, settings: str, results: Sequence[Mapping[str, object]], command: Sequence[str], **facts: object
 ) -> dict[str, object]:
-    """One run on this machine, now. The first engine of each result is ours."""
+    """Describe a run on this machine, now."""
     return {
         "date": today(),
         "machine": machine(),
         "model": model,
         "settings": settings,
-        "results": [_figures(result) for result in results],
+        "results": results,
         "command": shlex.join(command),
         "commit": commit(),
         "versions": versions(),
@@ -36,29 +37,40 @@ def record(
     }
 
 
+def record_file(option: str | None) -> str | None:
+    """Check the path of --json before any work is done for it."""
+    if option not in (None, STDOUT) and not Path(str(option)).absolute().parent.is_dir():
+        raise ConfigError("bench.record_folder", file=option)
+    return option
+
+
+def write_record(record: Mapping[str, object], file: str) -> None:
+    """Write a record to a file, or to stdout for `-`."""
+    text = f"{dumps(record, indent=1)}\n"
+    if file == STDOUT:
+        write_answer(text)
+        return
+    Path(file).write_text(text, encoding="utf-8")
+    write_line(f"record written to {file}")
+
+
 def today() -> str:
-    """The date, as records have it."""
+    """Return the date in UTC."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def ratios(result: Result) -> dict[str, float]:
-    """How many times as fast as each other engine ours is, by medians."""
-    ours, *others = result.rates
-    return {other: result.median(ours) / result.median(other) for other in others}
-
-
 def machine() -> str:
-    """The machine in words."""
+    """Describe the machine."""
     return f"{num_cores()} cores of {cpu_name()} ({platform.machine()})"
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:
-    """The processor, as its system calls it."""
+    """Return the processor's name."""
     for line in (_output("lscpu") or "").splitlines() or _lines(Path("/proc/cpuinfo")):
         key, _, value = line.partition(":")
         if key.strip().lower() == "model name" and value.strip() not in ("", "-"):
@@ -67,7 +79,7 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python, and those packages that are installed."""
+    """Return the versions of Python and of installed packages."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -78,30 +90,18 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the working tree that this file belongs to, with a + where it has changes; None outside of one."""
+    """Return the commit of this file's working tree, with a + if it has changes; None outside of a tree."""
     here = Path(__file__)
     git = ("git", "-C", str(here.parent))
-    # A virtual environment may lie inside somebody else's repository.
+    # A virtual environment may lie inside another repository.
     if _output(*git, "ls-files", "--error-unmatch", here.name) is None:
         return None
     head, changes = _output(*git, "rev-parse", "HEAD"), _output(*git, "status", "--porcelain", "--", "..")
     return f"{head}+" if head and changes else head
 
 
-def _figures(result: Result) -> dict[str, object]:
-    return {
-        "measure": result.case.measure,
-        "unit": UNIT,
-        "values": {name: round(result.median(name), 2) for name in result.rates},
-        "best": {name: round(result.best(name), 2) for name in result.rates},
-        "runs": {name: [round(rate, 2) for rate in rates] for name, rates in result.rates.items()},
-        "ratios": {name: round(ratio, 3) for name, ratio in ratios(result).items()},
-        **({} if result.experts is None else {"distinct_experts": result.experts}),
-    }
-
-
 def _output(*command: str) -> str | None:
-    """What a program prints, None where it is missing or fails."""
+    """Return what a program prints; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""`holdfast bench serve`: load on any OpenAI-compatible server: times to tokens, throughput, errors by kind; no torch."""
+"""`holdfast bench serve`: load on any OpenAI-compatible server: latency, throughput, errors by kind; no torch."""
 
 import asyncio
 import math
@@ -7,12 +7,10 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from holdfast.api.progress import GenerationBar
 from holdfast.cli.bench_client import Url
 from holdfast.cli.bench_load import (
-    CHAT,
     GREEDY,
     PATHS,
     PERCENTILES,
@@ -26,12 +24,12 @@ from holdfast.cli.bench_load import (
     served_model,
     settle,
 )
-from holdfast.cli.bench_record import commit, cpu_name, machine, num_cores, today, versions
+from holdfast.cli.bench_record import make_record, record_file, write_record
 from holdfast.cli.layout import Line, Table, table_lines
-from holdfast.cli.options import read_count, read_number, read_range
+from holdfast.cli.options import Given, read_count, read_number, read_range, read_whole
 from holdfast.cli.tables import show, show_beside
-from holdfast.cli.terminal import FAILED, STDOUT, dumps, for_terminal, write_answer, write_line
-from holdfast.errors import ConfigError, shown
+from holdfast.cli.terminal import FAILED, STDOUT, for_terminal, write_line
+from holdfast.errors import ConfigError
 
 KEY_VARIABLE = "HOLDFAST_API_KEY"
 MAX_REQUESTS = 1_000_000
@@ -44,7 +42,7 @@ DEFAULT_REQUESTS = 64
 
 @dataclass(frozen=True, slots=True)
 class ServeBenchOptions:
-    """What was typed, as text."""
+    """Options as text."""
 
     url: str
     model: str | None
@@ -63,7 +61,7 @@ class ServeBenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """The same, read."""
+    """Parsed options of the load."""
 
     num_clients: int | None
     rate: float | None
@@ -72,43 +70,35 @@ class _Load:
     seed: int
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         if self.rate is not None:
             return f"{self.rate:g} requests/s (Poisson)"
         return f"{self.num_clients} clients"
 
 
-def bench_serve(options: ServeBenchOptions) -> int | None:
-    """Measure, tell, and keep a record; an exit code where a request has failed."""
+def bench_serve(options: ServeBenchOptions, engine: Given) -> int | None:
+    """Measure, print and record; return an exit code if a request failed."""
     url = Url.read(options.url, options.api_key or os.environ.get(KEY_VARIABLE) or None)
     if options.endpoint not in PATHS:
-        raise ConfigError(
-            f"--endpoint {shown(options.endpoint)} was asked", f"{', '.join(PATHS)} work", f"write --endpoint {CHAT}"
-        )
-    if options.json_file not in (None, STDOUT) and not Path(str(options.json_file)).absolute().parent.is_dir():
-        raise ConfigError(f"--json {shown(options.json_file)} was asked", "its folder does not exist", "make it first")
+        raise ConfigError("value.not_one_of", name="--endpoint", accepted=list(PATHS), value=options.endpoint)
+    record_file(options.json_file)
     load = _read_load(options)
     timeout = read_number(options.timeout)
     if isinstance(timeout, str) or not 0 < timeout <= MAX_SECONDS:
-        raise ConfigError(
-            f"--timeout {shown(options.timeout)} was asked", "seconds above 0 work", "write --timeout 600"
-        )
+        raise ConfigError("value.out_of_range", name="--timeout", minimum=0, maximum=MAX_SECONDS, value=options.timeout)
     _raise_file_limit(load)
-    data = _read_dataset(options, load)
+    data = None
+    if options.dataset is not None:
+        data = read_dataset(options.dataset, options.endpoint, load.num_requests, load.sizes.num_output)
     model, target, figures = asyncio.run(_run(options, url, load, timeout, data))
-    is_to_stderr = options.json_file == STDOUT
-    lines = figure_lines(figures, f"{for_terminal(model)} at {url.address}{PATHS[options.endpoint]}, {load.words}")
-    show_beside(lines) if is_to_stderr else show(lines)
+    lines = figure_lines(figures, f"{for_terminal(model)} at {url.address}{PATHS[options.endpoint]}, {load.text}")
+    show_beside(lines) if options.json_file == STDOUT else show(lines)
     if options.json_file is not None:
-        _write_record(options, model, load, target, figures)
+        command, settings = ["holdfast", *without_key(sys.argv[1:])], f"{options.endpoint}, {load.text}"
+        facts = {"endpoint": options.endpoint, "clients": load.num_clients, "rate": load.rate}
+        facts["extra_body"] = dict(target.extra)
+        write_record(make_record(model, settings, [figures.as_dict()], command, **facts), options.json_file)
     return FAILED if figures.errors else None
-
-
-def _read_dataset(options: ServeBenchOptions, load: _Load) -> list[Work] | None:
-    """Before a server is asked anything."""
-    if options.dataset is None:
-        return None
-    return read_dataset(options.dataset, options.endpoint, load.num_requests, load.sizes.num_output)
 
 
 async def _run(
@@ -121,7 +111,7 @@ async def _run(
         work = data
     else:
         if target is plain:
-            write_line("note: this server cannot be told to ignore the end of an answer; answers may be shorter")
+            write_line("note: this server has no ignore_eos, so answers may be shorter")
         choose = random.Random(load.seed)
         work = random_work(options.endpoint, load.num_requests or DEFAULT_REQUESTS, load.sizes, fit, choose)
     with GenerationBar(len(work), True) as bar:
@@ -131,36 +121,26 @@ async def _run(
 
 def _read_load(options: ServeBenchOptions) -> _Load:
     if options.clients is not None and options.rate is not None:
-        raise ConfigError(
-            "--clients and --rate were asked", "clients wait for their answers, arrivals do not", "choose one of them"
-        )
+        reason = "clients wait for their answers, arrivals do not"
+        raise ConfigError("cli.exclusive", first="--clients", second="--rate", reason=reason)
     rate = None if options.rate is None else read_number(options.rate)
     if isinstance(rate, str) or (rate is not None and not (0 < rate < math.inf)):
-        raise ConfigError(
-            f"--rate {shown(options.rate)} was asked", "requests per second above 0 work", "write --rate 4"
-        )
-    clients = None if rate is not None else _whole(options.clients or str(DEFAULT_CLIENTS), "--clients", MAX_CLIENTS)
-    requests = None if options.requests is None else _whole(options.requests, "--requests", MAX_REQUESTS)
+        raise ConfigError("value.not_positive", name="--rate", value=options.rate)
+    clients = None
+    if rate is None:
+        clients = read_whole(options.clients or str(DEFAULT_CLIENTS), "--clients", 1, MAX_CLIENTS)
+    requests = None if options.requests is None else read_whole(options.requests, "--requests", 1, MAX_REQUESTS)
     if requests is None and options.dataset is None:
         requests = max(DEFAULT_REQUESTS, 4 * (clients or 0))
     seed = read_count(options.seed)
     if not isinstance(seed, int):
-        raise ConfigError(f"--seed {shown(options.seed)} was asked", "a whole number works", "write --seed 0")
+        raise ConfigError("value.not_integer", name="--seed", value=options.seed)
     sizes = Sizes(read_range(options.input_len, "--input-len"), read_range(options.output_len, "--output-len"))
     return _Load(clients, rate, requests, sizes, seed)
 
 
-def _whole(text: str, option: str, most: int) -> int:
-    number = read_count(text)
-    if not isinstance(number, int) or not 1 <= number <= most:
-        raise ConfigError(
-            f"{option} {shown(text)} was asked", f"whole numbers from 1 to {most} work", f"write {option} 8"
-        )
-    return number
-
-
 def _raise_file_limit(load: _Load) -> None:
-    """Every client has a connection, which is an open file."""
+    """Raise the limit of open files: every client has a connection."""
     try:
         import resource
     except ImportError:
@@ -171,20 +151,15 @@ def _raise_file_limit(load: _Load) -> None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        if load.num_clients is None:  # arrivals are rarely all there at once
-            wanted = hard
-        else:
-            raise ConfigError(
-                f"--clients {most} was asked",
-                f"this process may open {hard} files",
-                f"ask for {hard - SPARE_FILES} at most, or raise ulimit -n",
-            )
+        if load.num_clients is not None:
+            raise ConfigError("bench.too_many_clients", clients=most, files=hard, most=hard - SPARE_FILES)
+        wanted = hard  # arrivals are rarely all open at once
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def figure_lines(figures: Figures, title: str) -> list[Line]:
-    """Two tables, and what went wrong."""
-    counted = "" if figures.is_counted_by_server else " (by events: the server tells no usage)"
+    """Print rates, times and errors."""
+    counted = "" if figures.is_counted_by_server else " (by events: the server sends no usage)"
     rates = (
         ("", "per second", "in all"),
         ("requests", f"{figures.per_second(figures.num_finished):.2f}", str(figures.num_finished)),
@@ -222,41 +197,12 @@ def _ms(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{1e3 * seconds:.1f}"
 
 
-def _write_record(options: ServeBenchOptions, model: str, load: _Load, target: Target, figures: Figures) -> None:
-    record = {
-        "date": today(),
-        "machine": machine(),
-        "model": model,
-        "settings": f"{options.endpoint}, {load.words}",
-        "results": [figures.as_dict()],
-        "endpoint": options.endpoint,
-        "clients": load.num_clients,
-        "rate": load.rate,
-        "extra_body": dict(target.extra),
-        "command": _command(sys.argv[1:]),
-        "commit": commit(),
-        "versions": versions(),
-        "cpu": cpu_name(),
-        "num_cores": num_cores(),
-    }
-    text = f"{dumps(record, indent=1)}\n"
-    if options.json_file == STDOUT:
-        write_answer(text)
-        return
-    Path(str(options.json_file)).write_text(text, encoding="utf-8")
-    write_line(f"record written to {options.json_file}")
-
-
-def _command(words: Sequence[str]) -> str:
-    """What was typed, without the key."""
-    import shlex
-
-    kept = [
-        "***"
-        if place and words[place - 1] == "--api-key"
-        else word.partition("=")[0] + "=***"
-        if word.startswith("--api-key=")
-        else word
-        for place, word in enumerate(words)
-    ]
-    return shlex.join(["holdfast", *kept])
+def without_key(arguments: Sequence[str]) -> list[str]:
+    """Hide the API key of a command line."""
+    hidden = []
+    for place, argument in enumerate(arguments):
+        if place and arguments[place - 1] == "--api-key":
+            hidden.append("***")
+        else:
+            hidden.append("--api-key=***" if argument.startswith("--api-key=") else argument)
+    return hidden

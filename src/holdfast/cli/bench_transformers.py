@@ -1,4 +1,4 @@
-"""transformers in a race: the same weights, type and threads, and its eager `generate`."""
+"""transformers in a benchmark: the same weights, dtype and threads, and its eager `generate`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.cli.bench_cases import Case, Timing, TokenIds
-from holdfast.errors import ConfigError, UnsupportedModelError, install_words
+from holdfast.errors import ConfigError, UnsupportedModelError
 from holdfast.loading.gguf.config import gguf_config
 from holdfast.loading.planning.open_model import OpenModel
 from holdfast.loading.sources.source import read_rows
@@ -18,27 +18,26 @@ PADDING = 0
 
 
 def check_installed() -> None:
-    """Say so before anything is loaded."""
+    """Refuse --against transformers before anything loads if it is not installed."""
     if find_spec("transformers") is None:
-        raise ConfigError("--against transformers was asked", "it is not installed", install_words("transformers"))
+        raise ConfigError("bench.no_transformers")
 
 
 class _Clock:
-    """What `generate` calls a streamer: told of the prompts, then of each new token of every sequence."""
+    """A streamer of `generate`: gets the prompts, then each new token of every sequence."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """Note when it came."""
         self.seconds.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class TransformersContestant:
-    """A model of transformers. Sequences of a case run in batches of `max_batch`, padded on the left."""
+    """A model of transformers; runs batches of `max_batch`, padded on the left."""
 
     name = "transformers"
 
@@ -46,7 +45,7 @@ class TransformersContestant:
         import transformers
 
         model.eval()
-        # Nothing but the number of tokens ends a sequence, as in the other engine.
+        # Only the number of tokens ends a sequence, as in our engine.
         model.generation_config = transformers.GenerationConfig(
             do_sample=False, eos_token_id=None, pad_token_id=PADDING, use_cache=True
         )
@@ -54,7 +53,7 @@ class TransformersContestant:
         self._max_batch = max_batch
 
     def run(self, case: Case) -> Timing:
-        """One batch after the other."""
+        """Run one batch after the other."""
         start, first_seconds = time.perf_counter(), 0.0
         token_ids: list[TokenIds] = []
         for begin in range(0, len(case.prompts), self._max_batch):
@@ -80,7 +79,7 @@ class TransformersContestant:
 
 
 def open_transformers(opened: OpenModel, dtype: str, device: str) -> Any:  # noqa: ANN401 - a class made by transformers
-    """The model as transformers has it: from a folder by its own loader, from a GGUF file out of our own tensors."""
+    """Open the model in transformers: a folder by its loader, a GGUF file from our tensors."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -97,7 +96,7 @@ def open_transformers(opened: OpenModel, dtype: str, device: str) -> Any:  # noq
 
 
 def _settings(opened: OpenModel) -> dict[str, Any]:
-    """A config.json for transformers, whose rotary settings have moved into one place."""
+    """Make a config.json for transformers, which keeps RoPE settings in one place."""
     assert opened.gguf is not None, f"{opened.path} is no GGUF file"
     settings: dict[str, Any] = dict(gguf_config(opened.gguf))
     scaling = settings.pop("rope_scaling")
@@ -108,17 +107,14 @@ def _settings(opened: OpenModel) -> dict[str, Any]:
 
 
 def copy_weights(opened: OpenModel, state: Mapping[str, torch.Tensor]) -> None:
-    """Every tensor of the file into the place of the same name, and nothing left over on either side."""
+    """Copy every tensor of the file by name; both sides must have the same names."""
     source = opened.source
     tied = {"lm_head.weight"} if opened.spec.tied_embeddings else set()
     missing = sorted(set(state) - set(source.entries) - tied)
     extra = sorted(set(source.entries) - set(state) - source.ignorable)
     if missing or extra:
-        raise UnsupportedModelError(
-            "--against transformers was asked",
-            f"its {opened.spec.architecture} has other tensors ({', '.join((missing or extra)[:3])})",
-            "pass the model as a Hugging Face folder",
-        )
+        names = (missing or extra)[:3]
+        raise UnsupportedModelError("bench.other_tensors", architecture=opened.spec.architecture, names=names)
     for name, entry in source.entries.items():
         if name not in state:
             continue

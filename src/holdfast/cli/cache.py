@@ -1,8 +1,10 @@
-"""`holdfast cache`: what earlier starts have kept of quantized weights, a line for each, and its removal; no torch."""
+"""`holdfast cache`: list or remove the cached quantized weights; no torch."""
 
 import time
+from typing import NamedTuple
 
 from holdfast.cli.layout import Table, table_lines
+from holdfast.cli.options import Given
 from holdfast.cli.tables import show
 from holdfast.cli.terminal import log_plainly, write_answer, write_line
 from holdfast.errors import HoldfastError
@@ -13,8 +15,19 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.models.settings import plain
 
 
+class CacheOptions(NamedTuple):
+    """Options of this command."""
+
+    clear: bool
+
+
+def cache(options: CacheOptions, engine: Given) -> None:
+    """List the entries, or remove those that no process uses."""
+    clear_weights() if options.clear else list_weights()
+
+
 def list_weights() -> None:
-    """A line for each entry, the one that was used last first; the sum, and where they lie, beside them."""
+    """Print a line for each entry, the most recently used first; the total goes to stderr."""
     folder = cache_folder()
     entries = cache_entries(folder)[::-1]
     if entries:
@@ -23,12 +36,12 @@ def list_weights() -> None:
 
 
 def clear_weights() -> None:
-    """Remove what nobody reads, and say how much it was."""
+    """Remove the entries that no process uses, and print their size."""
     log_plainly()
     folder = cache_folder()
     removed = format_bytes(clear_cache(folder))
     kept = _sum(cache_entries(folder))
-    stays = f"; {format_bytes(kept)} stay, in use or not to be removed" if kept else ""
+    stays = f"; {format_bytes(kept)} stay, in use or not removable" if kept else ""
     write_answer(f"{removed} of quantized weights removed from {folder}{stays}\n")
 
 
@@ -37,12 +50,12 @@ def _sum(entries: list[CacheEntry]) -> int:
 
 
 def _cells(entry: CacheEntry) -> tuple[str, str, str, str, str]:
-    """Size, how and what of, when it was used last, and its name."""
+    """Return size, scheme, source, last use and name."""
     size, name = format_bytes(entry.num_bytes), entry.folder.name
     try:
         manifest = read_manifest(entry.folder / MANIFEST_FILE)
     except HoldfastError:
-        return size, "unreadable", "the next start that wants it makes it again", "", name
+        return size, "unreadable", "the next start that needs it makes it again", "", name
     recipe, mesh, source = manifest.recipe, manifest.mesh, manifest.source
     scheme = manifest.dtype if recipe.scheme is None else f"{recipe.scheme.name}, {manifest.dtype}"
     rank = "" if mesh == ALONE else f", rank {mesh.rank} of {mesh.num_ranks}"

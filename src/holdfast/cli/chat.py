@@ -1,11 +1,11 @@
-"""`holdfast chat`: what is typed or piped, turn by turn; /commands; the history, taken back or kept; no torch."""
+"""`holdfast chat`: messages from a terminal or a pipe, /commands, and the history; no torch."""
 
 import difflib
 import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
-from dataclasses import fields
+from contextlib import closing, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from holdfast.cli.terminal import FAILED, dumps, quoted, write_answer, write_lin
 from holdfast.config import EngineConfig
 from holdfast.engine.admission import ChatOptions, PreparedRequest
 from holdfast.engine.outputs import OutputAssembler
-from holdfast.errors import ConfigError, RequestError, shown
+from holdfast.errors import ConfigError, RequestError
 from holdfast.loading.planning.open_model import GenerationDefaults
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
@@ -39,18 +39,18 @@ QUOTES = '"""'
 PROMPT, MORE = ">>> ", "... "
 SETTINGS = {setting.name: setting for setting in SAMPLING_SETTINGS}
 NAMES = (*SETTINGS, "seed")
-"""What /set may change."""
+"""Settings that /set changes."""
 SWITCH_WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 _COMMAND = re.compile(r"/([A-Za-z?]+)(?:\s+(.*))?", re.DOTALL)
 DEFAULT_MAX_TOKENS = 1024
 
 
 Turn = tuple[str, str, str]
-"""A question, its answer, and the thoughts before the answer."""
+"""A question, its answer, and the reasoning before the answer."""
 
 
 class ChatHistory:
-    """A system message, if any, and turns: a question and its answer, alternating."""
+    """A system message, if any, and the turns."""
 
     def __init__(self, system: str | None) -> None:
         self.system = system
@@ -61,51 +61,47 @@ class ChatHistory:
         return len(self._turns)
 
     def messages(self, question: str | None = None) -> list[Mapping[str, object]]:
-        """All of it as a chat template takes it, with a further question at its end."""
+        """Return the messages for a chat template, with a further question."""
         messages: list[Mapping[str, object]] = []
         if self.system is not None:
             messages.append({"role": "system", "content": self.system})
-        for asked, answered, thoughts in self._turns:
-            messages.append({"role": "user", "content": asked})
+        for earlier, answer, thoughts in self._turns:
+            messages.append({"role": "user", "content": earlier})
             reasoning = {"reasoning_content": thoughts} if thoughts else {}
-            messages.append({"role": "assistant", "content": answered, **reasoning})
+            messages.append({"role": "assistant", "content": answer, **reasoning})
         if question is not None:
             messages.append({"role": "user", "content": question})
         return messages
 
     def add(self, question: str, answer: str, thoughts: str = "") -> None:
-        """A turn that is over."""
+        """Append a finished turn."""
         self._turns.append((question, answer, thoughts))
 
     def take_back(self) -> Turn | None:
-        """Forget the last turn and return it; None if there was none."""
+        """Remove and return the last turn; None if there is none."""
         return self._turns.pop() if self._turns else None
 
     def clear(self) -> int:
-        """Forget every turn; how many there were."""
+        """Remove every turn and return their number."""
         num_turns = self.num_turns
         self._turns.clear()
         return num_turns
 
     def save(self, file: str, model: str) -> None:
-        """Write the messages to a new file, as JSON."""
+        """Write the messages to a new JSON file."""
         text = dumps({"model": model, "messages": self.messages()}, indent=2)
         try:
             with Path(file).expanduser().open("x", encoding="utf-8") as out:
                 out.write(f"{text}\n")
-        except FileExistsError as error:
-            raise ConfigError(
-                f"/save {shown(file)[1:-1]} was asked", "there is such a file already", "choose another name"
-            ) from error
         except (OSError, ValueError, RuntimeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"/save {shown(file)[1:-1]} was asked", reason, "choose another place") from error
+            raise ConfigError("cli.chat_not_saved", file=file, reason=reason) from error
 
 
 def split_thoughts(text: str, prompt: str | None) -> tuple[str, str]:
-    """Split a text into answer and thoughts, if the prompt has opened thoughts; else all of it is the answer.
+    """Split a text into answer and reasoning if the prompt opened a reasoning block.
 
-    Jinja templates find thoughts in old content; an encoder needs them in a field of their own.
+    Jinja templates find reasoning in old content; an encoder needs it in its own field.
     """
     if prompt is None or not prompt.rstrip().endswith(OPENING):
         return text, ""
@@ -116,20 +112,21 @@ def split_thoughts(text: str, prompt: str | None) -> tuple[str, str]:
 class Typed:
     """Messages from a terminal; one Ctrl-C clears the line, two in a row or Ctrl-D end the chat."""
 
-    def __init__(self, ask: Callable[[str], str] | None = None) -> None:
-        _edit_lines()
-        self._ask = ask if ask is not None else input
+    def __init__(self, read: Callable[[str], str] | None = None) -> None:
+        with suppress(ImportError):  # arrow keys and history, on systems that have them
+            import readline  # noqa: F401
+        self._read = read if read is not None else input
 
     def __iter__(self) -> Iterator[str]:
         was_interrupted = False
         while True:
             try:
-                message = _message(self._ask)
+                message = _message(self._read)
             except EOFError:
                 write_line("")
                 return
             except UnicodeDecodeError as error:
-                write_line(f"error: a line that is not {error.encoding} was typed; it was left out; set LC_ALL=C.UTF-8")
+                write_line(f"error: the line is not {error.encoding} and was dropped. Set LC_ALL=C.UTF-8.")
                 continue
             except KeyboardInterrupt:
                 if was_interrupted:
@@ -146,7 +143,7 @@ class Piped:
     """Messages from a pipe or a file: a line each, or several between triple quotes."""
 
     def __iter__(self) -> Iterator[str]:
-        def ask(prompt: str) -> str:
+        def read(prompt: str) -> str:
             line = sys.stdin.buffer.readline()
             if not line:
                 raise EOFError
@@ -154,59 +151,51 @@ class Piped:
 
         while True:
             try:
-                yield _message(ask)
+                yield _message(read)
             except EOFError:
                 return
 
 
-def _message(ask: Callable[[str], str]) -> str:
-    """One line, or the lines from one that begins with triple quotes to one that ends with them."""
-    line = ask(PROMPT)
+def _message(read: Callable[[str], str]) -> str:
+    """Read one line, or several between triple quotes."""
+    line = read(PROMPT)
     if not line.lstrip().startswith(QUOTES):
         return line
     lines = [line.lstrip().removeprefix(QUOTES)]
     while not lines[-1].rstrip().endswith(QUOTES):
         try:
-            lines.append(ask(MORE))
+            lines.append(read(MORE))
         except EOFError:
             return "\n".join(lines)
     lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
     return "\n".join(lines).strip("\n")
 
 
-def _edit_lines() -> None:
-    """Arrow keys and history, on systems that have them."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return
-
-
 class Answers(Protocol):
-    """The model, as a chat sees it."""
+    """The model of a chat."""
 
     model_name: str
     context_tokens: int
 
     def params(self, given: Given) -> SamplingParams:
-        """What was asked, on top of the model's own defaults."""
+        """Return sampling parameters on top of the model's defaults."""
         ...
 
     def prepare(self, messages: list[Mapping[str, object]], params: SamplingParams) -> PreparedRequest:
-        """Check a conversation; RequestError where it cannot be answered."""
+        """Check a conversation; raise RequestError if it cannot be answered."""
         ...
 
     def stream(self, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:
-        """Answer it."""
+        """Stream the answer."""
         ...
 
     def show_memory(self) -> None:
-        """Who holds how many bytes, for people."""
+        """Print memory by owner."""
         ...
 
 
 class ChatSession:
-    """One conversation. `take` handles what was typed; False ends the chat."""
+    """One conversation. `take` handles an input; False ends the chat."""
 
     def __init__(self, answers: Answers, history: ChatHistory, given: Given, is_watched: bool) -> None:
         self._answers = answers
@@ -220,23 +209,23 @@ class ChatSession:
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "help": ("this list", self._help),
             "clear": ("forget the conversation; the system message stays", self._clear),
-            "system": ("TEXT: what the model is told first; off removes it, no text shows it", self._system),
+            "system": ("TEXT: set the system message; off removes it, no text shows it", self._system),
             "undo": ("take back the last question and its answer", self._undo),
             "retry": ("answer the last question again", self._retry),
             "save": ("FILE: write the messages to a new file, as JSON", self._save),
-            "set": ("NAME=VALUE: change sampling, such as temperature=0.7; nothing shows it", self._set),
+            "set": ("NAME=VALUE: change sampling, such as temperature=0.7; without it, show the settings", self._set),
             "stats": ("tokens, speed and context used", self._stats),
-            "memory": ("who holds how many bytes", self._memory),
+            "memory": ("memory by owner", self._memory),
         }
 
     def take(self, text: str) -> bool:
-        """A question or a /command; errors are told, and the chat goes on."""
+        """Handle a question or a /command; print errors and continue."""
         match = _COMMAND.fullmatch(text.strip())
         try:
             if match is not None:
                 return self._command(match[1].lower(), (match[2] or "").strip())
             if text.strip():
-                self._ask(text[1:] if text.startswith("//") else text)
+                self._answer(text[1:] if text.startswith("//") else text)
         except (ConfigError, RequestError) as error:
             self.num_failures += 1
             write_line(f"error: {error}")
@@ -248,28 +237,28 @@ class ChatSession:
         name = "help" if name == "?" else name
         if name not in self._commands:
             near = difflib.get_close_matches(name, [*self._commands, "exit"], n=1)
-            do = f"did you mean /{near[0]}?" if near else "type /help, or //... to begin a message with a slash"
-            raise ConfigError(f"/{name} was asked", "there is no such command", do)
+            nearest = f"Did you mean /{near[0]}?" if near else "Type /help, or //... to begin a message with a slash."
+            raise ConfigError("cli.chat_unknown_command", name=name, nearest=nearest)
         self._commands[name][1](rest)
         return True
 
-    def _ask(self, question: str) -> bool:
-        """Answer a question; it joins the history together with its answer, or not at all, which is False."""
+    def _answer(self, question: str) -> bool:
+        """Answer a question and add both to the history; return False if there is no answer."""
         try:
             prepared = self._answers.prepare(self.history.messages(question), self._params)
         except RequestError as error:
-            kept = f"your message was left out, and {_turns(self.history.num_turns)} before it kept"
-            do = f"{error.do}; /undo takes back a turn, /clear all of them" if self.history.num_turns else error.do
-            raise type(error)(error.asked, f"{error.has}; {kept}", do) from error
+            error.hinting(f"The message was dropped; the chat keeps {_turns(self.history.num_turns)}.")
+            error.hinting("/undo removes a turn, /clear all of them." if self.history.num_turns else "")
+            raise
         output, was_stopped = self._stream(prepared)
         answer = output.outputs[0].text
         if not answer and was_stopped:
-            write_line("(stopped before the first word; the question is taken back)")
+            write_line("(stopped before the first token; the question is removed)")
             return False
         self.history.add(question, *split_thoughts(answer, prepared.prompt))
         self._speed = speed_of(output)
         self._num_output_tokens += self._speed.num_output_tokens
-        self._tell_ending(output, prepared, was_stopped)
+        self._report_ending(output, prepared, was_stopped)
         return True
 
     def _stream(self, prepared: PreparedRequest) -> tuple[RequestOutput, bool]:
@@ -289,16 +278,16 @@ class ChatSession:
             write_answer("\n")
         return output, was_stopped
 
-    def _tell_ending(self, output: RequestOutput, prepared: PreparedRequest, was_stopped: bool) -> None:
+    def _report_ending(self, output: RequestOutput, prepared: PreparedRequest, was_stopped: bool) -> None:
         assert self._speed is not None, "an answer has a speed"
         used = self._context_used()
         if was_stopped:
-            write_line("(stopped; what was said so far is kept, /undo takes it back)")
+            write_line("(stopped; the answer so far is kept, /undo removes it)")
         elif output.outputs[0].finish_reason == "length":
             if used >= self._answers.context_tokens:
                 write_line(
                     f"(the context of {used:,} tokens is full, so the answer ends here; nothing was dropped: "
-                    "/undo takes back a turn, /clear all of them)"
+                    "/undo removes a turn, /clear all of them)"
                 )
             else:
                 write_line(f"(cut at max_tokens={prepared.max_tokens}; /set max_tokens=N allows more)")
@@ -314,7 +303,7 @@ class ChatSession:
         return f"{self._answers.context_tokens:,}"
 
     def _help(self, rest: str) -> None:
-        lines = [f"  /{name:<8} {words}" for name, (words, _) in self._commands.items()]
+        lines = [f"  /{name:<8} {help}" for name, (help, _) in self._commands.items()]
         lines.append("  /exit     leave; so does Ctrl-D")
         lines.append('Anything else is a question; """ begins and ends one of several lines. Ctrl-C stops an answer.')
         write_line("\n".join(lines))
@@ -333,24 +322,24 @@ class ChatSession:
     def _undo(self, rest: str) -> None:
         turn = self.history.take_back()
         self._speed = None
-        write_line("(there is nothing to take back)" if turn is None else f"(taken back: '{quoted(turn[0])}')")
+        write_line("(nothing to remove)" if turn is None else f"(removed: '{quoted(turn[0])}')")
 
     def _retry(self, rest: str) -> None:
         turn = self.history.take_back()
         if turn is None:
-            raise ConfigError("/retry was asked", "nothing was asked yet", "ask something first")
+            raise ConfigError("cli.chat_nothing_to_retry")
         if self._params.is_greedy:
             write_line("(temperature is 0, so the answer will be the same; /set temperature=0.8 varies it)")
         is_answered = False
         try:
-            is_answered = self._ask(turn[0])
+            is_answered = self._answer(turn[0])
         finally:
             if not is_answered:
                 self.history.add(*turn)
 
     def _save(self, rest: str) -> None:
         if not rest:
-            raise ConfigError("/save was asked", "it needs the name of a new file", "type /save chat.json")
+            raise ConfigError("cli.chat_save_needs_file")
         self.history.save(rest, self._answers.model_name)
         write_line(f"({len(self.history.messages())} messages saved)")
 
@@ -368,8 +357,8 @@ class ChatSession:
     def _change(self, name: str, value: str, has_value: bool) -> None:
         if name not in NAMES or not has_value:
             near = difflib.get_close_matches(name, NAMES, n=1)
-            do = f"did you mean {near[0]}=...?" if near and has_value else "type /set temperature=0.7"
-            raise ConfigError(f"/set {shown(name)[1:-1]} was asked", f"the names are {', '.join(NAMES)}", do)
+            nearest = f"Did you mean {near[0]}=...?" if near and has_value else "Type /set temperature=0.7."
+            raise ConfigError("cli.chat_unknown_setting", value=name, accepted=NAMES, nearest=nearest)
         read = _read(name, value)
         given = {key: old for key, old in self._given.items() if key != name}
         if read is not None:
@@ -390,7 +379,7 @@ class ChatSession:
 
 
 def _read(name: str, value: str) -> object:
-    """A value of /set as its field takes it, or as it was typed: the field then refuses it in its own words."""
+    """Read a value of /set; keep an unreadable one as typed, so that the field refuses it."""
     setting = SETTINGS.get(name)
     if setting is None:
         return read_count(value)
@@ -404,7 +393,7 @@ def _turns(num_turns: int) -> str:
 
 
 class ModelAnswers:
-    """An opened model, as a chat sees it."""
+    """Answers of an opened model."""
 
     def __init__(self, opened: OpenedModel, reading: ChatOptions | None = None) -> None:
         self._opened = opened
@@ -413,7 +402,7 @@ class ModelAnswers:
         self.context_tokens = opened.context_tokens
 
     def params(self, given: Given) -> SamplingParams:
-        """What was asked, on top of the model's own defaults."""
+        """Return sampling parameters on top of the model's defaults."""
         return sampling_params(given, self._opened.engine.generation)
 
     def prepare(self, messages: list[Mapping[str, object]], params: SamplingParams) -> PreparedRequest:
@@ -421,48 +410,44 @@ class ModelAnswers:
         return prepare(self._opened.engine, messages, params, DEFAULT_MAX_TOKENS, self._reading)
 
     def stream(self, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:
-        """Answer it."""
+        """Stream the answer."""
         return stream(self._opened.llm, prepared)
 
     def show_memory(self) -> None:
-        """Who holds how many bytes."""
+        """Print memory by owner."""
         show_beside(memory_lines(self._opened.memory))
 
 
-def chat(
-    model: str | None,
-    system: str | None,
-    engine: Given,
-    sampling: Given,
-    memory_report: str | None = None,
-    allow_special_tokens: bool = False,
-    start: StartLine | None = None,
-) -> int:
-    """Talk until the input ends; the exit code."""
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """Options of this command."""
+
+    model: str | None
+    system: str | None = None
+    memory_report: str | None = None
+    allow_special_tokens: bool = False
+
+
+def chat(options: ChatRequest, engine: Given, sampling: Given, start: StartLine | None = None) -> int:
+    """Chat until the input ends and return the exit code."""
     sampling_params(sampling, GenerationDefaults())
     if sys.stdin is None:
-        raise ConfigError(
-            "a chat was asked", "standard input is closed", "start it at a terminal, or pipe messages in, a line each"
-        )
-    # One conversation is all that will come, so memory is planned for one.
-    config = EngineConfig.from_options(model=model, **({"max_num_seqs": 1} | engine))
+        raise ConfigError("cli.chat_without_stdin")
+    # There is one conversation, so memory is planned for one sequence.
+    config = EngineConfig.from_options(model=options.model, **({"max_num_seqs": 1} | engine))
     refuse_bare_ids(config)
-    is_watched = sys.stdin is not None and sys.stdin.isatty()
-    report = report_file(memory_report)
+    is_watched = sys.stdin.isatty()
+    report = report_file(options.memory_report)
     opened = open_visibly(config, report, start) if is_watched else open_quietly(config, report)
     if not opened.engine.has_chat_template:
-        raise ConfigError(
-            f"a chat with {opened.name} was asked",
-            "the model has no chat template",
-            "pass --chat-template FILE, or use holdfast run --raw",
-        )
-    answers = ModelAnswers(opened, ChatOptions(allow_special_tokens=allow_special_tokens))
-    session = ChatSession(answers, ChatHistory(system), sampling, is_watched)
+        raise ConfigError("cli.no_chat_template", model=opened.name)
+    answers = ModelAnswers(opened, ChatOptions(allow_special_tokens=options.allow_special_tokens))
+    session = ChatSession(answers, ChatHistory(options.system), sampling, is_watched)
     if is_watched:
         show_beside(memory_lines(opened.memory, is_compact=True))
         write_line(f"{opened.name}, context of {opened.context_tokens:,} tokens; /help lists commands, Ctrl-D leaves")
     for text in Typed() if is_watched else Piped():
         if not session.take(text):
             break
-    # Nobody watches a pipe, so what went wrong in between is told at the end.
+    # With a pipe, errors in between count at the end.
     return FAILED if session.num_failures and not is_watched else 0

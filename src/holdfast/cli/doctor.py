@@ -1,6 +1,6 @@
-"""`holdfast doctor`: what is here, and what is missing for what; a part that is broken is a line; no torch.
+"""`holdfast doctor`: what is installed, and what is missing for each feature; no torch.
 
-Facts are gathered once (`gather`); what follows from them (`abilities`) is a function of the facts alone.
+`gather` collects facts; `abilities` is a function of the facts alone.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from holdfast import __version__
 from holdfast.cli.layout import aligned, wrapped
 from holdfast.cli.measure import measure, rate_rows
+from holdfast.cli.options import Given
 from holdfast.cli.terminal import dumps, write_answer
 from holdfast.errors import HoldfastError
 from holdfast.loading.model_files import INSTALL, find_default_model
@@ -27,10 +28,10 @@ from holdfast.memory.devices import LEAST_CAPABILITY, available_host_bytes
 from holdfast.memory.sizes import format_bytes
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich")
-"""What a model cannot run without."""
+"""Packages that every model needs."""
 SERVER = ("fastapi", "uvicorn", "httptools", "prometheus-client")
-FORMS = ("llguidance",)
-EXTRAS = ("huggingface_hub", *SERVER, *FORMS, "transformers", "gguf")
+GRAMMARS = ("llguidance",)
+EXTRAS = ("huggingface_hub", *SERVER, *GRAMMARS, "transformers", "gguf")
 PROBE = """import runpy, sys
 sys.path.insert(0, sys.argv[1])
 runpy.run_module("holdfast.cli.torch_probe", run_name="__main__")"""
@@ -38,7 +39,7 @@ PROBE_SECONDS = 120
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 COMPILERS = ("cc", "gcc", "clang")
 MAX_MODELS = 12
-"""Of the Hub's cache, in words."""
+"""Models of the Hub cache that are listed."""
 T = TypeVar("T")
 
 
@@ -54,11 +55,11 @@ class GpuFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What torch says of itself in a process of its own."""
+    """What torch reports in another process."""
 
     version: str
     cuda: str | None = None
-    """The CUDA that it was built for."""
+    """CUDA version of the build."""
     hip: str | None = None
     triton: str | None = None
     num_threads: int = 1
@@ -71,7 +72,7 @@ class TorchFacts:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """A folder that is kept between starts."""
+    """A cache folder."""
 
     what: str
     path: str
@@ -82,7 +83,7 @@ class FolderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is here."""
+    """What is installed."""
 
     python: str = ""
     system: str = ""
@@ -91,14 +92,14 @@ class Facts:
     holdfast: str = __version__
     place: str = ""
     tree: str | None = None
-    """The source tree that it runs out of, if it does."""
+    """The source tree, if it runs from one."""
     pip: str = "pip"
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    """Versions by name; None for what is not installed."""
+    """Versions by name; None if not installed."""
     torch: TorchFacts | None = None
     torch_problem: str | None = None
     torch_range: str | None = None
-    """What this version of holdfast was made for."""
+    """Versions of torch that holdfast supports."""
     driver: str | None = None
     compiler: str | None = None
     folders: tuple[FolderFacts, ...] = ()
@@ -108,21 +109,28 @@ class Facts:
 
 
 class Ability(NamedTuple):
-    """Something that can be done here, or what it lacks."""
+    """A feature, and what it has or lacks."""
 
     what: str
     is_possible: bool
     words: str
     extra: str | None = None
-    """Of this package, that would add what is missing."""
+    """The extra of this package that would add it."""
 
 
-def doctor(as_json: bool, measures: bool = False) -> int:
-    """Print what is here and what follows, and how fast devices are if asked; 0 where a model can run."""
+class DoctorOptions(NamedTuple):
+    """Options of this command."""
+
+    as_json: bool
+    measure: bool = False
+
+
+def doctor(options: DoctorOptions, engine: Given) -> int:
+    """Print facts, abilities and optional rates; return 0 if a model can run."""
     facts = gather()
     can = abilities(facts)
-    found = measure() if measures else None
-    if as_json:
+    found = measure() if options.measure else None
+    if options.as_json:
         record: dict[str, object] = {"facts": asdict(facts), "abilities": [ability._asdict() for ability in can]}
         record["install"] = install_line(facts, can)
         if found is not None:
@@ -138,7 +146,7 @@ def doctor(as_json: bool, measures: bool = False) -> int:
 
 
 def can_run(can: tuple[Ability, ...]) -> bool:
-    """Whether any device takes a model."""
+    """Return True if a model can run on some device."""
     return any(ability.is_possible for ability in can if ability.what in (RUN_GPU, RUN_CPU))
 
 
@@ -154,15 +162,17 @@ TESTED = "-c constraints.txt takes the versions of our tests"
 
 
 def abilities(facts: Facts) -> tuple[Ability, ...]:
-    """What can be done here, what it lacks, and what to do about it."""
+    """List the features, what they lack, and how to add it."""
     return (
-        Ability(PLAN, True, "needs nothing but holdfast itself"),
+        Ability(PLAN, True, "needs only holdfast itself"),
         _run_on_gpu(facts),
         _run_on_cpu(facts),
         _compile(facts),
         _default_model(facts),
         _with_extra(facts, SERVE, SERVER, "server", "plan, run, chat and LLM work without it"),
-        _with_extra(facts, STRUCTURE, FORMS, "server", "answers without a form, and tools by choice, work without it"),
+        _with_extra(
+            facts, STRUCTURE, GRAMMARS, "server", "answers without a grammar, and optional tools, work without it"
+        ),
         _with_extra(facts, DOWNLOAD, ("huggingface_hub",), "hub", "Hub ids in the local cache work without it"),
         _keep_weights(facts),
         _with_extra(
@@ -172,12 +182,12 @@ def abilities(facts: Facts) -> tuple[Ability, ...]:
 
 
 def _missing(facts: Facts) -> str | None:
-    """Why no model runs at all."""
+    """Say why no model can run; None if one can."""
     absent = [name for name in PACKAGES if facts.packages.get(name) is None]
     if absent:
         return f"{', '.join(absent)} not installed; pip install {' '.join(absent)}"
     if facts.torch is None:
-        return f"torch does not start ({facts.torch_problem}); install it anew"
+        return f"torch does not start ({facts.torch_problem}); reinstall it"
     return None
 
 
@@ -193,24 +203,22 @@ def _run_on_gpu(facts: Facts) -> Ability:
     problem, torch = _missing(facts), facts.torch
     if problem is not None or torch is None:
         return Ability(RUN_GPU, False, problem or "")
-    least = ".".join(map(str, LEAST_CAPABILITY))
+    least, versions = ".".join(map(str, LEAST_CAPABILITY)), f" ({facts.torch_range})" if facts.torch_range else ""
     able = [gpu for gpu in torch.gpus if gpu.capability >= LEAST_CAPABILITY]
     if torch.hip is not None:
-        problem = (
-            "torch is built for ROCm, and AMD GPUs are not supported; install a CUDA build of torch for an NVIDIA GPU"
-        )
+        problem = "torch is built for ROCm, and AMD GPUs are not supported; install a CUDA build for an NVIDIA GPU"
     elif torch.cuda is None and facts.driver is None:
-        problem = "no NVIDIA driver is found, and torch has no CUDA"
+        problem = "no NVIDIA driver, and torch has no CUDA"
     elif torch.cuda is None:
-        problem = f"torch {torch.version} has no CUDA; install a CUDA build of torch{_range_words(facts)}"
+        problem = f"torch {torch.version} has no CUDA; install a CUDA build of torch{versions}"
     elif torch.cuda_problem is not None:
         problem = (
             f"{torch.cuda_problem}; torch is built for CUDA {torch.cuda}, the driver is {facts.driver or 'missing'}"
         )
     elif not torch.gpus:
-        problem = "torch sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        problem = "torch sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     elif not able:
-        problem = f"{_gpu_words(torch.gpus[0])}: below {least}, the least that is supported"
+        problem = f"{_gpu_words(torch.gpus[0])}: below {least}, the minimum"
     elif torch.triton is None:
         problem = "Triton is not installed; pip install triton"
     if problem is not None:
@@ -228,7 +236,7 @@ def _gpu_words(gpu: GpuFacts) -> str:
 
 def _compile(facts: Facts) -> Ability:
     torch = facts.torch
-    slow = "the same operations run in plain torch at about half the speed"
+    slow = "plain torch runs the same operations at about half the speed"
     if torch is None:
         words = "torch is needed first" if facts.compiler else f"no C compiler (cc, gcc, clang): {slow}; install gcc"
         return Ability(COMPILE, False, words)
@@ -236,7 +244,7 @@ def _compile(facts: Facts) -> Ability:
         return Ability(COMPILE, True, f"in {torch.kernel_file}")
     if torch.kernel_problem is not None:
         return Ability(COMPILE, False, f"{torch.kernel_problem}; {slow}")
-    return Ability(COMPILE, True, f"the first start on a CPU makes them with {facts.compiler}, in some seconds")
+    return Ability(COMPILE, True, f"the first start on a CPU makes them with {facts.compiler}, in a few seconds")
 
 
 def _default_model(facts: Facts) -> Ability:
@@ -246,7 +254,7 @@ def _default_model(facts: Facts) -> Ability:
 
 
 def _with_extra(facts: Facts, what: str, packages: tuple[str, ...], extra: str, without: str) -> Ability:
-    """What needs the packages of an extra, and what works without them."""
+    """Describe a feature that needs the packages of an extra."""
     absent = [name for name in packages if facts.packages.get(name) is None]
     if absent:
         return Ability(what, False, f"{', '.join(absent)} not installed, part of [{extra}]; {without}", extra)
@@ -254,12 +262,12 @@ def _with_extra(facts: Facts, what: str, packages: tuple[str, ...], extra: str, 
 
 
 def install_line(facts: Facts, can: tuple[Ability, ...]) -> str | None:
-    """The command that installs every extra that lacks a package; None if none does."""
+    """Return the command that installs the missing extras; None if none is missing."""
     extras = ",".join(dict.fromkeys(ability.extra for ability in can if ability.extra))
     if not extras:
         return None
     if facts.tree is None:
-        return f"pip install '.[{extras}]', in a clone of Holdfast: no package index has it"
+        return f"pip install '.[{extras}]', in a clone of Holdfast: it is not on PyPI"
     return f"cd {facts.tree} && {facts.pip} install -e '.[{extras}]'"
 
 
@@ -271,19 +279,15 @@ def _keep_weights(facts: Facts) -> Ability:
     return Ability(KEEP, True, f"in {folder.path}{free}")
 
 
-def _range_words(facts: Facts) -> str:
-    return f" ({facts.torch_range})" if facts.torch_range else ""
-
-
 def _outside(facts: Facts) -> str:
-    """A warning where torch is one that this version was not made for."""
+    """Warn about an unsupported version of torch."""
     if facts.torch is None or not facts.torch_range or is_within(facts.torch.version, facts.torch_range):
         return ""
-    return f"; torch {facts.torch.version} is not {facts.torch_range}, which holdfast is made for"
+    return f"; torch {facts.torch.version} is not {facts.torch_range}, which holdfast supports"
 
 
 def is_within(found: str, range_words: str) -> bool:
-    """Whether a version is in a range such as >=2.11,<2.14."""
+    """Return True if a version is in a range such as >=2.11,<2.14."""
     release = _release(found)
     for part in range_words.split(","):
         match = re.fullmatch(r"\s*(>=|<)\s*([0-9.]+)\s*", part)
@@ -301,14 +305,14 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def report_lines(facts: Facts, can: tuple[Ability, ...], columns: int) -> list[str]:
-    """All of it for eyes: what is here, then what can be done."""
+    """Print facts, then abilities."""
     here = [(name, words) for name, words in _fact_rows(facts) if words]
     mark = {True: "ok", False: "no"}
     able = [(ability.what, f"{mark[ability.is_possible]}: {ability.words}") for ability in can]
     lines = ["here", *_table(here, columns), "", "can", *_table(able, columns), ""]
     install = install_line(facts, can)
     if install is not None:
-        # On one line, however long: it is copied from here.
+        # On one line, to copy it.
         lines += [f"to install what is missing ({TESTED}):", f"  {install}", ""]
     first = "holdfast run -p 'Hello'" if facts.default_model else "holdfast run path/to/model -p 'Hello'"
     return [*lines, f"ready: {first}" if can_run(can) else "no model can run here yet: see the lines with no"]
@@ -347,12 +351,12 @@ def _folder_words(folder: FolderFacts) -> str:
 
 
 def _table(rows: list[tuple[str, str]], columns: int) -> list[str]:
-    """Two columns; what is too long for the second goes on below it."""
+    """Print two columns; wrap the second."""
     width = max(len(name) for name, _ in rows) + 2
-    room = max(columns - width - 4, 40)
+    text_columns = max(columns - width - 4, 40)
     cells = []
     for name, words in rows:
-        parts = wrapped(words, room)
+        parts = wrapped(words, text_columns)
         cells += [(f"  {name if index == 0 else ''}", part) for index, part in enumerate(parts)]
     return aligned(cells, right=())
 
@@ -361,11 +365,11 @@ WEIGHTS, HUB = "weight cache", "Hub cache"
 
 
 def gather() -> Facts:
-    """Look at everything; what cannot be looked at is said in words."""
+    """Collect all facts; a part that fails becomes a text."""
     torch, torch_problem = None, "it is not installed"
     packages = {name: _version(name) for name in (*PACKAGES, *EXTRAS)}
     if packages["torch"] is not None:
-        torch, torch_problem = _ask_torch()
+        torch, torch_problem = _probe_torch()
     hub_models, hub_problem = _guarded(_hub_models)
     driver, _ = _guarded(_driver)
     model, _ = _guarded(lambda: str(find_default_model()))
@@ -392,16 +396,16 @@ def gather() -> Facts:
     )
 
 
-def _guarded(ask: Callable[[], T]) -> tuple[T | None, str | None]:
-    """An answer, or what stood in its way."""
+def _guarded(find: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return a result, or why there is none."""
     try:
-        return ask(), None
+        return find(), None
     except (OSError, ValueError, RuntimeError, ImportError, AttributeError, HoldfastError) as error:
         return None, " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _source_tree() -> Path | None:
-    """The tree that this file lies in, if it was not copied out of it."""
+    """Return the source tree of this file; None if it is installed elsewhere."""
     tree = Path(__file__).parents[3]
     is_ours = 'name = "holdfast"' in (tree / "pyproject.toml").read_text(encoding="utf-8")
     return tree if is_ours and (tree / "src" / "holdfast") == Path(__file__).parents[1] else None
@@ -415,7 +419,7 @@ def _version(name: str) -> str | None:
 
 
 def _torch_range() -> str | None:
-    """As the package declares it; nothing where it runs out of a tree that was never installed."""
+    """Return the versions of torch that the package declares; None if it is not installed."""
     try:
         needs = requires("holdfast") or []
     except (PackageNotFoundError, OSError, ValueError):
@@ -424,13 +428,13 @@ def _torch_range() -> str | None:
     return ",".join(sorted(found[1].strip().split(","), reverse=True)) if found else None
 
 
-def _ask_torch() -> tuple[TorchFacts | None, str]:
-    """In a process of its own: a broken library may end it, and a broken driver may never answer."""
+def _probe_torch() -> tuple[TorchFacts | None, str]:
+    """Run torch_probe.py in another process: a broken library may abort it, and a broken driver may hang."""
     command = [sys.executable, "-c", PROBE, str(Path(__file__).parents[2])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return None, f"it gave no answer within {PROBE_SECONDS} seconds"
+        return None, f"no answer within {PROBE_SECONDS} seconds"
     except OSError as error:
         return None, str(error)
     if done.returncode != 0:
@@ -440,17 +444,17 @@ def _ask_torch() -> tuple[TorchFacts | None, str]:
 
 
 def read_probe(text: str) -> tuple[TorchFacts | None, str]:
-    """What the process has printed: its last line, since libraries talk too."""
+    """Parse the last line of the probe; libraries print lines too."""
     try:
-        told = json.loads(text.strip().splitlines()[-1])
-        gpus = tuple(GpuFacts(**(gpu | {"capability": tuple(gpu["capability"])})) for gpu in told.pop("gpus"))
-        return TorchFacts(**told, gpus=gpus), ""
+        facts = json.loads(text.strip().splitlines()[-1])
+        gpus = tuple(GpuFacts(**(gpu | {"capability": tuple(gpu["capability"])})) for gpu in facts.pop("gpus"))
+        return TorchFacts(**facts, gpus=gpus), ""
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         return None, f"its answer cannot be read ({type(error).__name__})"
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's kernel module, which is there without any tool of theirs."""
+    """Return the version of NVIDIA's kernel module."""
     match = re.search(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", DRIVER_FILE.read_text())
     return match[1] if match else None
 
@@ -487,7 +491,7 @@ def _hub_folder() -> FolderFacts:
 
 
 def _blob_bytes(folder: Path) -> int:
-    """What the files of all repositories take; the client keeps each once, beside links to it."""
+    """Sum the files of all repositories; each is stored once."""
     if not folder.exists():
         return 0
     return sum(file.stat().st_size for file in folder.glob("models--*/blobs/*") if file.is_file())
@@ -500,7 +504,7 @@ def _hub_models() -> tuple[str, ...]:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Of the disk that a folder lies on, or would."""
+    """Return the free bytes of a folder's disk."""
     for place in (folder, *folder.parents):
         free, _ = _guarded(lambda place=place: shutil.disk_usage(place).free)
         if free is not None:

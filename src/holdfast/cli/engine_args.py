@@ -1,4 +1,4 @@
-"""EngineArgs and FlexibleArgumentParser: a program of its own that takes the options of an engine, as vLLM's programs do; no torch."""
+"""EngineArgs and FlexibleArgumentParser: vLLM's classes for programs that take the options of an engine; no torch."""
 
 import argparse
 import dataclasses
@@ -16,30 +16,29 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig))
 
 
 class EngineArgs(EngineConfig):
-    """vLLM's name of the options of an engine: an EngineConfig that takes vLLM's names and whose fields may be set later."""
+    """An EngineConfig that takes vLLM's names and whose fields may be set later."""
 
     def __init__(self, model: str | None = None, **options: object) -> None:
         self._take(EngineConfig.from_options(model=model, **options))
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Check a field that is set later like one of a new EngineArgs."""
+        """Check the field as the constructor does."""
         own = ALIASES.get(name, name)
         left = {field: given for field, given in vars(self).items() if field != own}
         self._take(EngineConfig.from_options(**left, **{name: value}))
 
     def __getattr__(self, name: str) -> object:
-        """A field by vLLM's name."""
         if name in ALIASES:
             return getattr(self, ALIASES[name])
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Give a parser an option for every field and every name that vLLM has; what is not typed keeps its default."""
+        """Add an option for every field and every name of vLLM; others keep their default."""
         group = parser.add_argument_group("Engine")
         defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
         group.add_argument(
-            "--model", default=None, help="A folder, a GGUF file or owner/name; left out: the default model."
+            "--model", default=None, help="A folder, a GGUF file or owner/name. Default: the default model."
         )
         for setting in ENGINE_SETTINGS:
             row: dict[str, Any] = {"dest": setting.name, "default": defaults[setting.name], "help": argparse.SUPPRESS}
@@ -56,12 +55,12 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        """The options that a parser has filled in; others of the program are left to it."""
+        """Make EngineArgs from parsed arguments; ignore other options of the program."""
         names = {*_FIELDS, *ALIASES, *ENGINE_NAMES}
         return cls(**{name: value for name, value in vars(args).items() if name in names})
 
     def create_engine_config(self, *args: object, **options: object) -> EngineConfig:
-        """The options as the engine takes them."""
+        """Return the options as an EngineConfig."""
         return EngineConfig(**vars(self))
 
     def _take(self, config: EngineConfig) -> None:
@@ -70,7 +69,7 @@ class EngineArgs(EngineConfig):
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The same for an AsyncLLM."""
+    """EngineArgs of an AsyncLLM."""
 
 
 _SHORT = {"tensor_parallel_size": ("-tp",), "pipeline_parallel_size": ("-pp",)}
@@ -85,12 +84,11 @@ def _add_foreign(group: argparse._ArgumentGroup, name: str, foreign: Foreign) ->
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, which takes --max_model_len for --max-model-len."""
+    """ArgumentParser that also accepts --max_model_len for --max-model-len."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Dashes in names of options, whatever was typed."""
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args([_dashed(argument) for argument in given], namespace or argparse.Namespace())
 
@@ -101,5 +99,5 @@ def _dashed(argument: str) -> str:
 
 
 def random_uuid() -> str:
-    """A name for a request that no other has."""
+    """Return a unique request id."""
     return uuid.uuid4().hex

@@ -1,13 +1,11 @@
-"""`holdfast eval`: what KV formats and weight schemes cost in quality, as a table, a record and a page; no torch."""
+"""`holdfast eval`: the quality of KV formats and weight schemes, as a table, a record and a page; no torch."""
 
 import datetime
 import difflib
 import hashlib
-import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -15,23 +13,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.api.llm import open_headers
 from holdfast.api.progress import SECONDS_BETWEEN_UPDATES, LoadingBar, is_watched
-from holdfast.cli import bench_record
+from holdfast.cli.bench_record import make_record, record_file, write_record
 from holdfast.cli.opened_model import BYTE_ORDER_MARK, import_torch, model_name, shown_download
-from holdfast.cli.options import Given, read_count
+from holdfast.cli.options import Given, read_count, read_whole
 from holdfast.cli.page import eval_page, page_file, write_page
 from holdfast.cli.tables import WEIGHTS, EvalView, quality_lines, show, show_beside
-from holdfast.cli.terminal import MAX_PATH, STDOUT, dumps, log_plainly, write_answer, write_line
+from holdfast.cli.terminal import MAX_PATH, STDOUT, log_plainly, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, PromptError, shown
 from holdfast.eval.text_windows import MIN_WINDOW, cut_windows
 from holdfast.loading.planning.open_model import OpenModel
-from holdfast.models.declared_weights import BEFORE
 from holdfast.quant.formats import ALL_KV_FORMATS
 from holdfast.quant.weight_schemes import UNQUANTIZED, find_scheme
 
 if TYPE_CHECKING:
-    from holdfast.eval.kv_quality import Entry, Quality
-    from holdfast.eval.weight_quality import Listener, SchemeEntry
+    from holdfast.eval.kv_quality import Entry
+    from holdfast.eval.weight_quality import SchemeEntry
 
 NUM_LINES = 10
 ALL = "all"
@@ -42,11 +39,11 @@ TOPICS = "the topics of Python's help"
 
 
 class EvalBar:
-    """`bar(done, total)` in tokens that some format or scheme has read."""
+    """`bar(done, total)` in tokens of all formats or schemes."""
 
     def __init__(self) -> None:
         self._started_at = self._shown_at = time.monotonic()
-        self._num_told = 0
+        self._num_reported = 0
         self._progress = None
         if not is_watched():
             return
@@ -76,48 +73,40 @@ class EvalBar:
     def __call__(self, num_done: int, num_total: int) -> None:
         now = time.monotonic()
         speed = num_done / max(now - self._started_at, 1e-6)
-        how_far = num_done, num_total, speed
+        progress = num_done, num_total, speed
         if self._progress is None:
-            self._tell(*how_far)
+            self._report(*progress)
         elif now - self._shown_at >= SECONDS_BETWEEN_UPDATES or num_done == num_total:
             self._shown_at = now
-            left = "-:--:--" if num_done == 0 else str(datetime.timedelta(seconds=round(_seconds_left(*how_far))))
+            left = "-:--:--" if num_done == 0 else str(datetime.timedelta(seconds=round(_seconds_left(*progress))))
             self._progress.update(self._task, completed=num_done, total=num_total, speed=speed, left=left)
 
-    def _tell(self, num_done: int, num_total: int, speed: float) -> None:
+    def _report(self, num_done: int, num_total: int, speed: float) -> None:
         tenth = num_done * NUM_LINES // max(num_total, 1)
-        if tenth > self._num_told:
-            self._num_told = tenth
+        if tenth > self._num_reported:
+            self._num_reported = tenth
             left = _seconds_left(num_done, num_total, speed)
             write_line(f"read {num_done:,} of {num_total:,} tokens, {speed:.0f} tokens/s, {left:.0f} s left")
 
 
 def _seconds_left(num_done: int, num_total: int, speed: float) -> float:
-    """By the speed so far: chunks are read and compared in turns, and a speed of the last seconds is that of one of both."""
+    """Estimate from the mean speed: chunks are read and compared in turns at different speeds."""
     return (num_total - num_done) / max(speed, 1e-6)
 
 
 def quality_record(view: EvalView, command: Sequence[str], facts: Mapping[str, object]) -> dict[str, object]:
-    """One run on this machine, now; the first result is the reference."""
-    return {
+    """Describe a run on this machine, now; the first result is the reference."""
+    settings = f"{view.settings}, {view.num_windows} windows of {view.window} tokens"
+    own = {
         "section": view.subject.section,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": bench_record.machine(),
-        "model": view.model,
-        "settings": f"{view.settings}, {view.num_windows} windows of {view.window} tokens",
-        "results": [_result(view, place) for place in range(len(view.qualities))],
-        "command": shlex.join(command),
-        "commit": bench_record.commit(),
-        "versions": bench_record.versions(),
-        "cpu": bench_record.cpu_name(),
-        "num_cores": bench_record.num_cores(),
         "text": view.text,
         "window": view.window,
         "num_windows": view.num_windows,
         "reference": view.qualities[0].name,
         f"plain_{view.subject.size_key}": view.plain_bytes,
-        **facts,
     }
+    results = [_result(view, place) for place in range(len(view.qualities))]
+    return make_record(view.model, settings, results, command, **own, **facts)
 
 
 def _result(view: EvalView, place: int) -> dict[str, object]:
@@ -135,51 +124,75 @@ def _result(view: EvalView, place: int) -> dict[str, object]:
 
 
 class EvalOptions(NamedTuple):
-    """What is asked of this command alone."""
+    """Options of both commands."""
 
     model: str | None
     text: str | None
-    formats: str
     window: str
     tokens: str | None
     json_file: str | None
     html: str | None
+    formats: str = ALL
+    schemes: str = ALL
+
+
+class EvalText(NamedTuple):
+    """The text to read, and its windows."""
+
+    text: str
+    name: str
+    window: int
+    max_tokens: int | None
+
+
+class _Outputs(NamedTuple):
+    """Where to write, checked."""
+
+    json_file: str | None
+    html: Path | None
+
+    @classmethod
+    def read(cls, options: EvalOptions) -> "_Outputs":
+        html = None if options.html is None else page_file(options.html, "--html")
+        return cls(record_file(options.json_file), html)
+
+    def write(self, view: EvalView, text: str) -> None:
+        """Print the table, and write page and record."""
+        if self.html is not None:
+            write_page(self.html, eval_page(view))
+            write_line(f"page written to {shown(str(self.html), MAX_PATH)[1:-1]}")
+        lines = quality_lines(view)
+        show_beside(lines) if self.json_file == STDOUT else show(lines)
+        if self.json_file is not None:
+            facts = {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}
+            write_record(quality_record(view, ["holdfast", *sys.argv[1:]], facts), self.json_file)
 
 
 def eval_kv(options: EvalOptions, engine: Given) -> None:
-    """Measure, and tell. Everything that was typed is checked before a model is touched."""
+    """Measure KV formats. All options are checked before the model is opened."""
     names = read_formats(options.formats)
     window, max_tokens = read_window(options.window), read_tokens(options.tokens)
-    json_file = record_file(options.json_file)
-    html = None if options.html is None else page_file(options.html, "--html")
+    outputs = _Outputs.read(options)
     config = EngineConfig.from_options(model=options.model, **engine)
-    text = read_text(options.text)
+    text = EvalText(read_text(options.text), Path(str(options.text)).name, window, max_tokens)
     log_plainly()
-    tell_rounding(window, max_tokens)
+    report_rounding(text)
     model = open_headers(config, shown_download)
     try:
         import_torch()
-        view = measure_formats(config, model, names, text, Path(str(options.text)).name, window, max_tokens)
+        view = measure_formats(config, model, names, text)
     finally:
         model.source.close()
-    tell(view, text, json_file, html)
+    outputs.write(view, text.text)
 
 
-def measure_formats(
-    config: EngineConfig,
-    model: OpenModel,
-    names: tuple[str, ...] | None,
-    text: str,
-    text_name: str,
-    window: int,
-    max_tokens: int | None,
-) -> EvalView:
+def measure_formats(config: EngineConfig, model: OpenModel, names: Sequence[str] | None, text: EvalText) -> EvalView:
     from holdfast.engine.open_text import open_tokenizer
     from holdfast.eval.kv_quality import measure, open_contenders, settle_config
 
-    name = model_name(config)
-    windows = cut_windows(open_tokenizer(config, model), text, window, max_tokens, model.spec.vocab_size)
-    config = settle_config(config, model, window)
+    name, tokenizer = model_name(config), open_tokenizer(config, model)
+    windows = cut_windows(tokenizer, text.text, text.window, text.max_tokens, model.spec.vocab_size)
+    config = settle_config(config, model, text.window)
     entries = _format_entries(config, model, names)
     if not is_watched():
         write_line(f"Loading {name}")
@@ -191,142 +204,93 @@ def measure_formats(
     finally:
         opened.release()
     plain = float(opened.plain_bytes_per_token)
-    settings = f"{config.dtype} on {config.device}"
-    return EvalView(name, settings, text_name, window, len(windows), plain, qualities)
+    return EvalView(name, f"{config.dtype} on {config.device}", text.name, text.window, len(windows), plain, qualities)
 
 
-def _format_entries(config: EngineConfig, model: OpenModel, names: tuple[str, ...] | None) -> "list[Entry]":
-    """The reference, and whoever was asked for; all that can run where nobody was."""
+def _format_entries(config: EngineConfig, model: OpenModel, names: Sequence[str] | None) -> "list[Entry]":
+    """List the reference and the named formats, or all that can run."""
     from holdfast.eval.kv_quality import format_entry, narrower_formats, reference_entry
 
     if names is None:
         choice = narrower_formats(config, model)
         for name, reason in choice.left_out.items():
-            write_line(f"{name} is left out: {reason}")
+            write_line(f"skipping {name}: {reason}")
         names = choice.names
     return [reference_entry(config), *(format_entry(config, model, name) for name in names if name != config.dtype)]
 
 
-def tell(view: EvalView, text: str, json_file: str | None, html: Path | None) -> None:
-    """The table on stdout, and what else was asked for."""
-    if html is not None:
-        write_page(html, eval_page(view))
-        write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
-    lines = quality_lines(view)
-    if json_file is None:
-        show(lines)
-        return
-    facts = {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}
-    record = f"{dumps(quality_record(view, ['holdfast', *sys.argv[1:]], facts), indent=1)}\n"
-    if json_file == STDOUT:
-        show_beside(lines)
-        write_answer(record)
-        return
-    show(lines)
-    Path(json_file).write_text(record, encoding="utf-8")
-    write_line(f"record written to {json_file}")
+def _names(typed: str) -> tuple[str, ...] | None:
+    """Split comma-separated names, each once; None for all."""
+    if typed.strip().lower() == ALL:
+        return None
+    return tuple(dict.fromkeys(part.strip() for part in typed.split(",") if part.strip())) or (typed,)
 
 
 def read_formats(typed: str) -> tuple[str, ...] | None:
-    """The names that were typed, each once; None for all."""
-    if typed.strip().lower() == ALL:
-        return None
-    names = tuple(dict.fromkeys(part.strip() for part in typed.split(",") if part.strip()))
-    for name in names or (typed,):
+    """Read the names of KV formats; None for all."""
+    names = _names(typed)
+    for name in names or ():
         if name not in ALL_KV_FORMATS:
             near = difflib.get_close_matches(name, ALL_KV_FORMATS, n=1, cutoff=0.3)
-            do = f"did you mean {near[0]}?" if near else f"write --formats {ALL}"
-            raise ConfigError(f"--formats {shown(name)} was asked", f"the formats are {', '.join(ALL_KV_FORMATS)}", do)
+            error = ConfigError("value.not_one_of", name="--formats", accepted=list(ALL_KV_FORMATS), value=name)
+            raise error.hinting(f"Did you mean {near[0]}?" if near else "")
     return names
 
 
 def read_window(typed: str) -> int:
-    """Tokens of a window."""
-    count = read_count(typed)
-    if not isinstance(count, int) or not MIN_WINDOW <= count <= MAX_WINDOW:
-        has = f"a whole number from {MIN_WINDOW} to {MAX_WINDOW} works"
-        raise ConfigError(f"--window {shown(typed)} was asked", has, "write --window 1024")
-    return count
+    """Read the tokens of a window."""
+    return read_whole(typed, "--window", MIN_WINDOW, MAX_WINDOW)
 
 
 def read_tokens(typed: str | None) -> int | None:
-    """Most tokens of the text; None for all of them."""
+    """Read the maximum tokens of the text; None for all of them."""
     count = None if typed is None else read_count(typed)
     if count is not None and (not isinstance(count, int) or count < 1):
-        raise ConfigError(f"--tokens {shown(typed)} was asked", "a whole number from 1 up works", "write --tokens 16K")
+        raise ConfigError("value.too_small", name="--tokens", minimum=1, value=typed)
     return count if isinstance(count, int) else None
 
 
-def tell_rounding(window: int, max_tokens: int | None) -> None:
-    """A line where one whole window is more than was asked for."""
-    if max_tokens is not None and max_tokens < window:
-        write_line(f"{window} tokens are read, not {max_tokens}: one whole window is the least; --window takes fewer")
+def report_rounding(text: EvalText) -> None:
+    """Print a line if one window has more tokens than --tokens."""
+    if text.max_tokens is not None and text.max_tokens < text.window:
+        write_line(f"reading {text.window} tokens, not {text.max_tokens}: one window is the minimum; see --window")
 
 
 def read_text(file: str | None) -> str:
-    """The text of a file, which must be UTF-8."""
+    """Read a UTF-8 file."""
     if file is None:
-        raise PromptError(
-            "the quality of KV formats was asked", "it is measured on a text", "add --text and a file of plain text"
-        )
+        raise PromptError("eval.no_text")
     try:
         with Path(file).expanduser().open("rb") as opened:
-            data = opened.read(MAX_TEXT_BYTES + 1)
-    except (OSError, ValueError, RuntimeError) as error:
-        has = getattr(error, "strerror", None) or "it is no path"
-        raise PromptError(f"--text {shown(file)} was asked", has, "name a file of plain text") from error
-    if len(data) > MAX_TEXT_BYTES:
-        has = f"it has more than {MAX_TEXT_BYTES >> 20} MiB"
-        raise PromptError(f"--text {shown(file)} was asked", has, "take a part of it, as with head -c 1M")
-    data = data.removeprefix(BYTE_ORDER_MARK)
-    try:
-        return data.decode()
+            data = opened.read(MAX_TEXT_BYTES + 1).removeprefix(BYTE_ORDER_MARK)
+        if len(data) <= MAX_TEXT_BYTES:
+            return data.decode()
+        reason = f"it is larger than {MAX_TEXT_BYTES >> 20} MiB"
     except UnicodeDecodeError as error:
-        raise PromptError(
-            f"--text {shown(file)} was asked",
-            f"byte {error.start} of it, 0x{data[error.start]:02x}, is not UTF-8",
-            "convert it first, as with iconv -t utf-8",
-        ) from error
+        reason = f"byte {error.start}, 0x{error.object[error.start]:02x}, is not UTF-8; convert it with iconv -t utf-8"
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a path"
+    raise PromptError("eval.bad_text", file=file, reason=reason)
 
 
-def record_file(option: str | None) -> str | None:
-    """Where --json is to be written, refused before a model is touched."""
-    if option not in (None, STDOUT) and not Path(str(option)).absolute().parent.is_dir():
-        raise ConfigError(f"--json {shown(option)} was asked", "its folder does not exist", "make it first")
-    return option
-
-
-class WeightEvalOptions(NamedTuple):
-    """What is asked of this command alone."""
-
-    model: str | None
-    text: str | None
-    schemes: str
-    window: str
-    tokens: str
-    json_file: str | None
-    html: str | None
-
-
-def eval_weights(options: WeightEvalOptions, engine: Given) -> None:
-    """Measure, and tell. Everything that was typed is checked before a model is touched."""
+def eval_weights(options: EvalOptions, engine: Given) -> None:
+    """Measure weight schemes. All options are checked before the model is opened."""
     names = read_schemes(options.schemes)
     window, max_tokens = read_window(options.window), read_tokens(options.tokens)
-    json_file = record_file(options.json_file)
-    html = None if options.html is None else page_file(options.html, "--html")
+    outputs = _Outputs.read(options)
     ignore = engine.pop("quantization_ignore", ())
-    # Patterns are for the schemes, of which any may be the one that shows what is wrong with them.
+    # Patterns are for the schemes; any scheme checks them.
     EngineConfig.from_options(quantization="fp8", quantization_ignore=ignore)
     config = EngineConfig.from_options(model=options.model, **engine)
-    text, text_name = topics_or_text(options.text)
+    text = EvalText(*topics_or_text(options.text), window, max_tokens)
     log_plainly()
-    tell_rounding(window, max_tokens)
+    report_rounding(text)
     import_torch()
-    tell(measure_schemes(config, ignore, names, text, text_name, window, max_tokens), text, json_file, html)
+    outputs.write(measure_schemes(config, ignore, names, text), text.text)
 
 
 def topics_or_text(file: str | None) -> tuple[str, str]:
-    """The text of a file, or the one that is always there; and what it is called."""
+    """Return a text and its name: that of a file, or Python's help topics."""
     if file is not None:
         return read_text(file), Path(file).name
     from pydoc_data.topics import topics
@@ -335,17 +299,12 @@ def topics_or_text(file: str | None) -> tuple[str, str]:
 
 
 def measure_schemes(
-    config: EngineConfig,
-    ignore: tuple[str, ...],
-    names: tuple[str, ...] | None,
-    text: str,
-    text_name: str,
-    window: int,
-    max_tokens: int | None,
+    config: EngineConfig, ignore: tuple[str, ...], names: Sequence[str] | None, text: EvalText
 ) -> EvalView:
-    """Every scheme's figures; those that cannot run are left out with a line each where nobody named them."""
+    """Measure the named schemes, or all that can run."""
     from holdfast.engine.open_text import open_tokenizer
     from holdfast.eval.weight_quality import (
+        Listener,
         as_stored_entry,
         compare_schemes,
         plain_bytes,
@@ -355,65 +314,52 @@ def measure_schemes(
 
     model = open_headers(config, shown_download)
     try:
-        windows = cut_windows(open_tokenizer(config, model), text, window, max_tokens, model.spec.vocab_size)
-        reference, settled = settle_entries(config, model, window)
+        tokenizer = open_tokenizer(config, model)
+        windows = cut_windows(tokenizer, text.text, text.window, text.max_tokens, model.spec.vocab_size)
+        reference, settled = settle_entries(config, model, text.window)
         stored = stored_scheme(reference, model)
         entries = _scheme_entries(settled, model, names, ignore, stored)
         half_bytes = float(plain_bytes(model))
     finally:
         model.source.close()
     name = model_name(config)
-    with _listening(name) as listener:
-        qualities: list[Quality] = compare_schemes(as_stored_entry(reference, stored), entries, windows, listener)
+    # One bar of tokens over everything, and a line for each load: two bars would fight for the terminal.
+    with EvalBar() as bar:
+        listener = Listener(lambda scheme: write_line(f"Loading {name} in {scheme}"), lambda done, total: None, bar)
+        qualities = compare_schemes(as_stored_entry(reference, stored), entries, windows, listener)
     settings = f"{settled.dtype} on {settled.device}"
-    return EvalView(name, settings, text_name, window, len(windows), half_bytes, qualities, WEIGHTS)
+    return EvalView(name, settings, text.name, text.window, len(windows), half_bytes, qualities, WEIGHTS)
 
 
 def read_schemes(typed: str) -> tuple[str, ...] | None:
-    """The names that were typed, each once; None for all."""
-    if typed.strip().lower() == ALL:
-        return None
-    names = tuple(dict.fromkeys(part.strip() for part in typed.split(",") if part.strip()))
-    for name in names or (typed,):
+    """Read the names of weight schemes; None for all."""
+    names = _names(typed)
+    for name in names or ():
         try:
             find_scheme(name)
         except ConfigError as error:
-            asked = error.asked.replace("quantization=", "--schemes ", 1)
-            raise ConfigError(asked, error.has, error.do) from error
+            raise error.within(f"--schemes {shown(name)[1:-1]}") from None
     return names
 
 
 def _scheme_entries(
     settled: EngineConfig,
     model: OpenModel,
-    names: tuple[str, ...] | None,
+    names: Sequence[str] | None,
     ignore: tuple[str, ...],
     stored: str | None,
 ) -> "list[SchemeEntry]":
-    """Whoever was asked for, all that can run where nobody was; before them the dtype alone where it is not float32."""
+    """List the named schemes, or all that can run; before them the plain dtype if it is not float32."""
     from holdfast.eval.weight_quality import REFERENCE_DTYPE, as_stored_entry, possible_schemes, scheme_entry
 
     if names is None:
         choice = possible_schemes(settled, model, ignore, stored)
         for name, reason in choice.left_out.items():
-            write_line(f"{name} is left out: {reason}")
+            write_line(f"skipping {name}: {reason}")
         names = choice.names
     wanted = [name for name in names if name != UNQUANTIZED]
     other = next((name for name in wanted if stored not in (None, name)), None)
     if other is not None:
-        raise ConfigError(
-            f"--schemes {other} was asked",
-            f"{model.path.name} has its weights in {stored} already",
-            f"leave --schemes out, or {BEFORE}",
-        )
+        raise ConfigError("eval.stored_quantized", scheme=other, model=model.path.name, stored=stored)
     plain = [] if settled.dtype == REFERENCE_DTYPE else [as_stored_entry(settled, stored)]
     return [*plain, *(scheme_entry(settled, name, ignore) for name in wanted)]
-
-
-@contextmanager
-def _listening(name: str) -> "Iterator[Listener]":
-    """A bar of tokens over everything, and a line for each load: two bars at once would fight for the terminal."""
-    from holdfast.eval.weight_quality import Listener
-
-    with EvalBar() as bar:
-        yield Listener(lambda scheme: write_line(f"Loading {name} in {scheme}"), lambda done, total: None, bar)

@@ -1,4 +1,4 @@
-"""Columns that fit a terminal: words stay whole, columns wrap or go on below, bars give way first; no torch."""
+"""Tables that fit a terminal: bars shrink first, then text wraps, then columns move below; words stay whole; no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,54 +9,53 @@ FULL, LIGHT = "█", "░"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 GAP = "  "
 COMFORTABLE = 28
-"""Columns below which a sentence that wraps is worse to read than a table without bars."""
+"""Least width of wrapped text before bars shrink."""
 LEAST_WRAPPED = 14
-"""A column of words is not made narrower than this, nor than its longest word."""
+"""Least width of a text column; its longest word is another bound."""
 BAR_SCALES = (1.0, 0.5, 0.25, 0.0)
 SMALLEST, OTHER = "→", " "
 MARKS = f"{SMALLEST}{OTHER}"
-"""What a name may begin with."""
+"""Marks that a name may begin with."""
 CONTINUED = " \\"
-"""Ends a line of a command that goes on in the next."""
+"""Ends a line of a command that continues."""
 
 
 class Table(NamedTuple):
-    """Rows of cells, the heading first where there is one; the first column names a row."""
+    """Rows of cells, an optional heading first; the first column names a row."""
 
     rows: tuple[tuple[str, ...], ...]
     right: tuple[int, ...] = ()
     """Columns of numbers."""
     bar: int | None = None
-    """The column that is drawn."""
+    """The column of bars."""
     wraps: tuple[int, ...] = ()
-    """Columns of words that may take several lines, the first to do so first."""
+    """Text columns that may wrap, in this order."""
     comfortable: int = COMFORTABLE
-    """How wide the first of them should stay."""
+    """Preferred width of the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line, and how a terminal that has colours shows it."""
+    """One line and its style on a terminal."""
 
     text: str
     style: str = ""
     table: Table | None = None
-    """Whose row it is, at `row`; a terminal that is too narrow for its text lays the table out anew."""
+    """The table whose row `row` it is; a narrow terminal lays it out again."""
     row: int = 0
     indent: int = 0
-    """Blanks before it."""
     is_command: bool = False
-    """Goes on behind a sign that a shell understands."""
+    """Continues after a backslash if it is too long."""
 
 
 def table_lines(table: Table, styles: Sequence[str] = ()) -> list[Line]:
-    """A line for each row, as wide as its columns are."""
+    """Make a line for each row at its natural width."""
     texts = aligned(table.rows, table.right)
     return [Line(text, styles[row] if row < len(styles) else "", table, row) for row, text in enumerate(texts)]
 
 
 def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """Cells in columns, the numbered ones to the right."""
+    """Align cells in columns; `right` ones to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [_joined(row, widths, right) for row in rows]
 
@@ -69,7 +68,7 @@ def _joined(cells: Sequence[str], widths: Sequence[int], right: tuple[int, ...])
 
 
 def fitted(lines: Sequence[Line], num_columns: int) -> list[Line]:
-    """The same words in lines of that many columns; only a word that is longer than a line is longer."""
+    """Fit lines to a width; only a word that is longer stays longer."""
     found: list[Line] = []
     for table, group in groupby(lines, key=lambda line: None if line.table is None else id(line.table)):
         run = list(group)
@@ -82,7 +81,7 @@ def fitted(lines: Sequence[Line], num_columns: int) -> list[Line]:
 
 
 def _wrapped_line(line: Line, num_columns: int) -> list[Line]:
-    """A sentence, or a command, over as many lines as it needs; those that follow are indented."""
+    """Wrap a sentence or a command; continuation lines are indented."""
     if len(line.text) <= num_columns:
         return [line]
     body = line.text.lstrip(" ")
@@ -98,7 +97,7 @@ def _wrapped_line(line: Line, num_columns: int) -> list[Line]:
 
 
 def wrapped(text: str, num_columns: int, first_columns: int | None = None) -> list[str]:
-    """Whole words on lines of that many columns; the first line may have another number."""
+    """Wrap text at spaces; the first line may have another width."""
     lines: list[str] = []
     room = num_columns if first_columns is None else first_columns
     for word in text.split(" "):
@@ -111,7 +110,7 @@ def wrapped(text: str, num_columns: int, first_columns: int | None = None) -> li
 
 
 def _fitted_rows(run: Sequence[Line], num_columns: int) -> list[Line]:
-    """Rows of one table that follow each other."""
+    """Fit consecutive rows of one table."""
     table, indent = run[0].table, run[0].indent
     assert table is not None, "a row belongs to a table"
     if max(len(line.text) for line in run) <= num_columns and _width(_natural(table)) + indent <= num_columns:
@@ -134,7 +133,7 @@ class _Block:
     columns: tuple[int, ...]
     widths: tuple[int, ...]
     scale: float
-    """Of the bar."""
+    """Scale of the bar."""
 
     def lines(self, table: Table, row: int) -> Iterator[str]:
         pieces = []
@@ -153,7 +152,7 @@ class _Block:
 
 
 def _wrapped_cell(cell: str, num_columns: int) -> list[str]:
-    """Behind a mark, or indented, it goes on indented as far."""
+    """Wrap a cell, indented after its mark."""
     body = cell.lstrip(MARKS)
     indent = len(cell) - len(body)
     first, *rest = wrapped(body, num_columns - indent)
@@ -161,7 +160,7 @@ def _wrapped_cell(cell: str, num_columns: int) -> list[str]:
 
 
 def shrunk(bar: str, scale: float) -> str:
-    """A shorter bar; whatever is not nothing stays visible where the bar is drawn in eighths."""
+    """Shorten a bar; a bar in eighths stays visible."""
     full, light = bar.count(FULL), bar.count(LIGHT)
     part = next((place for place, sign in enumerate(EIGHTHS[:8]) if place and sign in bar), 0)
     if scale == 0 or not bar.strip():
@@ -183,8 +182,7 @@ def _width(widths: Sequence[int]) -> int:
 
 
 def _blocks(table: Table, num_columns: int) -> list[_Block]:
-    """All columns side by side with a shorter bar and words that wrap; else in several blocks below each other, each with
-    the names of the rows."""
+    """Lay out all columns side by side with shorter bars and wrapped text, or else in several blocks."""
     natural = _natural(table)
     columns = tuple(range(len(natural)))
     scales = BAR_SCALES if table.bar is not None else (0.0,)
@@ -203,7 +201,7 @@ def _blocks(table: Table, num_columns: int) -> list[_Block]:
 def _narrowed(
     table: Table, natural: Sequence[int], kept: tuple[int, ...], num_columns: int, scale: float
 ) -> tuple[int, ...] | None:
-    """Widths of some columns that fit together; None where they cannot."""
+    """Return widths with which these columns fit; None if they cannot."""
     widths = [_bar_width(table, scale) if column == table.bar else natural[column] for column in kept]
     for column in table.wraps:
         over = _width(widths) - num_columns
@@ -221,7 +219,7 @@ def _bar_width(table: Table, scale: float) -> int:
 
 
 def _least(table: Table, column: int) -> int:
-    """The narrowest that a column of words may be."""
+    """Return the least width of a text column."""
     cells = [row[column] for row in table.rows]
     longest = max(
         (len(cell) - len(cell.lstrip(MARKS)) + len(word) for cell in cells for word in cell.split()), default=0
@@ -230,7 +228,7 @@ def _least(table: Table, column: int) -> int:
 
 
 def _stacked(table: Table, natural: Sequence[int], kept: tuple[int, ...], num_columns: int) -> list[_Block]:
-    """As many columns beside the first as there is room for, then the next ones; one alone takes what it needs."""
+    """Put as many columns beside the first as fit, then the next ones below."""
     blocks: list[_Block] = []
     first, rest = kept[0], list(kept[1:])
     while rest:

@@ -1,4 +1,4 @@
-"""`holdfast doctor --measure`: this machine's devices timed in a process of its own, kept for plans, and told beside data sheets; no torch."""
+"""`holdfast doctor --measure`: rates of this machine's devices, measured in another process and stored for plans; no torch."""
 
 import json
 import os
@@ -18,21 +18,21 @@ sys.path.insert(0, sys.argv[1])
 runpy.run_module("holdfast.cli.rate_probe", run_name="__main__")"""
 
 
-BUSY = "other processes keep this machine's cores busy: measure again when it is quiet"
+BUSY = "other processes use this machine's cores: measure again when it is idle"
 
 
 class Measurement(NamedTuple):
-    """What a run found, or why it found nothing."""
+    """Rates of a run, or why there are none."""
 
     devices: tuple[Measured, ...]
     problems: tuple[str, ...] = ()
-    """Devices that were not measured, and what makes the rates doubtful."""
+    """Devices that were not measured, and doubts about the rates."""
     path: str = ""
-    """Where it is kept."""
+    """Where the rates are stored."""
 
 
 def measure(arguments: Sequence[str] = ()) -> Measurement:
-    """Time every device, a line on stderr for each, and keep the rates; a device that fails is a line."""
+    """Measure every device and store the rates; a device that fails becomes a problem."""
     command = [sys.executable, "-c", PROBE, str(Path(__file__).parents[2]), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None, "the child has a pipe"
@@ -48,17 +48,17 @@ def measure(arguments: Sequence[str] = ()) -> Measurement:
     try:
         return found._replace(path=str(write_measured(found.devices)))
     except OSError as error:
-        return found._replace(problems=(*found.problems, f"rates are not kept: {error}"))
+        return found._replace(problems=(*found.problems, f"the rates are not stored: {error}"))
 
 
 def _is_busy() -> bool:
-    """Whether more wanted to run in the last minute than there are cores, this measurement included."""
+    """Return True if the load of the last minute exceeds the cores."""
     cores = num_cores()
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > 1.5 * cores + 1
 
 
 def read_facts(lines: Iterable[str]) -> Measurement:
-    """Lines of the probe as they come; libraries print lines too, which are passed over."""
+    """Read the lines of the probe; skip lines that libraries print."""
     date, found, problems = datetime.now(UTC).date().isoformat(), [], []
     for line in lines:
         try:
@@ -75,13 +75,13 @@ def read_facts(lines: Iterable[str]) -> Measurement:
 
 
 def rate_rows(found: Measurement) -> list[tuple[str, str]]:
-    """Lines of the report: what was measured beside what the data sheet says."""
-    rows = [(one.device, _words(one)) for one in found.devices]
+    """List the measured rates beside those of the data sheet."""
+    rows = [(one.device, _rates(one)) for one in found.devices]
     rows += [("note", problem) for problem in found.problems]
-    return [*rows, ("kept in", f"{found.path}; holdfast plan uses it for these devices")] if found.path else rows
+    return [*rows, ("stored in", f"{found.path}; holdfast plan uses it for these devices")] if found.path else rows
 
 
-def _words(measured: Measured) -> str:
+def _rates(measured: Measured) -> str:
     read = f"reads {measured.read_bytes_per_second / 1e9:,.1f} GB/s"
     if measured.is_cpu:
         return f"{read}, multiplies {measured.flops_per_second / 1e9:,.1f} GFLOP/s in float32"

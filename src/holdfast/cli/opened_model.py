@@ -1,4 +1,4 @@
-"""A model that a command opens: progress, prompts from options and pipes, answers, and how fast they came; no torch."""
+"""A model that a command opens: progress, prompts from options and pipes, answers and their speed; no torch."""
 
 import gc
 import math
@@ -34,19 +34,18 @@ from holdfast.memory.sizes import format_bytes
 from holdfast.observability.preparing import Preparing
 from holdfast.request.outputs import CompletionDelta, RequestOutput
 from holdfast.request.sampling_params import SamplingParams
-from holdfast.text.tokenizer import BY_IDS
 
 WEIGHTS_OWNER = "weights"
 MAX_STDIN_BYTES = 64 * 2**20
 PATIENCE_SECONDS = 3.0
-"""How long piped input may stay silent before somebody is told that it is waited for."""
+"""Silence of piped input before a line says that it is awaited."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LEAST_ADDRESS_SPACE = 2**29
-"""Torch and its libraries map more than this before a model is opened."""
+"""Torch and its libraries map more than this."""
 LEAST_FILES = 8
-"""Files that are open at once, at the least, while libraries are imported and weights read."""
+"""Minimum of files open at once during imports and loading."""
 CHOOSING = ("top_p", "top_k", "min_p", "n")
-"""Options that mean nothing unless tokens are drawn at random."""
+"""Options that need random sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +60,12 @@ class OpenedModel:
 
     @property
     def context_tokens(self) -> int:
-        """The longest prompt and answer together."""
+        """Tokens of the longest prompt with its answer."""
         return min(self.memory.max_model_len, self.memory.kv_tokens)
 
 
 def refuse_small_limits() -> None:
-    """Fail here where a limit of the process is too small for the libraries: they would say so in lines of their own, or
-    end the process."""
+    """Fail early if a limit of the process is too small: libraries would print lines of their own, or abort."""
     try:
         import resource
     except ImportError:
@@ -81,9 +79,9 @@ def refuse_small_limits() -> None:
 
 
 def import_torch(config: EngineConfig | None = None) -> None:
-    """Import all that a model needs; the end of the time in which Ctrl-C may simply leave.
+    """Import what a model needs; from here on Ctrl-C raises KeyboardInterrupt.
 
-    Where the config says that the model runs in a process of its own, torch is for that one to import.
+    With `core_process`, the other process imports torch.
     """
     refuse_small_limits()
     if config is None or not config.core_process:
@@ -93,7 +91,7 @@ def import_torch(config: EngineConfig | None = None) -> None:
 
 
 def report_file(option: str | None) -> Path | None:
-    """Where --memory-report is to be written, refused before a model is touched; None where nobody asked."""
+    """Check the path of --memory-report before the model is opened."""
     if option is None:
         return None
     from holdfast.cli.page import page_file
@@ -103,8 +101,7 @@ def report_file(option: str | None) -> Path | None:
 
 @contextmanager
 def _collections_paused() -> Iterator[None]:
-    """What a start imports and reads stays to the end of the process: garbage collections would look through a growing
-    pile of it again and again, and for the last time at the first token."""
+    """Pause the garbage collector: what a start imports stays to the end, and would be scanned again and again."""
     gc.disable()
     try:
         yield
@@ -114,16 +111,14 @@ def _collections_paused() -> Iterator[None]:
 
 
 def refuse_bare_ids(config: EngineConfig) -> None:
-    """A command that reads and writes text needs a tokenizer; known before a model is touched."""
+    """Refuse --tokenizer none for a command that reads and writes text."""
     if config.tokenizer == NO_TOKENIZER:
-        raise ConfigError(
-            f"--tokenizer {NO_TOKENIZER} was asked", "text is read and written here", f"leave it out, or {BY_IDS}"
-        )
+        raise ConfigError("cli.no_tokenizer")
 
 
 @_collections_paused()
 def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedModel:
-    """Load a model and say nothing."""
+    """Load a model silently."""
     log_plainly()
     refuse_small_limits()
     started = time.monotonic()
@@ -137,7 +132,7 @@ def open_quietly(config: EngineConfig, report: Path | None = None) -> OpenedMode
 
 @_collections_paused()
 def open_visibly(config: EngineConfig, report: Path | None = None, start: StartLine | None = None) -> OpenedModel:
-    """Load a model where somebody waits: a line and bars on a terminal, a line for each stage elsewhere."""
+    """Load a model with a line and bars on a terminal, or a line for each stage elsewhere."""
     log_plainly()
     refuse_small_limits()
     started = time.monotonic()
@@ -147,7 +142,7 @@ def open_visibly(config: EngineConfig, report: Path | None = None, start: StartL
         if not is_watched():
             write_line(f"Loading {model_name(config)}")
         if "torch" not in sys.modules:
-            line.tell("Importing torch")
+            line.report("Importing torch")
         import_torch(config)
         with _Stages(line) as stages:
             engine = open_engine(config, stages.count, model, on_prepare=stages.prepare)
@@ -166,35 +161,34 @@ def open_visibly(config: EngineConfig, report: Path | None = None, start: StartL
 
 @contextmanager
 def shown_download(download: Download) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line elsewhere; Ctrl-C stops it and leaves no partial file behind."""
+    """Show a bar on a terminal, a line elsewhere; Ctrl-C stops it and leaves no partial file."""
     if not is_watched():
         write_line(f"Downloading {download.summary}")
-    with raising_interrupts(), DownloadBar(download) as tell:
-        yield tell
+    with raising_interrupts(), DownloadBar(download) as count:
+        yield count
 
 
 @contextmanager
 def _download_after(line: StartLine, download: Download) -> Iterator[Callable[[int], None]]:
-    """A download in place of the line."""
+    """Show a download in place of the start line."""
     line.clear()
-    with shown_download(download) as tell:
-        yield tell
+    with shown_download(download) as count:
+        yield count
 
 
 @contextmanager
 def quiet_download(download: Download) -> Iterator[Callable[[int], None]]:
-    """The same without a word."""
+    """Download silently."""
     with raising_interrupts():
         yield lambda num_bytes: None
 
 
 class _Stages:
-    """What an engine tells of its start: stages on the line, what is counted as bars in its place. Where no terminal shows
-    them, each kind is a line when it begins."""
+    """Progress of an engine's start: stages on the line, counts as bars; without a terminal, a line for each kind."""
 
     def __init__(self, line: StartLine) -> None:
         self._line = line
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._bars = ExitStack()
 
     def __enter__(self) -> "_Stages":
@@ -206,29 +200,29 @@ class _Stages:
         self._bars.close()
 
     def count(self, num_done: int, num_total: int) -> None:
-        """Bytes of weights that were read."""
-        self._tell_once(f"Reading {format_bytes(num_total)} of weights", is_bar=True)
+        """Report bytes of weights."""
+        self._report_once(f"Reading {format_bytes(num_total)} of weights", is_bar=True)
         self._loading(num_done, num_total)
 
     def prepare(self, preparing: Preparing) -> None:
-        """What is planned, compiled or captured."""
+        """Report what is planned, compiled or captured."""
         is_bar = preparing.num_total > 0
         note = f", {preparing.note}" if preparing.note else ""
-        self._tell_once(preparing.what if is_watched() else preparing.what + note, is_bar=is_bar)
+        self._report_once(preparing.what if is_watched() else preparing.what + note, is_bar=is_bar)
         self._preparing(preparing)
 
-    def _tell_once(self, words: str, *, is_bar: bool) -> None:
-        if words in self._told:
+    def _report_once(self, stage: str, *, is_bar: bool) -> None:
+        if stage in self._reported:
             return
-        self._told.add(words)
+        self._reported.add(stage)
         if is_bar and is_watched():
             self._line.clear()
         else:
-            self._line.tell(words)
+            self._line.report(stage)
 
 
 def model_name(config: EngineConfig) -> str:
-    """The last part of the model's path or name."""
+    """Return the last part of the model's path or name."""
     if config.model is not None and (name := parse_hub_name(config.model)) and existing_path(config.model) is None:
         return name.label
     path = find_default_model() if config.model is None else Path(config.model)
@@ -245,59 +239,50 @@ def _write_report(opened: OpenedModel, file: Path | None) -> bool:
 
 
 def _opened(config: EngineConfig, engine: Engine, started: float) -> OpenedModel:
-    assert isinstance(engine.memory, MemoryReport), f"an engine without an account of its memory: {engine.memory=}"
+    assert isinstance(engine.memory, MemoryReport), f"an engine without a memory report: {engine.memory=}"
     return OpenedModel(model_name(config), engine, LLM.from_engine(engine), engine.memory, time.monotonic() - started)
 
 
 def read_prompt(option: str | None) -> str:
-    """The option, then a blank line, then what is piped in; at least one of them."""
+    """Join the option and piped input with a blank line; at least one must be given."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_all(sys.stdin.buffer)
     parts = [part for part in (option, piped) if part]
     if not parts:
-        raise PromptError(
-            "an answer was asked for, with no prompt" if option is None else "an empty prompt was given",
-            "it is taken from -p, and from piped input",
-            'write holdfast run -p "...", or talk in holdfast chat',
-        )
+        raise PromptError("cli.no_prompt")
     return "\n\n".join(parts)
 
 
 def decode(data: bytes, what: str = "standard input") -> str:
-    """Text of bytes that should be UTF-8."""
+    """Decode UTF-8, without a byte order mark."""
     try:
         return data.removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{what} was given as a prompt",
-            f"byte {error.start} of it, 0x{data.removeprefix(BYTE_ORDER_MARK)[error.start]:02x}, is not UTF-8",
-            "convert it first, as with iconv -t utf-8",
-        ) from error
+        found = f"0x{error.object[error.start]:02x}"
+        raise PromptError("cli.not_utf8", what=what, place=error.start, found=found) from error
 
 
 def _read_all(stream: BinaryIO) -> str:
-    _tell_when_waiting(stream)
+    _report_waiting(stream)
     data = stream.read(MAX_STDIN_BYTES + 1)
     if len(data) > MAX_STDIN_BYTES:
-        raise PromptError(
-            f"more than {MAX_STDIN_BYTES >> 20} MiB were given on standard input", "no model reads that", "pipe in less"
-        )
+        raise PromptError("cli.long_stdin", limit_mib=MAX_STDIN_BYTES >> 20)
     text = decode(data)
-    # The newline that ends the last line of a file is not part of what was said.
+    # The newline at the end of a file is not part of the prompt.
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _tell_when_waiting(stream: BinaryIO) -> None:
-    """A pipe that nobody closes looks like a hang; say what is waited for."""
+def _report_waiting(stream: BinaryIO) -> None:
+    """Print a line if standard input stays open and silent, which looks like a hang."""
     try:
         ready, _, _ = select.select([stream], [], [], PATIENCE_SECONDS)
     except (OSError, ValueError):
-        return  # no file behind it, or a system that selects sockets only
+        return  # not a file, or a system that selects sockets only
     if not ready:
         write_line("waiting for standard input to end; start with < /dev/null to leave it out")
 
 
 def sampling_params(given: Given, generation: GenerationDefaults) -> SamplingParams:
-    """What was asked; else what the model's makers advise; else greedy, unless something was asked that needs chance."""
+    """Take what is given, else the model's recommendation, else greedy unless an option needs random sampling."""
     advised: Given = {name: getattr(generation, name) for name in ADVISED if getattr(generation, name) is not None}
     greedy: Given = {} if any(name in given for name in CHOOSING) else {"temperature": 0.0}
     return SamplingParams(**(greedy | advised | given))
@@ -310,7 +295,7 @@ def prepare(
     max_tokens: int,
     reading: ChatOptions | None = None,
 ) -> PreparedRequest:
-    """A request whose answer has at most `max_tokens`, or as many as its context leaves, unless the params say."""
+    """Prepare a request with at most `max_tokens`, or what the context leaves, unless the params set it."""
     is_text = isinstance(prompt, str)
     prepared = engine.prepare(prompt, params) if is_text else engine.prepare_chat(prompt, params, options=reading)
     if params.max_tokens is not None:
@@ -320,19 +305,19 @@ def prepare(
 
 
 def stream(llm: LLM, prepared: PreparedRequest) -> Generator[CompletionDelta, None, None]:
-    """The answer as it comes; an answer that the engine gave up raises. Closing it ends the request."""
+    """Stream an answer; raise if the engine failed. Closing the generator ends the request."""
     deltas = llm.stream({"prompt_token_ids": prepared.prompt_token_ids}, prepared.params)
-    assert isinstance(deltas, Generator), f"a stream that cannot be closed: {deltas=}"
+    assert isinstance(deltas, Generator), f"not a generator: {deltas=}"
     with closing(deltas):
         for delta in deltas:
             if delta.error is not None:
-                raise HoldfastError("an answer was asked", delta.error, "try another prompt, and report this")
+                raise HoldfastError("cli.answer_failed", reason=delta.error)
             yield delta
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens and seconds of one request; a rate is None where nothing was measured."""
+    """Tokens and seconds of one request; a rate is None if nothing was measured."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -345,7 +330,6 @@ class Speed:
 
     @property
     def line(self) -> str:
-        """All of it on one line."""
         cached = f" ({self.num_cached_tokens} cached)" if self.num_cached_tokens else ""
         parts = [f"prompt {self.num_prompt_tokens} tokens{cached}", f"generated {self.num_output_tokens} tokens"]
         if self.first_token_seconds is not None:
@@ -355,7 +339,7 @@ class Speed:
 
 
 def speed_of(output: RequestOutput) -> Speed:
-    """How fast a finished request was."""
+    """Compute the speed of a finished request."""
     num_output = sum(len(completion.token_ids) for completion in output.outputs)
     num_prompt, metrics = len(output.prompt_token_ids), output.metrics
     if metrics is None:

@@ -1,12 +1,13 @@
-"""`holdfast plan`: what a model would take of a device that need not be there, before anything is read; no torch."""
+"""`holdfast plan`: the memory and speed of a model on a device that need not be there; no torch."""
 
 from dataclasses import replace
 from typing import NamedTuple
 
+from holdfast.cli.layout import Line
 from holdfast.cli.options import Given, read_count
 from holdfast.cli.plan_commands import ONE_SEQUENCE, PURPOSES, Purpose
 from holdfast.cli.plan_view import CANNOT_START, DOES_NOT_FIT, FITS, Beside, sweep, view_of
-from holdfast.cli.tables import Line, plan_lines, show, sweep_lines
+from holdfast.cli.tables import plan_lines, show, sweep_lines
 from holdfast.cli.terminal import MAX_PATH, dumps, write_answer, write_line
 from holdfast.config import EngineConfig
 from holdfast.errors import ConfigError, shown
@@ -26,11 +27,11 @@ from holdfast.planning.target import Target, cpu_target, gpu_target, memory_targ
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, CANNOT_START: 3}
 """2 is for a wrong command line."""
 LEAST_BYTES = 2**20
-"""Nobody plans for less; a smaller number lacks its unit."""
+"""A smaller number lacks its unit."""
 
 
 class PlanOptions(NamedTuple):
-    """What is asked of this command alone."""
+    """Options of this command alone."""
 
     model: str | None = None
     gpu: str | None = None
@@ -47,7 +48,7 @@ class PlanOptions(NamedTuple):
 
 
 def plan(options: PlanOptions, engine: Given) -> int:
-    """Tell what fits; the exit code says it too. Everything that was typed is checked first."""
+    """Print a plan and return the exit code. All options are checked first."""
     if options.list_names:
         from holdfast.cli.plan_names import show_names
 
@@ -69,7 +70,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
             write_line(f"page written to {shown(str(html), MAX_PATH)[1:-1]}")
     named, notes = name_notes(options, request), request.declared.notes
     if request.declared.is_compressed and (request.tensor_parallel_size > 1 or not view.fits):
-        # Their smallest is larger than most GPUs.
+        # Even the smallest is larger than most GPUs.
         notes += tuple(filter(None, (layers_note(request),)))
     if options.gpu is None and options.memory is None:
         from holdfast.cli.present_gpu import no_device_note
@@ -77,7 +78,7 @@ def plan(options: PlanOptions, engine: Given) -> int:
         notes += (no_device_note(),)
     if options.as_json:
         record = view.as_dict() | {"notes": [*named, *notes]}
-        record |= {"sweep": [cell._asdict() for cell in cells]} if options.sweep else {}
+        record |= {"sweep": [cell.as_dict() for cell in cells]} if options.sweep else {}
         write_answer(f"{dumps(record, indent=1)}\n")
     else:
         verdict, *rest = plan_lines(view, has_all_owners=options.owners)
@@ -90,10 +91,10 @@ def plan(options: PlanOptions, engine: Given) -> int:
 
 
 class Planned(NamedTuple):
-    """What was typed, checked."""
+    """A checked request."""
 
     request: PlanRequest
-    """Of the rank that decides for all, if there are several."""
+    """The request of the rank with the fewest pages."""
     ranks: RankPlans | None
     """All plans, if there are several ranks and every one fits."""
     purpose: Purpose
@@ -101,18 +102,18 @@ class Planned(NamedTuple):
 
 
 def read_plan(options: PlanOptions, engine: Given) -> Planned:
-    """What was typed, checked; a model is looked for when the rest is sound.
+    """Check the options, then find the model.
 
-    A plan for nothing in particular is of as many sequences as an engine takes by default; of one if only that fits.
+    Without --for a plan has the default number of sequences, or one if only that fits.
     """
     purpose = read_purpose(options.purpose)
     config = EngineConfig.from_options(**engine)
     target = read_target(options)
-    asked_ranks = _asked_ranks(options, config.pipeline_parallel_size)
-    ranks = read_count(asked_ranks)
+    typed_ranks = _typed_ranks(options, config.pipeline_parallel_size)
+    ranks = read_count(typed_ranks)
     declared = _declared(options, config.revision)
-    # Nothing chooses a number of GPUs, so that "auto" is refused as it was typed.
-    config = replace(config, tensor_parallel_size=asked_ranks if ranks is None else ranks)
+    # "auto" reads as None; EngineConfig refuses the text.
+    config = replace(config, tensor_parallel_size=typed_ranks if ranks is None else ranks)
     if config.max_num_seqs is not None:
         return Planned(*place(config, declared, target), purpose or "serve", Beside())
     one = replace(config, max_num_seqs=ONE_SEQUENCE)
@@ -129,65 +130,60 @@ def read_plan(options: PlanOptions, engine: Given) -> Planned:
 
 
 def place(config: EngineConfig, declared: DeclaredModel, target: Target) -> tuple[PlanRequest, RankPlans | None]:
-    """The request of the rank that decides for all, and all plans if there are several ranks and every one fits."""
+    """Return the request of the rank with the fewest pages, and all plans if every one of several ranks fits."""
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         check_ranks(config, declared)
         return PlanRequest(config, declared, target), None
     if target.kind == "cuda" and config.tensor_parallel_size > 1 and sums_exactly(config):
-        config = replace(config, batch_invariant=True)  # which a GPU cannot do without, and the command below says
+        config = replace(config, batch_invariant=True)  # a GPU needs it, and the printed command has it
     return worst_request(config, declared, target)
 
 
 def _declared(options: PlanOptions, revision: str | None) -> DeclaredModel:
-    """The model by its name or path, by a config.json alone, or estimated from a number of parameters."""
+    """Find the model by name or path, read a config.json alone, or estimate from a number of parameters."""
     if options.parameters is None:
         if options.model_config is None:
             return open_declared(options.model, revision)
         return declare_file(options.model_config, options.model)
     if options.model_config is not None:
-        raise ConfigError(
-            "--config and --parameters exclude each other", "a config.json says how many there are", "leave one out"
-        )
+        raise ConfigError("cli.exclusive", first="--config", second="--parameters", reason="both give the size")
     if options.model is not None and is_known(options.model):
-        has = "the catalogue has its exact figures"
-        raise ConfigError(f"--parameters estimates, and {shown(options.model)} is known", has, "leave --parameters out")
+        raise ConfigError("cli.model_is_known", model=options.model)
     from holdfast.models.blueprints.estimate import declare_estimate
 
     return declare_estimate(options.parameters, options.model)
 
 
 def read_purpose(typed: str | None) -> Purpose | None:
-    """The command that a plan is for; None if it was left out."""
+    """Read the command that a plan is for; None if --for is not given."""
     found: Purpose | None = next((purpose for purpose in PURPOSES if purpose == typed), None)
     if typed is not None and found is None:
-        raise ConfigError(f"--for {shown(typed)} was asked", f"a plan is for {', '.join(PURPOSES)}", "leave it out")
+        raise ConfigError("value.not_one_of", name="--for", accepted=PURPOSES, value=typed)
     return found
 
 
-def _asked_ranks(options: PlanOptions, num_stages: int) -> str:
-    """As many ranks to a layer as are asked for by name, as in 2x4090, or by number; stages have GPUs of their own."""
+def _typed_ranks(options: PlanOptions, num_stages: int) -> str:
+    """Return the tensor-parallel size as typed, or from a GPU name such as 2x4090; stages have GPUs of their own."""
     num_gpus = 1 if options.gpu is None else find_gpus(options.gpu).num_gpus
-    asked = options.tensor_parallel_size
-    if asked is None and num_gpus % num_stages == 0:
+    typed = options.tensor_parallel_size
+    if typed is None and num_gpus % num_stages == 0:
         return str(num_gpus // num_stages)
     if num_gpus == 1:
-        return "1" if asked is None else asked
-    ranks = 1 if asked is None else read_count(asked)
+        return "1" if typed is None else typed
+    ranks = 1 if typed is None else read_count(typed)
     if not isinstance(ranks, int) or ranks * num_stages != num_gpus:
-        flag = "--pipeline-parallel-size" if asked is None else "--tensor-parallel-size"
-        raise ConfigError(
-            f"--gpu {shown(options.gpu)[1:-1]} and {flag} {num_stages if asked is None else shown(asked)[1:-1]} were asked",
-            "both say how many GPUs share the model",
-            "leave one out",
-        )
+        option = "--pipeline-parallel-size" if typed is None else "--tensor-parallel-size"
+        second = f"{option} {num_stages if typed is None else shown(typed)[1:-1]}"
+        first = f"--gpu {shown(options.gpu)[1:-1]}"
+        raise ConfigError("cli.exclusive", first=first, second=second, reason="both give the number of GPUs")
     return str(ranks)
 
 
 def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
-    """What was taken for a name that leaves something open, in words."""
+    """Say what was assumed for a name that leaves something open."""
     gpu_note = None if options.gpu is None else find_gpus(options.gpu).note
     notes = () if gpu_note is None else (f"--gpu {gpu_note}",)
-    # A name that is no longer whole was found in the catalogue, which has shapes and not how a release stores them.
+    # The catalogue has shapes, but not how a release stores them.
     if options.model is None or request.declared.typed or request.declared.name not in (*CATALOGUE, *SAME):
         return notes
     stored, unread = stored_as(options.model), _unread(options.model, request.config.revision)
@@ -195,51 +191,51 @@ def name_notes(options: PlanOptions, request: PlanRequest) -> tuple[str, ...]:
         return notes
     resolved = resolve(request)
     scheme = resolved.recipe.scheme
-    do = "pass the file or the folder for what it holds"
+    advice = "pass the file or the folder for what it holds"
     if stored is not None and stored.scheme and scheme is None:
-        do = f"add --quantization {stored.scheme} for about as few bits, or {do}"
+        advice = f"add --quantization {stored.scheme} for about as few bits, or {advice}"
     planned = f"{request.declared.name} is planned with weights in {resolved.dtype if scheme is None else scheme.name}"
     if not unread:
         assert stored is not None, "a name that says nothing has no note"
-        return (*notes, f"{planned}, not {stored.word}: {do}")
+        return (*notes, f"{planned}, not {stored.word}: {advice}")
     was = "was" if len(unread) == 1 else "were"
-    return (*notes, f"{planned}, from the catalogue's figures; {' and '.join(unread)} {was} not looked at: {do}")
+    return (*notes, f"{planned}, from the catalogue's figures; {' and '.join(unread)} {was} not checked: {advice}")
 
 
 def _unread(model: str, revision: str | None) -> list[str]:
-    """What a name says of a repository's files where nothing of it is here, so that it could not be looked at."""
+    """List the parts of a Hub name that could not be checked because the repository is not cached."""
     name = parse_hub_name(model)
     if locate_config(model, revision) is not None:
         return []
-    said = {"revision": revision} if name is None else {"revision": revision or name.revision}
+    parts = {"revision": revision} if name is None else {"revision": revision or name.revision}
     if name is not None:
-        said = {"tag": name.tag, "file": name.file} | said
-    return [f"{what} {shown(value)[1:-1]}" for what, value in said.items() if value]
+        parts = {"tag": name.tag, "file": name.file} | parts
+    return [f"{what} {shown(value)[1:-1]}" for what, value in parts.items() if value]
 
 
 def read_target(options: PlanOptions) -> Target:
-    """The device that is planned for."""
+    """Read the device to plan for."""
     if options.gpu is not None and options.memory is not None:
-        raise ConfigError("--gpu and --memory were asked together", "either says how much there is", "leave one out")
+        raise ConfigError("cli.exclusive", first="--gpu", second="--memory", reason="both give the memory")
     if options.gpu is not None:
         if _is_size(options.gpu):
             typed = options.gpu.strip()
             size = typed if typed[-1:].isalpha() else f"{typed}GiB"
-            raise ConfigError(f"--gpu {typed} was asked", "that is a size, not a name", f"write --memory {size}")
+            raise ConfigError("cli.gpu_is_size", value=typed, size=size)
         return gpu_target(find_gpu(options.gpu))
     if options.memory is None:
         return cpu_target()
     num_bytes = parse_bytes(options.memory, "memory")
     if num_bytes < LEAST_BYTES:
         size = options.memory.strip()
-        meant = f"did you mean {size}GiB?" if not size[-1:].isalpha() else "write 24GiB"
-        raise ConfigError(f"--memory {shown(size)} was asked", f"that is {num_bytes} bytes", meant)
+        nearest = f"{size}GiB" if not size[-1:].isalpha() else "24GiB"
+        raise ConfigError("cli.little_memory", value=size, num_bytes=num_bytes, nearest=nearest)
     return memory_target(num_bytes)
 
 
 def _is_size(text: str) -> bool:
     number = text.strip().lower().rstrip("bgikmt")
     unit = text.strip().lower().removeprefix(number)
-    # Four digits are the name of a card, such as 4090, or 4090m of a laptop.
+    # Four digits name a card, such as 4090, or 4090m for a laptop.
     is_number = unit in UNITS and number.strip().replace(".", "", 1).isdecimal()
     return is_number and (unit not in ("", "m") or float(number) < 1000)

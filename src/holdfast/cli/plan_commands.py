@@ -1,4 +1,4 @@
-"""Commands that a plan prints: one that starts it, one that makes the plan again, each with a change if need be; no torch."""
+"""Commands that a plan prints: one starts it, one makes the plan again, each with an optional change; no torch."""
 
 import shlex
 from collections import Counter
@@ -18,37 +18,37 @@ from holdfast.planning.resolve import PlanRequest
 
 Purpose = Literal["chat", "run", "serve"]
 PURPOSES: tuple[Purpose, ...] = ("chat", "run", "serve")
-"""Commands that a plan may be for."""
+"""Commands that a plan is for."""
 ONE_SEQUENCE = 1
-"""Sequences of `holdfast chat`, and of `holdfast run` with one answer, unless --max-num-seqs says otherwise."""
+"""Default sequences of `holdfast chat`, and of `holdfast run` with one answer."""
 STARTING = (
     *("revision", "dtype", "quantization", "quantized_embeddings", "quantization_ignore"),
     *("kv_cache_memory", "kv_cache_dtype", "kv_protected_layers", "kv_protected_dtype", "index_cache_dtype"),
     *("max_model_len", "max_num_batched_tokens", "page_tokens", "memory_utilization", "speculative"),
     *("pipeline_parallel_size", "nnodes", "tensor_parallel_sums"),
 )
-"""Options that a plan and a command share, in the order in which they are written; switches and sequences are apart."""
+"""Options with values that a plan and a command share, in the order in which they are written."""
 
 
 def start_command(
     request: PlanRequest, model: str | None, change: Alternative | None = None, purpose: Purpose = "serve"
 ) -> str | None:
-    """A command that starts what is planned, with one change if need be; None if the change is another device."""
-    asked = _asked(request, change, purpose)
-    if asked is None or "gpu" in asked:
+    """Return the command that starts the plan, with one change; None if the change is another device."""
+    options = _changed_options(request, change, purpose)
+    if options is None or "gpu" in options:
         return None
-    asked = _rank_options(request) | asked
+    options = _rank_options(request) | options
     device = ["--device", "cpu"] if request.target.kind == "cpu" else []
-    words = [*_model_words(request, model), *device, *_option_words(asked)]
-    launcher = launcher_words(request, asked)
+    arguments = [*_model_arguments(request, model), *device, *_as_arguments(options)]
+    launcher = launcher_arguments(request, options)
     if launcher:
-        return _shell([*launcher, "-m", "holdfast", "serve", *words, "--no-core-process"])
-    return _shell(["holdfast", purpose, *words, *(["-p", "Hello"] if purpose == "run" else [])])
+        return _shell([*launcher, "-m", "holdfast", "serve", *arguments, "--no-core-process"])
+    return _shell(["holdfast", purpose, *arguments, *(["-p", "Hello"] if purpose == "run" else [])])
 
 
-def launcher_words(request: PlanRequest, asked: Mapping[str, object]) -> list[str]:
-    """What starts ranks on several nodes, on each of which it is typed; nothing if there is one."""
-    sizes = (int(str(asked.get(name, 1))) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+def launcher_arguments(request: PlanRequest, options: Mapping[str, object]) -> list[str]:
+    """Return the torchrun arguments for each of several nodes; nothing for one node."""
+    sizes = (int(str(options.get(name, 1))) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     num_ranks, nnodes = prod(sizes), request.config.nnodes
     if nnodes is None and request.target.kind == "cpu":
         return []
@@ -63,31 +63,31 @@ def launcher_words(request: PlanRequest, asked: Mapping[str, object]) -> list[st
 def plan_command(
     request: PlanRequest, model: str | None, change: Alternative | None = None, purpose: Purpose = "serve"
 ) -> str | None:
-    """A command that makes the same plan again, or the one that a change promises; None if plans have no such option."""
-    asked = _asked(request, change, purpose)
-    if asked is None:
+    """Return the command that makes this plan again, or that of a change; None if `plan` has no option for it."""
+    options = _changed_options(request, change, purpose)
+    if options is None:
         return None
     device: dict[str, object] = {}
     if request.target.kind == "cuda":
         device = {"gpu": request.target.key}
         if not request.target.key:
-            device = {"memory": _size_words(request.target.total_bytes)}
-    if "gpu" in asked:
-        device = {"gpu": asked.pop("gpu")}
-    # A plan that does not fit, and that is for nothing in particular, would become one for a chat.
-    is_told = purpose != "serve" or (change is not None and not change.fits)
+            device = {"memory": _size_text(request.target.total_bytes)}
+    if "gpu" in options:
+        device = {"gpu": options.pop("gpu")}
+    # Without --for, a plan that does not fit would become one for a chat.
+    has_purpose = purpose != "serve" or (change is not None and not change.fits)
     words = ["holdfast", "plan", *(request.declared.typed or ([] if model is None else [model]))]
-    options = device | _rank_options(request) | ({"for": purpose} if is_told else {}) | asked
-    return _shell([*words, *_option_words(options)])
+    typed = device | _rank_options(request) | ({"for": purpose} if has_purpose else {}) | options
+    return _shell([*words, *_as_arguments(typed)])
 
 
 def _shell(words: Iterable[str]) -> str:
-    """Words of a command as a shell reads them."""
+    """Quote arguments for a shell."""
     return " ".join(shlex.quote(word) if word.isprintable() else _escaped(word) for word in words)
 
 
 def _escaped(word: str) -> str:
-    """A word with letters that would end a line or move a cursor, as bash and zsh read it."""
+    """Escape control characters as bash and zsh read them."""
     letters = (
         letter
         if letter.isprintable() and letter not in "\\'"
@@ -101,57 +101,50 @@ def _rank_options(request: PlanRequest) -> dict[str, object]:
     return {} if request.tensor_parallel_size == 1 else {"tensor_parallel_size": request.tensor_parallel_size}
 
 
-def _asked(request: PlanRequest, change: Alternative | None, purpose: Purpose) -> dict[str, object] | None:
-    """Options that are not at their default, with those of a change; None if a plan has no option for one of them."""
+def _changed_options(request: PlanRequest, change: Alternative | None, purpose: Purpose) -> dict[str, object] | None:
+    """Return options that differ from their default, with those of a change; None if `plan` lacks one of them."""
     names = (*STARTING, "enable_expert_parallel", "batch_invariant", "enforce_eager", "max_num_seqs")
-    asked: dict[str, object] = {name: getattr(request.config, name) for name in names}
-    asked = {name: value for name, value in asked.items() if value != _default(name)}
+    options: dict[str, object] = {name: getattr(request.config, name) for name in names}
+    options = {name: value for name, value in options.items() if value != _default(name)}
     if change is not None:
         if not {name for name, _ in change.settings} <= {*names, "gpu", "tensor_parallel_size"}:
             return None
-        asked |= dict(change.settings)
-    if purpose != "serve" and str(asked.get("max_num_seqs")) == str(ONE_SEQUENCE):
-        del asked["max_num_seqs"]
-    return {name: value for name, value in asked.items() if value != LEFT_OUT}
+        options |= dict(change.settings)
+    if purpose != "serve" and str(options.get("max_num_seqs")) == str(ONE_SEQUENCE):
+        del options["max_num_seqs"]
+    return {name: value for name, value in options.items() if value != LEFT_OUT}
 
 
-def _option_words(asked: Mapping[str, object]) -> list[str]:
-    """Options as they are typed."""
+def _as_arguments(options: Mapping[str, object]) -> list[str]:
+    """Write options as arguments."""
     words: list[str] = []
-    for name, value in asked.items():
+    for name, value in options.items():
         words.append(f"--{name.replace('_', '-')}")
         if value is not True and value != "true":
-            words.append(_typed(value))
+            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return words
 
 
-def _size_words(num_bytes: int) -> str:
-    """A size that reads back to the byte."""
+def _size_text(num_bytes: int) -> str:
+    """Format a size so that it reads back exactly."""
     for unit in ("GiB", "MiB"):
         if num_bytes % UNITS[unit.lower()] == 0:
             return f"{num_bytes // UNITS[unit.lower()]}{unit}"
     return f"{num_bytes}B"
 
 
-def _model_words(request: PlanRequest, model: str | None) -> list[str]:
-    """The path or the name on the Hub as it was typed; of a model that is known by name alone, its name there."""
+def _model_arguments(request: PlanRequest, model: str | None) -> list[str]:
+    """Return the model as typed; for one known by name alone, its name on the Hub."""
     if request.declared.typed:  # a config.json says nothing of where the weights are
         return ["MODEL"]
     if model is None:
         return []
-    # A name may say that its weights are stored in fewer bits than those of the catalogue, which are planned.
+    # The name may be of a release in fewer bits than the catalogue plans.
     is_other = stored_as(model) is not None and request.declared.name in (*CATALOGUE, *SAME)
     is_here = Path(model).expanduser().exists() or locate_config(model, request.config.revision) is not None
     if is_here or (parse_hub_name(model) is not None and not is_other):
         return [model]
     return [SOURCES.get(request.declared.name, f"path/to/{request.declared.name}")]
-
-
-def _typed(value: object) -> str:
-    """A value as a person types it."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value)
 
 
 def _default(name: str) -> object:

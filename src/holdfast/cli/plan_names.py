@@ -1,4 +1,4 @@
-"""`holdfast plan --list`: models and GPUs that are known by name, with what a plan would say of each; no torch."""
+"""`holdfast plan --list`: models and GPUs that are known by name, with their sizes; no torch."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,11 +17,11 @@ from holdfast.models.decoder_declaration import DecoderDeclaration
 from holdfast.models.spec import LayerKind
 
 PLANNED = " *"
-"""Behind the name of a model that this version does not run."""
+"""Marks a model that this version does not run."""
 HEADING = ("dim",)
-"""The style of the first row."""
+"""Style of the first row."""
 KV_FORMAT = "bfloat16"
-"""In which bytes of a token are told."""
+"""KV format of the bytes per token."""
 
 
 class ModelRow(NamedTuple):
@@ -30,18 +30,18 @@ class ModelRow(NamedTuple):
     name: str
     runs: bool
     parameters: int
-    """Of the model itself, without layers that draft tokens."""
+    """Without layers that draft tokens."""
     weight_bytes: int
-    """As its makers store it."""
+    """As published."""
     kv_bytes_per_token: float
     kv_bytes_per_sequence: int
-    """What windows or states take of a sequence, whatever its length."""
+    """Bytes of windows or states, at any length."""
     max_position: int
     source: str
 
 
 def model_rows() -> tuple[ModelRow, ...]:
-    """Every model, in the catalogue's order."""
+    """List every model of the catalogue."""
     return tuple(_row(declare_config(config, name)) for name, config in CATALOGUE.items())
 
 
@@ -60,7 +60,7 @@ def _row(declared: DeclaredModel) -> ModelRow:
 
 
 def _sizes(declared: DeclaredModel) -> tuple[int, int]:
-    """Parameters and bytes, of the ends and of one layer of each kind: large models have tens of thousands of tensors."""
+    """Count parameters and bytes from one layer of each kind: large models have tens of thousands of tensors."""
     declaration = declared.declaration
     if not isinstance(declaration, DecoderDeclaration) or declared.stored:
         return _listed(declared)
@@ -76,7 +76,7 @@ def _sizes(declared: DeclaredModel) -> tuple[int, int]:
 
 
 def _layers(declaration: DecoderDeclaration, kind: LayerKind, num_layers: int) -> DecoderDeclaration:
-    """So many layers of one kind between the ends."""
+    """Return a declaration with this many layers of one kind."""
     spec, every, none = declaration.decoder, frozenset(range(num_layers)), frozenset[int]()
     made = replace(spec, num_layers=num_layers, sliding_windows=spec.sliding_windows[:num_layers])
     if spec.experts is not None:
@@ -96,7 +96,7 @@ def _listed(declared: DeclaredModel) -> tuple[int, int]:
 
 
 def show_names(*, as_json: bool) -> None:
-    """Two tables, or one JSON object with the same."""
+    """Print two tables, or one JSON object."""
     if as_json:
         gpus = [gpu._asdict() | {"runs": not gpu.is_too_old} for gpu in PLANNED_GPUS.values()]
         models = [row._asdict() for row in model_rows()]
@@ -106,7 +106,7 @@ def show_names(*, as_json: bool) -> None:
 
 
 def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
-    """A table that 80 columns hold."""
+    """Print the models in 80 columns."""
     cells = [("model", "size", "weights", "KV", "context")]
     for row in rows:
         cells.append(
@@ -126,12 +126,12 @@ def model_lines(rows: tuple[ModelRow, ...]) -> list[Line]:
 
 
 def _length(tokens: int) -> str:
-    """A context, in millions where the column would be too wide."""
+    """Format a context length, in M if it is long."""
     return f"{tokens:,}" if tokens < 10**7 else f"{tokens // 2**20}M"
 
 
 def gpu_lines() -> list[Line]:
-    """A table that 80 columns hold."""
+    """Print the GPUs in 80 columns."""
     cells = [("gpu", "memory", "its driver gives", "capability", "")]
     for gpu in PLANNED_GPUS.values():
         mark = "too old to run" if gpu.is_too_old else "never tried" if gpu.key == "gb10" else ""
@@ -146,5 +146,5 @@ def gpu_lines() -> list[Line]:
 
 
 def billions(count: int) -> str:
-    """A number of parameters as people say it."""
+    """Format a number of parameters, such as 7.6B."""
     return f"{count / 1e9:,.1f}B" if count >= 999_500_000 else f"{count / 1e6:,.0f}M"

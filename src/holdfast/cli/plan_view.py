@@ -1,4 +1,4 @@
-"""PlanView: one value behind table, JSON and page of a plan, whether it fits or not; its verdict; the sweep; no torch."""
+"""PlanView: a plan as its table, JSON and page show it, with its verdict and commands; the sweep; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from holdfast.cli.plan_commands import Purpose, plan_command, start_command
-from holdfast.cli.tables import speed_words
+from holdfast.cli.tables import speed_text
 from holdfast.errors import ConfigError, MemoryPlanError, UnsupportedModelError
 from holdfast.memory.on_disk import DiskAccount
 from holdfast.memory.planner import KV_OWNER, PAGE_PHASES, PHASES, MemoryPlan, Term
@@ -32,29 +32,33 @@ from holdfast.quant.formats import ALL_KV_FORMATS, formats_of
 from holdfast.quant.weight_schemes import UNQUANTIZED
 
 FITS, DOES_NOT_FIT, CANNOT_START = "fits", "does_not_fit", "cannot_start"
-"""What a plan may come to."""
+"""The statuses of a plan."""
 SMALL_SHARE = 0.01
-"""Of the memory: owners below it share one row, unless all are shown."""
+"""Owners below this share of the memory are folded into one row."""
 NEVER_SMALL = ("weights", KV_OWNER)
 
 
-def asked_words(request: PlanRequest, resolved: Resolved) -> str:
-    """What the plan is of, on one line."""
+def summary_of(request: PlanRequest, resolved: Resolved) -> str:
+    """Describe what is planned on one line."""
     limits, ranks, recipe = resolved.limits, request.mesh.num_ranks, resolved.recipe
     weights = resolved.dtype if recipe.scheme is None else recipe.scheme.name
     if recipe.expert_scheme is not None:
         weights += f" and {recipe.expert_scheme.name}"
     device = "the CPU of this machine" if request.target.kind == "cpu" else request.target.name
+    # An open context shrinks to what fits; if nothing does, it is still open.
+    has_no_context = resolved.may_shorten and limits.max_model_len == 1
+    context = "of any length" if has_no_context else f"{limits.max_model_len:,}"
+    sequences = "one sequence" if limits.max_num_seqs == 1 else f"up to {limits.max_num_seqs:,} sequences"
+    step = "1 token" if limits.max_num_batched_tokens == 1 else f"{limits.max_num_batched_tokens:,} tokens"
     return (
         f"{printable(request.declared.name)} on {f'each of {ranks} x ' if ranks > 1 else ''}{device}: "
-        f"weights in {weights}, KV pages in {format_words(request, resolved)}, "
-        f"context {_context_words(resolved)}, {_sequence_words(limits.max_num_seqs)}, "
-        f"{_token_count_words(limits.max_num_batched_tokens)} a step"
+        f"weights in {weights}, KV pages in {format_text(request, resolved)}, context {context}, {sequences}, "
+        f"{step} a step"
     )
 
 
-def format_words(request: PlanRequest, resolved: Resolved) -> str:
-    """The format of KV pages, and how many layers have another."""
+def format_text(request: PlanRequest, resolved: Resolved) -> str:
+    """Return the format of KV pages, and how many layers have another."""
     protected = resolved.protected
     if not protected.layers:
         return resolved.kv_format.name
@@ -62,41 +66,27 @@ def format_words(request: PlanRequest, resolved: Resolved) -> str:
     return f"{resolved.kv_format.name}, {count} in {protected.format.name}"
 
 
-def _sequence_words(max_num_seqs: int) -> str:
-    return "one sequence" if max_num_seqs == 1 else f"up to {max_num_seqs:,} sequences"
-
-
-def _token_count_words(num_tokens: int) -> str:
-    return "1 token" if num_tokens == 1 else f"{num_tokens:,} tokens"
-
-
 def printable(name: str) -> str:
-    """A folder may be called anything; what would move a cursor or end a line is shown as a mark."""
+    """Replace characters that would move a cursor or end a line."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
 
 
-def _context_words(resolved: Resolved) -> str:
-    """One that was left open shrinks to what fits; where nothing does, none was settled."""
-    length = resolved.limits.max_model_len
-    return "of any length" if resolved.may_shorten and length == 1 else f"{length:,}"
-
-
-def token_words(bytes_per_token: Fraction) -> str:
-    """Bytes of a token; those of a cache that keeps one row for several tokens are a mean."""
+def token_text(bytes_per_token: Fraction) -> str:
+    """Format the bytes of a token; a mean if the cache keeps one row for several tokens."""
     if bytes_per_token.denominator == 1:
         return format_bytes(int(bytes_per_token))
     return f"{float(bytes_per_token):,.2f} B on average"
 
 
-def device_words(request: PlanRequest) -> str:
-    """The device in as few words as a person types."""
+def device_text(request: PlanRequest) -> str:
+    """Return the device as people type it."""
     target, ranks = request.target, request.mesh.num_ranks
     name = "the CPU of this machine" if target.kind == "cpu" else target.key or target.name
     return name if ranks == 1 else f"each of {ranks} x {name}"
 
 
-def blocked_words(request: PlanRequest) -> str:
-    """What this version does not run, in words; empty if it runs all of the request."""
+def blocked_text(request: PlanRequest) -> str:
+    """Say what this version does not run; empty if it runs the whole request."""
     name = printable(request.declared.name)
     if not missing_here(request):
         return ""
@@ -105,12 +95,12 @@ def blocked_words(request: PlanRequest) -> str:
     if request.declared.not_runnable is not None:
         return f"this version does not run {name}"
     if too_old_reason(request.target) is not None:
-        return f"this version does not run on {device_words(request)}"
+        return f"this version does not run on {device_text(request)}"
     return f"this version does not run {name} on several GPUs"
 
 
 def speed_dict(speed: SpeedEstimate | None) -> dict[str, object] | None:
-    """For a program: every range with its two bounds."""
+    """Return an estimate for JSON."""
     if speed is None:
         return None
     return {name: value._asdict() if isinstance(value, Range) else value for name, value in speed._asdict().items()}
@@ -138,74 +128,69 @@ class OwnerRow(NamedTuple):
 
 
 class PlanView(NamedTuple):
-    """What was asked, and what the answer is."""
+    """A plan and what else would fit; of several ranks, the plan of the one with the fewest pages."""
 
     model: str
     target: str
-    asked: str
-    """The settings in words, those included that were chosen."""
+    summary: str
+    """The settings, chosen ones included."""
     budget_bytes: int
     budget_reason: str
     terms: tuple[Term, ...]
-    """KV pages are one of them; in a plan that does not fit, those of one longest sequence."""
+    """Includes KV pages; if the plan does not fit, those of one longest sequence."""
     kv_bytes_per_token: Fraction
     kv_tokens: int
-    """0 where nothing fits."""
+    """0 if nothing fits."""
     max_model_len: int
     max_concurrency: float
     choices: tuple[Choice, ...]
     alternatives: tuple[Alternative, ...]
     command: str | None
-    """What starts it, with the smallest change where it does not fit; None where nothing does."""
+    """Starts it, with the smallest change if it does not fit; None if nothing does."""
     not_in_this_version: tuple[str, ...]
-    """What of it cannot be run yet, in words."""
+    """What cannot run yet."""
     context_note: str
-    """Which limit shortened the context, and what would lift it; empty where none did."""
+    """Which limit shortened the context, and what would lift it; empty if none did."""
     commands: tuple[str | None, ...]
-    """What makes the plan of each alternative; None where no option of a plan does."""
+    """Makes the plan of each alternative; None if `plan` has no option for it."""
     disk: DiskAccount | None = None
-    """Of a GGUF file: bytes on disk, stored types, bytes in memory and why."""
+    """For a GGUF file: bytes on disk and in memory."""
     groups: tuple[GroupAccount, ...] = ()
-    """Who shares the pages, where some layers give pages back."""
+    """Cache groups, if some layers free pages."""
     tokens_without_groups: int = 0
-    """Tokens that would fit if every layer kept every token, where that is not so."""
+    """Tokens that would fit if every layer kept every token."""
     max_kv_bytes: int | None = None
-    """The bound that kv_cache_memory sets on pages; None if it is left out."""
+    """The bound of kv_cache_memory."""
     ranks: "tuple[RankRow, ...]" = ()
-    """All of them, where there are several and each fits; everything else is of the one that decides for all."""
     device: str = ""
-    """The device as a person types it."""
+    """The device as people type it."""
     blocked: str = ""
-    """What this version does not run, in words; empty if it can be started."""
+    """What this version does not run; empty if it can start."""
     purpose: Purpose = "serve"
-    """The command that it is a plan for."""
     is_few: bool = False
-    """More sequences at once do not fit, so that this is a plan for a chat."""
+    """True if only one sequence fits, so that this is a plan for a chat."""
     speed: SpeedEstimate | None = None
-    """None if it does not fit, or if nothing is known of the device's speed."""
+    """None if it does not fit, or if the device's speed is unknown."""
     starts: tuple[Start, ...] = ()
     """Commands that start it, or what fits best, the best first."""
 
     @property
     def status(self) -> str:
-        """One of FITS, DOES_NOT_FIT and CANNOT_START."""
         return CANNOT_START if self.blocked else FITS if self.fits else DOES_NOT_FIT
 
     @property
     def verdict(self) -> str:
-        """The answer, on one line."""
-        tokens, short = f"{self.kv_tokens:,} tokens", f"{self.short_words} on {self.device}"
+        tokens, short = f"{self.kv_tokens:,} tokens", f"{self.short_text} on {self.device}"
         if self.blocked:
             would = f"it would fit: {tokens}" if self.fits else f"nor does it fit: {short}"
             return f"CANNOT START: {self.blocked}; {would}"
         if not self.fits:
             return f"NO: {short}"
-        speed = f", {speed_words(self.speed)} for one stream" if self.speed is not None else ""
+        speed = f", {speed_text(self.speed)} for one stream" if self.speed is not None else ""
         return f"YES{', for one chat' if self.is_few else ''}: {tokens}{speed}"
 
     @property
     def best_command(self) -> str | None:
-        """What starts it, or what fits best; None if this version starts nothing of it."""
         return self.starts[0].command if self.starts else None
 
     @property
@@ -214,12 +199,12 @@ class PlanView(NamedTuple):
 
     @property
     def short_bytes(self) -> int:
-        """What the phase that needs most lacks, or the pages lack of kv_cache_memory if that is more; 0 if all fits."""
+        """Bytes missing in the largest phase, or in kv_cache_memory if that is more; 0 if all fits."""
         return max(self._short_kv_bytes, max(self.phase_bytes.values()) - self.budget_bytes, 0)
 
     @property
-    def short_words(self) -> str:
-        """How much is short, and of what if that is not the budget."""
+    def short_text(self) -> str:
+        """The shortfall, and of what if not of the budget."""
         limit = " of kv_cache_memory" if self.short_bytes == self._short_kv_bytes else ""
         return f"{format_bytes(self.short_bytes)} short{limit}"
 
@@ -234,7 +219,7 @@ class PlanView(NamedTuple):
 
     @property
     def folded_rows(self) -> tuple[OwnerRow, ...]:
-        """The same with small owners in one row, at the end."""
+        """`rows` with small owners in one row, at the end."""
         whole = max(self.budget_bytes, *self.phase_bytes.values(), 1)
         small = [row for row in self.rows if row.peak_bytes < SMALL_SHARE * whole and row.owner not in NEVER_SMALL]
         if len(small) < 2:
@@ -246,7 +231,7 @@ class PlanView(NamedTuple):
 
     @property
     def rows(self) -> tuple[OwnerRow, ...]:
-        """By the first part of the owner's path, the largest first."""
+        """Owners by the first part of their path, the largest first."""
         groups: dict[str, list[Term]] = {}
         for term in self.terms:
             groups.setdefault(term.group, []).append(term)
@@ -258,21 +243,21 @@ class PlanView(NamedTuple):
         return tuple(sorted(rows, key=lambda row: -row.peak_bytes))
 
     @property
-    def kv_words(self) -> str:
-        """The plan in tokens, in the words that people search logs for."""
+    def kv_text(self) -> str:
+        """The plan in tokens, in the phrases that people search logs for."""
         if not self.fits:
-            return f"a token of KV takes {token_words(self.kv_bytes_per_token)}"
-        words = (
-            f"KV cache size: {self.kv_tokens:,} tokens ({token_words(self.kv_bytes_per_token)} each), "
+            return f"a token of KV takes {token_text(self.kv_bytes_per_token)}"
+        text = (
+            f"KV cache size: {self.kv_tokens:,} tokens ({token_text(self.kv_bytes_per_token)} each), "
             f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x"
         )
         if not self.tokens_without_groups:
-            return words
-        return f"{words}; {self.tokens_without_groups:,} tokens if every layer kept all of them"
+            return text
+        return f"{text}; {self.tokens_without_groups:,} tokens if every layer kept all of them"
 
     def as_dict(self) -> dict[str, object]:
-        """For a program; names stay as they are."""
-        return {
+        """Return the plan for JSON; its keys never change."""
+        found: dict[str, object] = {
             "verdict": self.verdict,
             "status": self.status,
             "for": self.purpose,
@@ -293,9 +278,7 @@ class PlanView(NamedTuple):
                 for term in self.terms
             ],
             "phases": self.phase_bytes,
-            "choices": [
-                {"name": choice.name, "value": choice.value, "reason": choice.reason} for choice in self.choices
-            ],
+            "choices": [choice._asdict() for choice in self.choices],
             "alternatives": [
                 {
                     "change": way.change,
@@ -315,31 +298,24 @@ class PlanView(NamedTuple):
             ],
             "not_in_this_version": list(self.not_in_this_version),
             "command": self.command,
-            **({} if self.disk is None else {"weights_on_disk": self.disk.as_dict()}),
-            **self._groups_as_dict(),
-            **(
-                {}
-                if not self.ranks
-                else {"ranks": [row._asdict() | {"differs": dict(row.differs)} for row in self.ranks]}
-            ),
         }
-
-    def _groups_as_dict(self) -> dict[str, object]:
-        if not self.groups:
-            return {}
-        return {
-            "cache_groups": [asdict(group) for group in self.groups],
-            "tokens_without_groups": self.tokens_without_groups,
-        }
+        if self.disk is not None:
+            found["weights_on_disk"] = self.disk.as_dict()
+        if self.groups:
+            found["cache_groups"] = [asdict(group) for group in self.groups]
+            found["tokens_without_groups"] = self.tokens_without_groups
+        if self.ranks:
+            found["ranks"] = [row._asdict() | {"differs": dict(row.differs)} for row in self.ranks]
+        return found
 
 
 class Beside(NamedTuple):
-    """Plans beside the one that is shown, for the commands that need them."""
+    """Plans beside the one that is shown."""
 
     chat: PlanRequest | None = None
-    """That of one chat, if the plan is of more sequences and fits."""
+    """One chat, if the plan has more sequences and fits."""
     many: PlanRequest | None = None
-    """That of as many sequences as an engine takes by default, if it does not fit and one chat does."""
+    """The default number of sequences, if it does not fit and one chat does."""
 
 
 def view_of(
@@ -349,9 +325,10 @@ def view_of(
     purpose: Purpose = "serve",
     beside: Beside | None = None,
 ) -> PlanView:
-    """Plan, and put beside it what else would fit. A plan that does not fit is shown as the smallest that would do.
+    """Plan a request and list what else would fit. A plan that does not fit shows the smallest that would do.
 
-    Of several ranks the request is that of the one that decides for all; `ranks` are the plans of all of them."""
+    Of several ranks the request is that of the one with the fewest pages; `ranks` has all plans.
+    """
     beside = Beside() if beside is None else beside
     settled = resolve(request)
     found = plan_resolved(settled)
@@ -367,7 +344,7 @@ def view_of(
     view = PlanView(
         model=request.declared.name,
         target=request.target.name,
-        asked=asked_words(request, resolved),
+        summary=summary_of(request, resolved),
         budget_bytes=memory.budget_bytes,
         budget_reason=memory.budget_reason,
         terms=(*memory.terms, _page_term(memory, planned.groups)),
@@ -386,8 +363,8 @@ def view_of(
         max_kv_bytes=resolved.max_kv_bytes if resolved.max_kv_reason == KV_IS_GIVEN else None,
         tokens_without_groups=planned.tokens_without_groups if fits and planned.groups and not planned.states else 0,
         ranks=() if ranks is None else rank_rows(ranks),
-        device=device_words(request),
-        blocked=blocked_words(request),
+        device=device_text(request),
+        blocked=blocked_text(request),
         purpose=purpose,
         is_few=beside.many is not None,
         speed=speed,
@@ -398,7 +375,7 @@ def view_of(
 
 
 def _purpose_choices(beside: Beside) -> tuple[Choice, ...]:
-    """Why a plan is one for a chat, if nothing said so."""
+    """Explain a plan for a chat that was not requested as one."""
     if beside.many is None:
         return ()
     num_seqs = resolve(beside.many).limits.max_num_seqs
@@ -409,7 +386,7 @@ TITLES: Mapping[Purpose, str] = {"serve": "to serve it", "chat": "to chat with i
 
 
 def _starts(view: PlanView, request: PlanRequest, model: str | None, beside: Beside) -> tuple[Start, ...]:
-    """What starts a plan that fits; then one chat beside a server, or a server of few sequences beside a chat."""
+    """List the commands of a plan that fits: its own, then one chat beside a server, or a small server beside a chat."""
     assert view.command is not None, "what fits and runs can be started"
     starts = [Start(TITLES[view.purpose], view.command, view.kv_tokens, view.speed)]
     chat = None if beside.chat is None else try_fit(resolve(beside.chat))
@@ -427,7 +404,7 @@ def _starts(view: PlanView, request: PlanRequest, model: str | None, beside: Bes
 
 
 def _ways_out(view: PlanView, request: PlanRequest, model: str | None) -> tuple[Start, ...]:
-    """What fits best of a plan that does not; on another GPU the plan of it, since nothing starts that here."""
+    """Return what fits best; on another GPU, the command of its plan."""
     best = best_change(view.alternatives)
     if best is None:
         return ()
@@ -436,22 +413,22 @@ def _ways_out(view: PlanView, request: PlanRequest, model: str | None) -> tuple[
 
 
 class RankRow(NamedTuple):
-    """One rank beside the one that decides for all."""
+    """One rank, compared with the one with the fewest pages."""
 
     rank: int
     layers: tuple[int, int] | None
-    """The layers of its stage, from the first to before the last; None: all."""
+    """First and end layer of its stage; None: all."""
     total_bytes: int
     """While serving."""
     own_pages: int
-    """Pages that it would have by itself."""
+    """Pages that it would have alone."""
     differs: Mapping[str, int]
-    """Bytes more or less than the one that decides, by owner; empty for that one."""
+    """Difference in bytes by owner."""
     is_worst: bool
 
 
 def rank_rows(ranks: RankPlans) -> tuple[RankRow, ...]:
-    """Every rank, and what differs from the one that has the fewest pages."""
+    """Compare every rank with the one with the fewest pages."""
     worst = _bytes_of(ranks.plans[ranks.worst])
     rows = []
     for rank, plan in enumerate(ranks.plans):
@@ -470,12 +447,12 @@ def _bytes_of(plan: RunnerPlan) -> dict[str, int]:
 
 
 def plain_number(number: Fraction) -> int | float:
-    """A whole number where it is one."""
+    """Return an integer if the number is one."""
     return int(number) if number.denominator == 1 else float(number)
 
 
 def _reason(terms: list[Term]) -> str:
-    """Of the largest term, which is named where it is one of several."""
+    """Return the reason of the largest term, with its name if there are several."""
     largest = max(terms, key=lambda term: term.num_bytes)
     if len(terms) == 1:
         return largest.reason
@@ -494,14 +471,20 @@ class Cell(NamedTuple):
 
     kv_cache_dtype: str
     quantization: str
-    """"none" leaves weights as they are."""
+    """"none" keeps weights as stored."""
     kv_tokens: int
-    """0 where it does not fit."""
-    is_asked: bool
+    """0 if it does not fit."""
+    is_planned: bool
+    """True for the plan that is shown."""
     runs: bool
-    """An engine of this version takes it."""
+    """True if this version runs it."""
     kv_protected_layers: int = 0
-    """Layers whose pages are in a wider format."""
+    """Layers with a wider format."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the cell for JSON."""
+        fields = self._asdict()
+        return {("is_asked" if name == "is_planned" else name): value for name, value in fields.items()}
 
 
 class _Pages(NamedTuple):
@@ -514,27 +497,27 @@ class _Pages(NamedTuple):
 
 
 def sweep(request: PlanRequest) -> tuple[Cell, ...]:
-    """Every KV format that takes no more than the asked one, with weights as they are and in fewer bits."""
-    asked, quantization = resolve(request).kv_format.name, request.config.quantization or UNQUANTIZED
-    schemes = _schemes(request, quantization)
+    """Plan every KV format that is no wider than the request's, with weights as stored and in fewer bits."""
+    own, quantization = resolve(request).kv_format.name, request.config.quantization or UNQUANTIZED
+    schemes = dict.fromkeys((UNQUANTIZED, *narrower_schemes(resolve(in_scheme(request, UNQUANTIZED))), quantization))
     return tuple(
         Cell(
             pages.name,
             scheme,
             _tokens(in_scheme(pages.request, scheme)),
-            is_asked=(pages.name, scheme) == (asked, quantization),
+            is_planned=(pages.name, scheme) == (own, quantization),
             runs=not missing_here(request),
             kv_protected_layers=pages.num_protected,
         )
-        for pages in _formats(request, asked)
+        for pages in _formats(request, own)
         for scheme in schemes
     )
 
 
-def _formats(request: PlanRequest, asked: str) -> list[_Pages]:
-    """The asked one first, then fewer and fewer bytes; of plain ones one for each number of bytes."""
-    first = _pages_in(request, asked)
-    found = {} if first is None else {(first.bytes_per_token, ALL_KV_FORMATS[asked].is_quantized and asked): first}
+def _formats(request: PlanRequest, own: str) -> list[_Pages]:
+    """List the request's own format, then narrower ones; of plain formats one per size."""
+    first = _pages_in(request, own)
+    found = {} if first is None else {(first.bytes_per_token, ALL_KV_FORMATS[own].is_quantized and own): first}
     for kv_format in formats_of(request.declared.keeps_latents, request.declared.is_compressed).values():
         pages = _pages_in(request, kv_format.name)
         if pages is not None and first is not None and pages.bytes_per_token <= first.bytes_per_token:
@@ -543,7 +526,7 @@ def _formats(request: PlanRequest, asked: str) -> list[_Pages]:
 
 
 def _pages_in(request: PlanRequest, name: str) -> _Pages | None:
-    """The same request with pages in that format; None where it contradicts another option, or where no attention reads it."""
+    """Change the KV format of a request; None if another option contradicts it, or no attention backend reads it."""
     moved = replace(request, config=replace(request.config, kv_cache_dtype=name))
     try:
         resolved = resolve(moved)
@@ -551,11 +534,6 @@ def _pages_in(request: PlanRequest, name: str) -> _Pages | None:
     except (ConfigError, UnsupportedModelError):
         return None
     return _Pages(name, moved, resolved.bytes_per_token(), len(resolved.protected.layers))
-
-
-def _schemes(request: PlanRequest, asked: str) -> list[str]:
-    """Weights as they are, and the first scheme of each number of bits that can be had; the asked one in any case."""
-    return list(dict.fromkeys((UNQUANTIZED, *narrower_schemes(resolve(in_scheme(request, UNQUANTIZED))), asked)))
 
 
 def _tokens(request: PlanRequest) -> int:

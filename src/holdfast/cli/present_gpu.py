@@ -1,4 +1,4 @@
-"""present_gpu: the first NVIDIA GPU of this machine as its driver names it, found without torch; no torch."""
+"""present_gpu: the first NVIDIA GPU of this machine, from its driver; no torch."""
 
 import shutil
 import subprocess
@@ -32,20 +32,20 @@ class PresentGpu(NamedTuple):
 
 
 def present_gpu() -> PresentGpu | None:
-    """Ask the driver; None if there is none, or if it does not answer."""
+    """Query the driver; None if there is none, or if it does not answer."""
     program = shutil.which(DRIVER)
     if program is None:
         return None
     try:
-        asked = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=SECONDS, check=True)
-        name, _, mebibytes = asked.stdout.splitlines()[0].rpartition(",")
+        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=SECONDS, check=True)
+        name, _, mebibytes = done.stdout.splitlines()[0].rpartition(",")
         return PresentGpu(name.strip(), int(mebibytes) * MIB)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
 
 def no_device_note() -> str:
-    """Say what a plan without a device is for, and how to plan for the GPU that is here."""
+    """Say that the plan is for the CPU, and how to plan for the GPU of this machine."""
     words = "this is a plan for the CPU of this machine: neither --gpu nor --memory was given"
     gpu = present_gpu()
     if gpu is None:

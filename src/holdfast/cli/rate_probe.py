@@ -1,7 +1,7 @@
-"""How fast torch's devices read and multiply, as JSON lines on stdout: for `holdfast doctor --measure`, in a process of its own.
+"""Memory and matmul rates of torch's devices, as JSON lines on stdout: the process of `holdfast doctor --measure`.
 
-A CPU is measured with the products of the engine: one row of a weight that no cache holds reads it, many rows multiply. A GPU
-is measured with a sum of float32, which only reads, and one large product in bfloat16.
+On a CPU the engine's own matmul runs: one row against a weight larger than any cache reads memory, many rows multiply.
+On a GPU a float32 sum reads memory, and one large bfloat16 matmul multiplies.
 """
 
 import json
@@ -18,12 +18,12 @@ from holdfast.memory.devices import LEAST_CAPABILITY
 
 
 class Sizes(NamedTuple):
-    """How much is run."""
+    """Sizes of the measurements."""
 
     seconds: float = 1.5
-    """Of each measurement; the best call counts."""
+    """Time of each measurement; the best call counts."""
     cpu_bytes: int = 2**28
-    """Of the weight that is read: many times what caches hold."""
+    """Size of the weight: many times the caches."""
     cpu_rows: int = 256
     gpu_bytes: int = 2**31
     gpu_width: int = 8192
@@ -31,11 +31,11 @@ class Sizes(NamedTuple):
 
 TINY = Sizes(0.02, 2**20, 4, 2**20, 64)
 COLUMNS = 1024
-"""Of the weights that a CPU multiplies by."""
+"""Columns of the weight on a CPU."""
 
 
 def measure_cpu(sizes: Sizes) -> dict[str, object]:
-    """Read rate and products in float32, with as many threads as an engine takes."""
+    """Measure memory and float32 rates, with the threads of an engine."""
     weight_NK = torch.ones(max(1, sizes.cpu_bytes // (4 * COLUMNS)), COLUMNS)
     x_1K, y_1N = torch.ones(1, COLUMNS), torch.empty(1, len(weight_NK))
     reading = best_seconds(lambda: plain_linear(x_1K, weight_NK, None, y_1N), sizes.seconds)
@@ -47,7 +47,7 @@ def measure_cpu(sizes: Sizes) -> dict[str, object]:
 
 
 def measure_gpu(index: int, sizes: Sizes) -> dict[str, object]:
-    """Read rate, and products in bfloat16."""
+    """Measure memory and bfloat16 rates."""
     device, properties = torch.device("cuda", index), torch.cuda.get_device_properties(index)
     free_bytes = torch.cuda.mem_get_info(device)[0]
     numbers = torch.ones(min(sizes.gpu_bytes, free_bytes // 4) // 4, device=device)
@@ -68,7 +68,7 @@ def measure_gpu(index: int, sizes: Sizes) -> dict[str, object]:
 
 
 def best_seconds(call: Callable[[], object], seconds: float) -> float:
-    """The shortest of as many calls as fit, one at least, after one that is not counted."""
+    """Return the shortest call within the time, after one warm-up call."""
     call()
     best, end = float("inf"), time.perf_counter() + seconds
     while True:
@@ -89,25 +89,25 @@ def _found(device: str, total_bytes: int, read: float, flops: float) -> dict[str
     }
 
 
-def probe(sizes: Sizes, tell: Callable[[dict[str, object]], None]) -> None:
-    """Measure the CPU and every GPU that kernels run on, and tell before each what comes; a device that fails is a problem."""
-    tell({"next": cpu_identity()})
-    tell(measure_cpu(sizes))
+def probe(sizes: Sizes, report: Callable[[dict[str, object]], None]) -> None:
+    """Measure the CPU and every supported GPU; a device that fails becomes a problem."""
+    report({"next": cpu_identity()})
+    report(measure_cpu(sizes))
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         if (properties.major, properties.minor) < LEAST_CAPABILITY or torch.version.hip:
             continue
-        tell({"next": properties.name})
+        report({"next": properties.name})
         try:
-            tell(measure_gpu(index, sizes))
-        except RuntimeError as error:  # a device that others have filled
-            tell({"problem": f"{properties.name}: {' '.join(str(error).split())[:200]}"})
+            report(measure_gpu(index, sizes))
+        except RuntimeError as error:  # out of memory
+            report({"problem": f"{properties.name}: {' '.join(str(error).split())[:200]}"})
 
 
-def _tell(fact: dict[str, object]) -> None:
+def _report(fact: dict[str, object]) -> None:
     sys.stdout.write(f"{json.dumps(fact)}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    probe(TINY if "tiny" in sys.argv else Sizes(), _tell)
+    probe(TINY if "tiny" in sys.argv else Sizes(), _report)

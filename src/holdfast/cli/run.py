@@ -1,4 +1,4 @@
-"""`holdfast run`: one prompt, one answer, streamed; then who holds which memory, and how fast it was; no torch."""
+"""`holdfast run`: one prompt and its streamed answer, then memory by owner and speed; no torch."""
 
 from collections.abc import Mapping
 from contextlib import closing
@@ -34,7 +34,7 @@ DEFAULT_MAX_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What is asked of this command alone."""
+    """Options of this command alone."""
 
     model: str | None
     prompt: str | None
@@ -47,10 +47,10 @@ class RunOptions:
 
 
 def run(options: RunOptions, engine: Given, sampling: Given, start: StartLine | None = None) -> None:
-    """Answer once. Everything that was typed is checked before the model is touched."""
+    """Answer once. All options are checked before the model is opened."""
     checked = sampling_params(sampling, GenerationDefaults())
     _check_together(options, sampling)
-    # One request is all that will come, so memory is planned for one.
+    # There is one request, so memory is planned for one.
     config = EngineConfig.from_options(model=options.model, **({"max_num_seqs": checked.n} | engine))
     refuse_bare_ids(config)
     report = report_file(options.memory_report)
@@ -70,36 +70,34 @@ def run(options: RunOptions, engine: Given, sampling: Given, start: StartLine | 
         stats = opened.engine.stats()
         if stats.num_proposed_tokens:
             share = 100 * stats.num_accepted_tokens / stats.num_proposed_tokens
-            words = f"{stats.num_accepted_tokens:,} of {stats.num_proposed_tokens:,} proposed tokens accepted ({share:.0f}%)"
-            show_beside([Line(words)])
+            accepted = f"{stats.num_accepted_tokens:,} of {stats.num_proposed_tokens:,}"
+            show_beside([Line(f"{accepted} draft tokens accepted ({share:.0f}%)")])
         if params.max_tokens is None and output.outputs[0].finish_reason == "length":
             write_line(f"cut at {prepared.max_tokens} tokens; --max-tokens N allows more, within the context")
 
 
 def _check_together(options: RunOptions, sampling: Given) -> None:
     if options.raw and options.system is not None:
-        raise ConfigError("--system was asked beside --raw", "bare text has no system message", "leave one of them out")
+        raise ConfigError("cli.exclusive", first="--system", second="--raw", reason="bare text has no system message")
     for name in ("logprobs", "prompt_logprobs"):
         if name in sampling and not options.as_json:
-            raise ConfigError(f"--{name.replace('_', '-')} was asked", "only --json shows them", "add --json")
+            raise ConfigError("cli.needs_json", option=f"--{name.replace('_', '-')}")
 
 
 def _prompt(options: RunOptions, text: str, opened: OpenedModel) -> str | list[Mapping[str, object]]:
-    """A conversation where the model has a template for it, the bare text elsewhere."""
+    """Make a conversation if the model has a chat template, else return the bare text."""
     if options.raw:
         return text
     if not opened.engine.has_chat_template:
         if options.system is not None:
-            raise ConfigError(
-                "--system was asked", "the model has no chat template", "pass --chat-template, or leave it out"
-            )
+            raise ConfigError("cli.no_chat_template", model=opened.name)
         return text
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return [*system, {"role": "user", "content": text}]
 
 
 def _answer(opened: OpenedModel, prepared: PreparedRequest, streams: bool) -> RequestOutput:
-    """Run a request to its end; several answers are written one after the other, since they come together."""
+    """Run a request; print several answers one after the other."""
     params = prepared.params
     assembler = OutputAssembler(prepared.prompt, prepared.prompt_token_ids, params.n)
     last = "\n"
@@ -119,7 +117,7 @@ def _answer(opened: OpenedModel, prepared: PreparedRequest, streams: bool) -> Re
 
 
 def _record(opened: OpenedModel, output: RequestOutput) -> dict[str, object]:
-    """Everything for a program: the first answer at the top, all of them where there are several."""
+    """Return the JSON object: the first answer at the top, all of them if there are several."""
     speed = speed_of(output)
     record: dict[str, object] = {"model": opened.name, **_completion(output.outputs[0])}
     if len(output.outputs) > 1:

@@ -1,4 +1,4 @@
-"""`holdfast serve`: a model behind OpenAI's API: port, keys and limits checked, the model opened, served until told to end; no torch."""
+"""`holdfast serve`: check port, keys and limits, open the model, serve it until a signal; no torch."""
 
 import ipaddress
 import socket
@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from holdfast.cli.opened_model import OpenedModel, model_name, open_visibly, refuse_bare_ids, report_file
-from holdfast.cli.options import Given, read_count, read_number
+from holdfast.cli.options import Given, read_number, read_whole
 from holdfast.cli.start_line import StartLine
 from holdfast.cli.terminal import write_line
 from holdfast.config import EngineConfig
 from holdfast.engine.launched import find_launcher
-from holdfast.errors import ConfigError, RequestError, install_words, shown
+from holdfast.errors import ConfigError, RequestError, shown
 from holdfast.memory.sizes import parse_bytes
 from holdfast.request.vllm_names import PARSERS_OF_VLLM
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from holdfast.server.service import ServerLimits, Service
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "pydantic", "prometheus_client")
-"""Libraries of the server, which the engine does without."""
+"""Libraries of the server; the engine does not need them."""
 MAX_NAME_CHARS = 256
 MAX_DRAIN_SECONDS = 3600.0
 MAX_CONNECTIONS = 2**20
@@ -31,7 +31,7 @@ MAX_CONNECTIONS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What was typed, as text."""
+    """Options as text."""
 
     model: str | None
     host: str
@@ -54,7 +54,7 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions, engine_options: Given, start: StartLine | None = None) -> None:
-    """Serve a model until a signal ends it. Whatever can be wrong is told before a weight is read."""
+    """Serve a model until a signal. All options are checked before a weight is read."""
     refuse_missing_libraries()
     from holdfast.server.app import make_app
     from holdfast.server.keys import collect_keys
@@ -66,7 +66,7 @@ def serve(options: ServeOptions, engine_options: Given, start: StartLine | None 
     refuse_bare_ids(config)
     launched = find_launcher(config)
     if launched is not None and launched.rank > 0:
-        open_visibly(config, None)  # which does not return: rank 0 answers, and this one's node may have its port
+        open_visibly(config, None)  # does not return: rank 0 serves
     report = report_file(options.memory_report)
     limits, port = read_limits(options), read_port(options.port)
     keys = collect_keys(options.api_key or (), options.api_key_file)
@@ -79,9 +79,9 @@ def serve(options: ServeOptions, engine_options: Given, start: StartLine | None 
     traces = open_traces((names or (model_name(config),))[0])
     with bind_socket(options.host, port) as listener:
         started = time.monotonic()
-        told = raise_file_limit(limits.max_connections)
-        if told is not None:
-            write_line(f"note: {told}")
+        note = raise_file_limit(limits.max_connections)
+        if note is not None:
+            write_line(f"note: {note}")
         if options.api_key:
             write_line("note: other users of this machine see --api-key; HOLDFAST_API_KEY and --api-key-file hide it")
         with WaitingDoor(listener):
@@ -91,7 +91,7 @@ def serve(options: ServeOptions, engine_options: Given, start: StartLine | None 
         app = make_app(service, keys, allowed_hosts=hosts, allowed_origins=origins, log=log, traces=traces)
         ready = f"{service.name} is ready at {address_of(listener)} after {time.monotonic() - started:.1f} s"
         try:
-            run_server(app, service, listener, lambda: write_line(f"{ready} ({_who(keys)})"), owns_process=True)
+            run_server(app, service, listener, lambda: write_line(f"{ready} ({_access(keys)})"), owns_process=True)
         finally:
             if traces is not None:
                 traces.close()
@@ -111,32 +111,28 @@ def _service(opened: OpenedModel, options: ServeOptions, names: tuple[str, ...],
     )
 
 
-def _who(keys: "Keys") -> str:
+def _access(keys: "Keys") -> str:
     if not len(keys):
         return "without a key"
     return "with a key" if len(keys) == 1 else f"with one of {len(keys)} keys"
 
 
 def refuse_missing_libraries() -> None:
-    """In words, where the engine was installed without its server."""
+    """Refuse to serve if the server's libraries are not installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise ConfigError("holdfast serve was asked", f"{', '.join(missing)} is not installed", install_words("server"))
+        raise ConfigError("cli.server_not_installed", names=missing)
 
 
 def refuse_open_door(options: ServeOptions, keys: "Keys") -> None:
-    """Whoever reaches a public address may use the machine: never by accident."""
+    """Refuse a public address without a key: anyone who reaches it could use the machine."""
     if is_loopback(options.host) or len(keys) or options.allow_public:
         return
-    raise ConfigError(
-        f"--host {shown(options.host)[1:-1]} was asked",
-        "others than this machine reach it, and no API key was given",
-        "give --api-key-file or HOLDFAST_API_KEY; or --allow-public, and everybody may use it",
-    )
+    raise ConfigError("cli.public_without_key", host=options.host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host: every address that it stands for."""
+    """Return True if every address of a host is a loopback address."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
@@ -145,7 +141,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_parsers(options: ServeOptions) -> ServeOptions:
-    """Refuse a name that no format has, before a model is opened; one that only vLLM has leaves the choice to the template."""
+    """Refuse an unknown parser; replace one that only vLLM has by auto."""
     from holdfast.text.reasoning import choose_reasoning_parser
     from holdfast.text.tool_formats import choose_tool_parser
 
@@ -158,75 +154,51 @@ def check_parsers(options: ServeOptions) -> ServeOptions:
         except RequestError as error:
             typed = f"--{option.replace('_', '-')} {shown(name)}"
             if name not in PARSERS_OF_VLLM:
-                raise ConfigError(f"{typed} was asked", error.has, error.do) from error
-            write_line(f"note: taken without effect here: {typed} (the chat template tells the format)")
+                raise ConfigError("cli.unknown_parser", typed=typed, reason=str(error)) from error
+            write_line(f"note: ignored: {typed} (the chat template decides the format)")
             options = replace(options, **{option: "auto"})
     return options
 
 
 def read_port(text: str) -> int:
-    """A port; 0 takes one that is free."""
-    port = read_count(text)
-    if not isinstance(port, int) or not 0 <= port <= 65535:
-        raise ConfigError(
-            f"--port {shown(text)} was asked", "a whole number from 0 to 65535 works", "write --port 8000"
-        )
-    return port
+    """Read a port; 0 takes a free one."""
+    return read_whole(text, "--port", 0, 65535)
 
 
 def read_limits(options: ServeOptions) -> "ServerLimits":
-    """The limits that have options."""
+    """Read the limits of the server."""
     from holdfast.server.service import ServerLimits
 
-    connections = read_count(options.max_connections)
-    if not isinstance(connections, int) or not 1 <= connections <= MAX_CONNECTIONS:
-        raise ConfigError(
-            f"--max-connections {shown(options.max_connections)} was asked",
-            f"a whole number from 1 to {MAX_CONNECTIONS} works",
-            "write --max-connections 4096",
-        )
+    connections = read_whole(options.max_connections, "--max-connections", 1, MAX_CONNECTIONS)
     seconds = read_number(options.drain_seconds)
     if isinstance(seconds, str) or not 0 <= seconds <= MAX_DRAIN_SECONDS:
-        raise ConfigError(
-            f"--drain-seconds {shown(options.drain_seconds)} was asked",
-            f"a number from 0 to {MAX_DRAIN_SECONDS:.0f} works",
-            "write --drain-seconds 30",
-        )
+        bounds = {"minimum": 0, "maximum": MAX_DRAIN_SECONDS}
+        raise ConfigError("value.out_of_range", name="--drain-seconds", **bounds, value=options.drain_seconds)
     kept_bytes = 0 if options.response_memory == "0" else parse_bytes(options.response_memory, "--response-memory")
     return ServerLimits(max_connections=connections, drain_seconds=seconds, max_response_bytes=kept_bytes)
 
 
 def read_names(given: Iterable[str] | None) -> tuple[str, ...]:
-    """The names that a model goes by, the first one in answers; none were given: none."""
+    """Read the model's names; answers have the first."""
     names = [part.strip() for text in given or () for part in text.split(",")]
     for name in names:
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
-            raise ConfigError(
-                f"--served-model-name {shown(name)} was asked",
-                f"a name has 1 to {MAX_NAME_CHARS} printable characters",
-                "write --served-model-name my-model",
-            )
+            raise ConfigError("cli.bad_model_name", value=name, maximum=MAX_NAME_CHARS)
     return tuple(dict.fromkeys(names))
 
 
 def read_origins(given: Iterable[str]) -> tuple[str, ...]:
-    """Origins of pages that may ask: https://example.com, or * for all."""
+    """Read the origins of web pages: https://example.com, or * for all."""
     origins = [part.strip().rstrip("/") for text in given for part in text.split(",")]
     for origin in origins:
         scheme, _, rest = origin.partition("://")
         if origin != "*" and (scheme not in ("http", "https") or not rest or "/" in rest or not rest.isprintable()):
-            raise ConfigError(
-                f"--allow-origin {shown(origin)} was asked",
-                "an origin is a scheme and a host, and nothing behind it",
-                "write --allow-origin https://example.com",
-            )
+            raise ConfigError("cli.bad_origin", value=origin)
     return tuple(origins)
 
 
 def read_choice(option: str, text: str, choices: tuple[str, ...]) -> str:
-    """One of a few words."""
+    """Check that a value is one of a few."""
     if text not in choices:
-        raise ConfigError(
-            f"{option} {shown(text)} was asked", f"{', '.join(choices)} work", f"write {option} {choices[0]}"
-        )
+        raise ConfigError("value.not_one_of", name=option, accepted=choices, value=text)
     return text

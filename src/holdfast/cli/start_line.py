@@ -1,4 +1,4 @@
-"""StartLine: what a start is doing, from its first moment: one line with its seconds on a terminal, plain lines elsewhere; no torch."""
+"""StartLine: the current stage of a start: one line with its seconds on a terminal, plain lines elsewhere; no torch."""
 
 import shutil
 import sys
@@ -12,16 +12,16 @@ REDRAW_SECONDS = 0.5
 
 
 class StartLine:
-    """`show` names the stage on a terminal, `tell` everywhere; `clear` makes room for bars and other lines.
+    """`show` names the stage on a terminal, `report` everywhere; `clear` makes room for bars and other lines.
 
-    The cursor stays at the beginning of the line, so that a log line of another process covers it.
+    The cursor stays at the beginning of the line, so that a log line of another process overwrites it.
     """
 
     def __init__(self) -> None:
         self._began_at = time.monotonic()
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._lock = threading.Lock()
-        self._words: str | None = None
+        self._stage: str | None = None
         self._num_drawn = 0
         self._is_over = threading.Event()
         self._ticker: threading.Thread | None = None
@@ -35,41 +35,41 @@ class StartLine:
         self.clear()
         self._is_over.set()
 
-    def show(self, words: str) -> None:
-        """Name the stage that begins, on a terminal alone: a command that fails at once writes one line elsewhere."""
+    def show(self, stage: str) -> None:
+        """Show the stage on a terminal only, so that a command that fails at once writes one line elsewhere."""
         if not self._is_terminal:
             return
         with self._lock:
-            self._words = words
+            self._stage = stage
             self._draw()
         if self._ticker is None and not self._is_over.is_set():
             self._ticker = threading.Thread(target=self._tick, name="holdfast-start", daemon=True)
             self._ticker.start()
 
-    def tell(self, words: str) -> None:
-        """Name the stage that begins, as a line of its own if no terminal shows it."""
+    def report(self, stage: str) -> None:
+        """Show the stage, on a line of its own if there is no terminal."""
         if self._is_terminal:
-            self.show(words)
+            self.show(stage)
         else:
-            write_line(words)
+            write_line(stage)
 
     def clear(self) -> None:
         """Erase the line. The next stage draws it again."""
         with self._lock:
-            self._words = None
+            self._stage = None
             self._write("")
 
     def _tick(self) -> None:
         while not self._is_over.wait(REDRAW_SECONDS):
             with self._lock:
-                if self._words is not None:
+                if self._stage is not None:
                     self._draw()
 
     def _draw(self) -> None:
-        self._write(f"{self._words}  {time.monotonic() - self._began_at:.0f} s")
+        self._write(f"{self._stage}  {time.monotonic() - self._began_at:.0f} s")
 
     def _write(self, text: str) -> None:
-        """Write over what was drawn. Spaces erase on every terminal; an escape does not."""
+        """Overwrite the line. Spaces erase on every terminal; an escape does not."""
         if sys.stderr is None or not self._is_terminal or not (text or self._num_drawn):
             return
         text = text[: max(shutil.get_terminal_size().columns - 1, 0)]

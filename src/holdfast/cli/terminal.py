@@ -1,4 +1,4 @@
-"""The process of a command: Ctrl-C, exit codes, answers to stdout, lines and log to stderr, strict JSON; no torch."""
+"""The process of a command: Ctrl-C, exit codes, stdout for answers, stderr for lines and log, strict JSON; no torch."""
 
 import io
 import json
@@ -16,49 +16,48 @@ if TYPE_CHECKING:
 
 FAILED = 1
 INTERRUPTED = 128 + signal.SIGINT
-"""Exit codes; the second is what a shell expects."""
+"""Exit codes; the second is the shell's convention."""
 STDOUT = "-"
-"""Stands for stdout where a file is asked for."""
+"""Stands for stdout in a file option."""
 MAX_PATH = 4096
-"""Characters of a path that a line repeats: all of them, as Linux has it."""
+"""Longest path on Linux."""
 DEBUG_VARIABLE = "HOLDFAST_DEBUG"
-"""Tracebacks come only where it asks for them."""
+"""Set to 1 to print tracebacks."""
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def escape_unwritable() -> None:
-    """From now on a character that a stream cannot encode is written as an escape, such as \\u2588, and raises nothing."""
+    """Write characters that a stream cannot encode as escapes such as \\u2588."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def leave_on_interrupt() -> None:
-    """Until a model is loaded."""
+    """Let Ctrl-C end the process at once, until a model is loaded."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """What Ctrl-C does until a model is loaded: there is nothing yet to clean up.
+    """End the process on Ctrl-C: nothing needs cleaning up yet.
 
-    An exception would not do while libraries are imported: torch drops it around its import of numpy, and aborts the
-    process where its C++ gets one.
+    An exception does not work during imports: torch drops it around its import of numpy, or aborts the process.
     """
     os.write(2, b"\r\x1b[Kinterrupted\n" if os.isatty(2) else b"interrupted\n")
     os._exit(INTERRUPTED)
 
 
 def raise_interrupts() -> None:
-    """From now on Ctrl-C is an exception, for those who have something to put in order."""
+    """Make Ctrl-C raise KeyboardInterrupt from now on."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """The same for a while, after which Ctrl-C leaves again as it did before."""
+    """Make Ctrl-C raise KeyboardInterrupt inside the context."""
     was_leaving = signal.getsignal(signal.SIGINT) is leave
     raise_interrupts()
     try:
@@ -69,15 +68,15 @@ def raising_interrupts() -> Iterator[None]:
 
 
 def write_line(text: str) -> None:
-    """A line on stderr, if there is one."""
+    """Write a line to stderr, if there is one."""
     if sys.stderr is not None:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
 
 def log_plainly() -> None:
-    """The log on stderr, without tracebacks unless they are asked for."""
-    # A plan logs nothing, and comes sooner without.
+    """Log to stderr, without tracebacks unless HOLDFAST_DEBUG is set."""
+    # A plan logs nothing, so it does not wait for this import.
     import logging
 
     from holdfast.observability.log import log_to_stderr
@@ -89,7 +88,7 @@ def log_plainly() -> None:
 
 
 def is_debugging() -> bool:
-    """True where somebody wants tracebacks."""
+    """Return True if HOLDFAST_DEBUG is set."""
     return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
 
 
@@ -99,25 +98,25 @@ def _without_traceback(record: "logging.LogRecord") -> bool:
 
 
 def for_terminal(text: str) -> str:
-    """Text that cannot move the cursor or recolour the screen: control characters become pictures of themselves."""
+    """Replace control characters by visible symbols, so that text cannot control the terminal."""
     return text.translate(_CONTROLS)
 
 
 def write_answer(text: str) -> None:
-    """Text to stdout at once, made harmless where a terminal shows it."""
+    """Write text to stdout and flush; escape it for a terminal."""
     if text and sys.stdout is not None:
         sys.stdout.write(for_terminal(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 
 def quoted(text: str, max_chars: int = 80) -> str:
-    """A part of what somebody typed, on one line, as a terminal can show it."""
-    words = for_terminal(" ".join(text.split()))
-    return words if len(words) <= max_chars else f"{words[: max_chars - 3]}..."
+    """Shorten text to one line for a terminal."""
+    line = for_terminal(" ".join(text.split()))
+    return line if len(line) <= max_chars else f"{line[: max_chars - 3]}..."
 
 
 def dumps(value: object, indent: int | None = None) -> str:
-    """One JSON text, without a newline at its end."""
+    """Return strict JSON; numbers that are not finite become null."""
     return json.dumps(_finite(value), allow_nan=False, indent=indent)
 
 

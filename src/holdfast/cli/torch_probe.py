@@ -1,6 +1,6 @@
-"""What torch, CUDA and Triton say of themselves, as one JSON object on stdout: for `holdfast doctor`, in a process of its own.
+"""Facts about torch, CUDA and Triton, as one JSON object on stdout: the process of `holdfast doctor`.
 
-A broken torch or driver may abort the process or never answer; nothing but this process is lost then.
+A broken torch or driver may abort the process or hang; only this process is lost then.
 """
 
 import json
@@ -13,7 +13,7 @@ from holdfast.kernels.native_library import find_native_build
 
 
 def probe() -> dict[str, object]:
-    """Everything that is asked of torch; each part that fails is said in words."""
+    """Collect the facts; a part that fails becomes a text."""
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
@@ -35,7 +35,7 @@ def _triton() -> str | None:
 
 
 def _cuda() -> dict[str, object]:
-    """The GPUs that torch sees, or why it sees none."""
+    """List the GPUs that torch sees, or why it sees none."""
     if torch.version.cuda is None:
         return {"gpus": [], "cuda_problem": None}
     try:
@@ -56,7 +56,7 @@ def _gpu(index: int) -> dict[str, object]:
     }
     try:
         gpu["free_bytes"] = torch.cuda.mem_get_info(index)[0]
-    except Exception as error:  # a device that others have filled, or that only they may use
+    except Exception as error:  # full, or in exclusive use
         gpu["problem"] = words(error)
     return gpu
 
@@ -70,7 +70,7 @@ def _native() -> dict[str, object]:
 
 
 def words(error: BaseException) -> str:
-    """An error on one line, not too long."""
+    """Shorten an error to one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
