@@ -49,7 +49,7 @@ def children_find_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_sizes_that_do_not_divide(tmp_path: Path, monkeypatch, settings, size, words) -> None:
     monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
-    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size={size} was asked; {words}") as caught:
+    with pytest.raises(ConfigError, match=rf"^tensor_parallel_size={size} is not possible: {words}") as caught:
         LLM(str(make_model(tmp_path / "m", **settings)), tensor_parallel_size=size, **OPTIONS)
     assert "\n" not in str(caught.value)
 
@@ -60,7 +60,7 @@ def test_ranks_of_compressed_attention_name_one_gpu(tmp_path: Path, monkeypatch,
     monkeypatch.setattr(rank_build, "RankGroup", lambda *_, **__: pytest.fail("a process was started"))
     (tmp_path / "config.json").write_text(json.dumps(COMPRESSED))
     options = OPTIONS | {option: 2, "memory_limit": "1MiB", "load_format": "dummy", "tokenizer": "none"}
-    with pytest.raises(UnsupportedModelError, match=r"it runs on one GPU, or on a CPU; leave out tensor_par") as caught:
+    with pytest.raises(UnsupportedModelError, match=r"it runs on one GPU, or on a CPU. Leave out tensor_par") as caught:
         LLM(str(tmp_path), **options)
     assert "\n" not in str(caught.value)
 
@@ -72,7 +72,7 @@ def test_ranks_of_compressed_attention_name_one_gpu(tmp_path: Path, monkeypatch,
         ("cuda:1", 2, None, 2, "2 ranks from cuda:1 on need a GPU each, but torch sees 2 CUDA devices. Use at most 1 ranks"),
         ("cuda", 1, "3", 2, "torch sees 1 CUDA devices (CUDA_VISIBLE_DEVICES=3)"),
         ("auto", 1, "0", 8, "8 ranks from cuda:0 on need a GPU each, but torch sees 1 CUDA devices (CUDA_VISIBLE_DEVICES=0)"),
-        ("cuda", 0, "", 2, "device='cuda' was asked; torch sees 0 CUDA devices here"),
+        ("cuda", 0, "", 2, "device='cuda' is not possible: torch sees 0 CUDA devices here"),
     ],
 )  # fmt: skip
 def test_more_ranks_than_devices_and_masked_ones(monkeypatch, device, num_devices, mask, size, words) -> None:

@@ -230,9 +230,9 @@ def test_late_device_launch_waits_for_no_step(monkeypatch, model):
         launch, step_logits = runner.launch, rig.decoder.step_logits
         num_run = [0]
 
-        def count(*told: Any) -> torch.Tensor:
+        def count(*given: Any) -> torch.Tensor:
             num_run[0] += 1
-            return step_logits(*told)
+            return step_logits(*given)
 
         def launch_watched(step: Step) -> None:
             before = num_run[0]

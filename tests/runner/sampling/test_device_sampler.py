@@ -174,7 +174,7 @@ def test_two_steps_under_way_have_their_own_results():
 
 
 def grown_by(sequences: list[Sequence], count: int) -> list[Sequence]:
-    """As they are, on lists of their own, so that nobody else counts in them."""
+    """As they are, on lists of their own, so that no one else counts in them."""
     assert all(own.num_tokens == 30 + count for own in sequences), "each step adds a token"
     return [replace(own, token_ids=list(own.token_ids)) for own in sequences]
 
