@@ -18,7 +18,7 @@ import gpu_records
 from holdfast.api.llm import LLM
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.structured import StructuredOutputs
-from holdfast.runner.sampling import device_sampler, host_sampler
+from holdfast.runner.sampling import device_sampler, sampler
 
 ITEM = {
     "type": "object",
@@ -93,7 +93,7 @@ def run_round(llm: LLM, masks: MaskTime, batch: int, num_tokens: int, params: Sa
 def measure(llm: LLM, name: str, kind: str, batch: int, rounds: int, num_tokens: int) -> dict[str, Any]:
     """Rounds in turn, the first of each not counted; medians of the rest."""
     masks = MaskTime()
-    for module in (host_sampler, device_sampler):
+    for module in (sampler, device_sampler):
         for function in ("fill_masks", "mask_logits"):
             masks.watch(module, function)
     plain = SamplingParams(temperature=TEMPERATURES[kind], max_tokens=2 * num_tokens, ignore_eos=True, seed=1)

@@ -45,7 +45,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     index_heads: int = 0
-    """Of an index of 32 elements a head; 0: none."""
+    """For an index of 32 elements a head; 0: none."""
     top_k: int = 0
 
     @property

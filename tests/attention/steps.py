@@ -23,7 +23,7 @@ from kernels.paged_cases import odd_sinks
 
 CPU = torch.device("cpu")
 BEYOND = 2**30
-"""What rows of the page table hold behind a sequence's pages: whoever reads there falls far outside of every plane."""
+"""What rows of the page table hold behind a sequence's pages: any caller that reads there falls far outside of every plane."""
 
 # Numpy, on which the interpreter runs, warns where minus infinity is the right answer.
 QUIET = pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")
@@ -39,9 +39,9 @@ class Geometry:
     head_dim: int = 16
     page_tokens: int = 4
     windows: tuple[int | None, ...] = (None,)
-    """Of each layer."""
+    """For each layer."""
     kv_dtype: str = "float32"
-    """Of every layer, or of each where several are named: "float32 fp8 float32"."""
+    """For every layer, or of each where several are named: "float32 fp8 float32"."""
     dtype: torch.dtype = torch.float32
     max_model_len: int = 256
     device: torch.device = CPU
@@ -50,7 +50,7 @@ class Geometry:
 
     @property
     def formats(self) -> list[KVFormat]:
-        """Of each layer."""
+        """For each layer."""
         names = self.kv_dtype.split()
         return [KV_FORMATS[name] for name in (names * len(self.windows) if len(names) == 1 else names)]
 
@@ -82,7 +82,7 @@ class Geometry:
 
     @property
     def sinks(self) -> list[torch.Tensor | None]:
-        """Of each layer, on its device."""
+        """For each layer, on its device."""
         if not self.has_sinks:
             return [None] * len(self.windows)
         return [odd_sinks(self.num_heads, seed=layer).to(self.device) for layer in range(len(self.windows))]
@@ -181,7 +181,7 @@ def exact_attention(
 
 
 def texts(geometry: Geometry, lengths: list[int], consecutive: bool, seed: int = 0) -> tuple[list[Text], int]:
-    """Sequences on pages that lie in a row, or are scattered among each other and among pages that nobody has."""
+    """Sequences on pages that lie in a row, or are scattered among each other and among pages that no one has."""
     counts = [-(-length // geometry.page_tokens) for length in lengths]
     num_pages = sum(counts) + 4
     order = list(range(num_pages))

@@ -312,6 +312,6 @@ def test_columns_of_a_step():
     assert step.columns_4N.tolist() == [[7, 0], [0, 3], [3, 1], [40, 9]]
     assert step.num_rows == 6
     assert not step.is_decode
-    nobody = StepRows.of([], 2)
-    assert nobody.columns_4N.tolist() == [[], [], [], []]
-    assert nobody.is_decode
+    empty = StepRows.of([], 2)
+    assert empty.columns_4N.tolist() == [[], [], [], []]
+    assert empty.is_decode

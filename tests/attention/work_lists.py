@@ -75,7 +75,7 @@ class ListCase:
         return self.lists().fill(StepRows.of(batch.sequences, batch.num_rows), captured)
 
     def ranges(self, rows: list[tuple[int, int]], num_padding: int = 0) -> Ranges:
-        """Of a step of (start, number of rows) of each sequence, everything checked."""
+        """For a step of (start, number of rows) of each sequence, everything checked."""
         batch = dummy_batch(rows, num_padding)
         return check_work(self, batch, self.work(batch))
 
@@ -124,7 +124,7 @@ def check_work(case: ListCase, batch: Batch, work: TileWork, captured: bool = Fa
             block = sorted(blocks.pop(row), key=lambda tile: tile["low"])
             row = _check_block(block, sequence, case, rows, ranges, partials)
         assert row == end, "a tile takes rows of two sequences"
-    assert not blocks, f"tiles for rows that nobody has: {blocks}"
+    assert not blocks, f"tiles for rows that no one has: {blocks}"
     num_real = sum(sequence.num_rows for sequence in batch.sequences)
     assert not rows[num_real : batch.num_rows, 1].any(), "padding is to be written as zeros"
     partials.sort()

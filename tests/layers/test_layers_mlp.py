@@ -292,7 +292,7 @@ def test_a_norm_leaves_codes_of_what_it_stores(kind, has_delta):
 
 
 def fp8_mlp(activation, device, dtype, limit: float | None = None) -> GatedMLP:
-    """Of 200 columns inside and 96 outside, with biases."""
+    """For 200 columns inside and 96 outside, with biases."""
     linears = []
     for index, (size_n, size_k) in enumerate(((400, 96), (96, 200))):
         weight = random_weight(size_n, size_k, FP8, seed=index)

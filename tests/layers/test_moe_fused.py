@@ -131,7 +131,7 @@ def test_it_is_the_ordinary_way(scheme, num_rows):
 @pytest.mark.parametrize("scheme", [None, "fp8", "int8"], ids=str)
 @pytest.mark.parametrize("num_rows", [4, 7], ids=["deep GEMVs", "unsorted blocks"])
 def test_a_row_is_the_same_to_the_bit_in_any_company(device, scheme, num_rows):
-    """Of as many rows as take the same kernels."""
+    """For as many rows as take the same kernels."""
     x = inputs(num_rows, widest_on(device))
     with kernels_everywhere():
         whole = run(x, scheme, device)

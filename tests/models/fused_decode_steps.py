@@ -84,7 +84,7 @@ def make_rig(
 
 
 def placed(model: LoadedModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """The same model elsewhere, with numbers in another type; codes stay what they are."""
+    """Just the same model elsewhere, with numbers in another type; codes stay what they are."""
     weights = {
         name: weight_on(weight, device) if isinstance(weight, QuantizedWeight) else weight.to(device, dtype)
         for name, weight in model.weights.items()

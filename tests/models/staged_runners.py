@@ -66,7 +66,7 @@ class StagedRanks:
 
 @torch.inference_mode()
 def stage_logits(built: Built) -> list[torch.Tensor]:
-    """Of each step the logits that are wanted, of a rank's share of the vocabulary; none before the last stage."""
+    """For each step the logits that are wanted, of a rank's share of the vocabulary; none before the last stage."""
     found, runner = [], built.runner
     for step, rows in steps_of(runner):
         batch = runner.buffers.fill(step, rows, step.num_tokens, len(rows))

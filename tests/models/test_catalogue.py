@@ -95,7 +95,7 @@ def test_kv_bytes_per_token(name: str) -> None:
             own = declared.kv_bytes_per_token(COMPRESSED_NAMES[format])
             assert declared.kv_bytes_per_token(format) == own < exact[1]
             continue
-        with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} was asked; .* this model keeps"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} is not possible: .* this model keeps"):
             declared.kv_bytes_per_token(format)
 
 
@@ -107,7 +107,7 @@ def test_bytes_of_latents(name: str) -> None:
     assert declared.kv_bytes_per_token("fp8") == exact[1], "as the format of latents with eight bits"
     assert declared.kv_bytes_per_token("turboquant_4bit_nc") == exact[2]
     for format in ("turboquant_k8v4", "turboquant_k3v4_nc", "turboquant_3bit_nc"):
-        with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} was asked; .* this model keeps latents"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype={format} is not possible: .* this model keeps latents"):
             declared.kv_bytes_per_token(format)
 
 

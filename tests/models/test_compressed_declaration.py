@@ -90,7 +90,7 @@ def test_formats_that_vectors_cannot_be_kept_in() -> None:
     narrow = declare_config({**CATALOGUE["DeepSeek-V4-Flash"], "head_dim": 480, "qk_rope_head_dim": 64}, "x")
     with pytest.raises(
         ConfigError,
-        match=r"dtype=fp8 was asked; 416 elements .* not rotated, and 64 of them share a scale; try bfloat16 or",
+        match=r"dtype=fp8 is not possible: 416 elements .* not rotated, and 64 of them share a scale. Try bfloat16 or",
     ):
         narrow.check_format("fp8")
     assert narrow.check_format("bfloat16").name == "bfloat16"
@@ -140,7 +140,7 @@ def test_ranks_share_heads_groups_experts_and_vocabulary(ranks: int) -> None:
 
 
 def test_numbers_of_ranks_that_do_not_work() -> None:
-    with pytest.raises(ConfigError, match=r"8 groups of heads do not divide into 16 equal parts; try 1, 2, 4, 8$"):
+    with pytest.raises(ConfigError, match=r"8 groups of heads do not divide into 16 equal parts. Try 1, 2, 4, 8$"):
         FLASH.parameters(Mesh(tensor_size=16))
     with pytest.raises(ConfigError, match="64 query heads do not divide into 3 equal parts"):
         FLASH.parameters(Mesh(tensor_size=3))

@@ -73,7 +73,7 @@ def test_a_layer_has_the_weights_of_its_number():
     assert third.chooser is None
 
 
-def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(monkeypatch):
+def test_the_largest_step_takes_what_was_reserved_and_none_reserved_in_vain(monkeypatch):
     model = tiny_compressed(FLASH)[1]
     rig = make_rig(model)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
@@ -115,7 +115,7 @@ def test_a_step_that_wants_no_logits_leaves_its_state():
 
 @pytest.mark.parametrize("format_name", ["fp8_ds_v4", "bfloat16"])
 def test_pages_in_fewer_bits_are_near(format_name):
-    """Of vectors with 64 elements that are not rotated. A row may take another expert for it, and most do not."""
+    """For vectors with 64 elements that are not rotated. A row may take another expert for it, and most do not."""
     case = "wide vectors"
     answer = alone(case, 45, 6)
     machine = make_compressed_drive(tiny_compressed(case)[1], 45, kv_dtype=format_name)

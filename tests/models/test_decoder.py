@@ -337,7 +337,7 @@ def test_neighbours_change_no_bit_of_a_row(name):
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
-def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(name, monkeypatch):
+def test_the_largest_step_takes_what_was_reserved_and_none_reserved_in_vain(name, monkeypatch):
     require_native()
     limits = Limits(4, 90, 100, 4)
     rig = Rig(tiny_experts(name)[1], "native_paged", limits, 100)

@@ -118,7 +118,7 @@ def rows_as_codes(ours: LoadedModel, numbers: LoadedModel) -> Iterator[None]:
 @pytest.mark.parametrize("name", [*MODELS, *DENSE])
 @SCHEMES
 def test_logits_are_those_of_the_numbers_that_codes_stand_for(name, scheme, monkeypatch):
-    """Of weights and of inputs, where these become codes too: rounding of sums is all that is left."""
+    """For weights and of inputs, where these become codes too: rounding of sums is all that is left."""
     recipe = WeightRecipe(scheme, "all")
     ours, numbers = quantized_model(name, recipe)
     (found,) = run(make_rig(ours, recipe, monkeypatch), 30)

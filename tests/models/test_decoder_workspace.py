@@ -27,7 +27,7 @@ from holdfast.models import layer_stack
 from holdfast.models.activations import StepRequests, row_scaled_request
 from holdfast.models.blueprints.read import declare_config
 from holdfast.models.catalogue import CATALOGUE
-from holdfast.models.model import StepWorkspace
+from holdfast.models.layer_stack import StepWorkspace
 from holdfast.models.spec import ModelSpec
 from holdfast.planning.plan import PlanRequest, plan_runner
 from holdfast.planning.target import gpu_target
@@ -88,7 +88,7 @@ class WatchedWorkspace:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_largest_step_takes_what_was_reserved_and_nobody_reserved_in_vain(family, monkeypatch):
+def test_the_largest_step_takes_what_was_reserved_and_none_reserved_in_vain(family, monkeypatch):
     rig = make_rig(family)
     watched = WatchedWorkspace(rig.workspace, monkeypatch)
     rig.execute(make_step(90, groups=rig.groups))
@@ -152,7 +152,7 @@ def check_fillings(
 
 @pytest.mark.parametrize("family", ["llama", "opt_350m_like"])
 def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
-    """By whoever asks first, with both sizes; and what was reserved still runs."""
+    """By any caller that asks first, with both sizes; and what was reserved still runs."""
     rig, spec = make_rig(family), tiny(family).spec
     small = replace(LIMITS, max_num_batched_tokens=20)
     smaller = Workspace(workspace_plan(spec, small, "float32", ()), CPU, Ledger())
@@ -160,10 +160,10 @@ def test_a_larger_step_than_was_reserved_is_refused(family, monkeypatch):
     rig.workspace = smaller
     with pytest.raises(WorkspaceError) as caught:
         rig.execute(make_step(21, groups=rig.groups))
-    asked, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)
+    requested, held = 3 * _aligned(21 * spec.hidden_size * 4), 3 * _aligned(20 * spec.hidden_size * 4)
     assert f"workspace for 'stream' on lane 'stream' (x float32 (21, {spec.hidden_size})" in str(caught.value)
-    assert "step_workspace.py:" in caught.value.asked
-    assert caught.value.asked.endswith(f"{asked} bytes")
+    assert "step_workspace.py:" in caught.value.requested
+    assert caught.value.requested.endswith(f"{requested} bytes")
     assert caught.value.has == f"{held} bytes are held for 'stream'"
     whole = make_rig(family)
     step = make_step(13, 7, groups=rig.groups)
@@ -232,7 +232,7 @@ def test_a_plan_for_a_gpu_has_the_same_scratch_for_any_depth_and_any_context():
     assert workspace_bytes(4096) == workspace_bytes(2**17) == workspace_bytes(4096, num_layers=9)
 
 
-def test_a_decoder_is_freed_as_soon_as_nobody_has_it():
+def test_a_decoder_is_freed_as_soon_as_none_has_it():
     """Without the garbage collector: what waits for that still holds the weights."""
     rig = make_rig("llama")
     rig.execute(make_step(20, groups=rig.groups))

@@ -253,7 +253,7 @@ def keys_of_another_layer(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -
 
 
 def seen_to(shift: int) -> Mutation:
-    """Of the tokens behind a row's own so many are seen; below 0, some before it are not."""
+    """For the tokens behind a row's own so many are seen; below 0, some before it are not."""
 
     def mutate(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
         def shifted(q: Any, weights: Any, planes: Any, slots: Any, num_seen: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,7 @@ def test_no_choice_hangs_on_a_rounding(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["like V4-Flash", "like V4-Pro", "windows"])
-def test_as_a_gpu_is_told_of_rows_and_pages(case):
+def test_as_a_gpu_is_reported_of_rows_and_pages(case):
     """The backend of a GPU over the references of its kernels: page tables and rows are what it gets there."""
     theirs, ours = tiny_compressed(case)
     answer = alone(case, 41, 8)

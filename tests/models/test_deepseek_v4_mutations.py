@@ -151,7 +151,7 @@ def index_at_the_last_token(compress_index: Any) -> Any:
 
 
 def without_head_norm(write: Any) -> Any:
-    """Of queries. An eps that is far above all squares leaves them as they are but for a factor, which is taken back."""
+    """For queries. An eps that is far above all squares leaves them as they are but for a factor, which is taken back."""
 
     def unnormed(own: Any, kv: Any, q_TND: torch.Tensor, batch: Any, norm: Any, q_eps: float, *others: Any) -> None:
         size_TN1 = q_TND.square().mean(-1, keepdim=True).add(q_eps).sqrt()
@@ -195,8 +195,8 @@ MUTATIONS: dict[str, Mutation] = {
     "theta of windows everywhere": respecified(lambda model: {"rope": model.spec.local_rope}),
     "theta of entries everywhere": respecified(lambda model: {"local_rope": model.spec.rope}),
     "YaRN's own factor": yarns_own_factor,
-    "places in an entry not told": weights_made("compressor.positions", torch.zeros_like),
-    "places in an entry of the index not told": weights_made("index.positions", torch.zeros_like),
+    "places in an entry not reported": weights_made("compressor.positions", torch.zeros_like),
+    "places in an entry of the index not reported": weights_made("index.positions", torch.zeros_like),
     "an entry seen one token early": patched(TorchCompressedAttention, "_num_seen", one_early),
     "an entry seen one token late": patched(TorchCompressedAttention, "_num_seen", one_late),
     "entries without gamma": weights_made("compressor.norm.weight", torch.ones_like),

@@ -36,12 +36,12 @@ def far_drive(case: str, max_rows: int) -> tuple[Any, Drive, Request]:
 
 
 def far(model: LoadedModel) -> LoadedModel:
-    """The same with a context of a million tokens."""
+    """Just the same with a context of a million tokens."""
     return replace(model, spec=replace(model.spec, max_position=2**20))
 
 
 def shifted(compute: Any) -> Any:
-    """The same of a step whose tokens stand FAR later; what it calls itself is not shifted again."""
+    """Just the same of a step whose tokens stand FAR later; what it calls itself is not shifted again."""
 
     def at(batch: Any, plan: Any) -> torch.Tensor:
         positions_T = torch.where(batch.positions_T < FAR, batch.positions_T + FAR, batch.positions_T)

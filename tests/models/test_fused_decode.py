@@ -53,7 +53,7 @@ SPARSE = {
 MODELS = pytest.mark.parametrize("name", [*DENSE, *SPARSE])
 SCHEMES = pytest.mark.parametrize("scheme", [None, FP8, FP8_TENSOR, INT8], ids=lambda one: one.name if one else "plain")
 ROUNDING = 2e-5
-"""Of logits around one in float32, after some layers."""
+"""For logits around one in float32, after some layers."""
 
 
 def errors(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ def test_fused_decode_declines_a_table_or_limit_in_any_layer():
 
 
 def test_a_decoder_that_is_declined_says_so_and_takes_the_ordinary_way(caplog):
-    """It is told to take the kernels, as one is whose recipe does not say everything about its weights."""
+    """It is reported to take the kernels, as one is whose recipe does not say everything about its weights."""
     recipe = WeightRecipe(MXFP4)
     ours, _ = quantized_model("qwen3", recipe)
     with caplog.at_level(logging.INFO, logger="holdfast.models.layer_stack"):

@@ -27,7 +27,7 @@ from runner.rank_runs import NUM_PAGES, Built, build_rank, plan_rank, write_mode
 slow = pytest.mark.slow
 NUM_STEPS = 3
 ROUNDING = 3e-5
-"""Of logits around one in float32, after some layers."""
+"""For logits around one in float32, after some layers."""
 NUM_TOKENS = 9
 PAGES = 3
 """That a sequence takes at most of each group: sixteen sequences have pages for it, and eight where there are two groups."""
@@ -171,7 +171,7 @@ MORE = [
 
 
 def check_logits(path: Path, own: tuple[Mesh, ...], counts: tuple[int, ...], taken: list[tuple[int, int]]) -> None:
-    """Of steps of so many rows, or of as many as there are pages for."""
+    """For steps of so many rows, or of as many as there are pages for."""
     with Ranks(path, own) as ranks, Ranks(path, (ALONE,)) as one:
         most = NUM_PAGES // (len(ranks.built[0].runner.groups) * PAGES)
         for num_rows in (min(most, count) for count in counts):
@@ -259,7 +259,7 @@ def test_stages_take_it_each_for_itself(folder, monkeypatch, taken, name, num_ra
 
 
 def test_ranks_that_gather_keep_the_products_of_one(folder, taken):
-    """Neither planned nor taken; and where it is asked for all the same, declined in words."""
+    """Neither planned nor taken; and where it is requested for all the same, declined as text."""
     path = write_model(folder / "llama", "llama", **WIDE | MODELS["llama"])
     with Ranks(path, meshes(2, is_exact=True)) as ranks:
         for built in ranks.built:

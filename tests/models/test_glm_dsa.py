@@ -83,7 +83,7 @@ def test_every_chunk_size(chunks):
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_the_rows_that_are_read_are_finished(case):
-    """Of a layer that takes a choice, too."""
+    """For a layer that takes a choice, too."""
     answer = alone(case, 22, 4)
     drive = make_drive(tiny(case)[1], 9)
     request = Request(list(answer.prompt), 4)

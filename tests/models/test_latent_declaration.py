@@ -128,7 +128,7 @@ def test_formats_of_heads_are_taken_for_those_of_latents_or_declined(name: str) 
     declared = declare_config(CATALOGUE["DeepSeek-R1"], "r1")
     same = {"fp8": "fp8_ds_mla", "turboquant_4bit_nc": "turboquant_mla_4bit"}
     if name in KV_FORMATS and KV_FORMATS[name].is_quantized and name not in same:
-        words = f"{name} was asked; {name} keeps keys and values by head, and this model keeps latents; try bfloat16 or"
+        words = f"{name} is not possible: {name} keeps keys and values by head, and this model keeps latents. Try bfloat16 or"
         with pytest.raises(ConfigError, match=f"kv_cache_dtype={words} fp8_ds_mla or turboquant_mla_4bit"):
             declared.check_format(name)
     else:
@@ -161,7 +161,7 @@ def test_a_rank_is_planned_with_what_it_loads(ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "reason"), [(3, "5 query heads"), (16, "5 query heads"), (7, "5 query heads")])
 def test_ranks_that_do_not_divide(ranks: int, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"{reason} do not divide into {ranks} equal parts; try 1$"):
+    with pytest.raises(ConfigError, match=f"{reason} do not divide into {ranks} equal parts. Try 1$"):
         declared_of("v3 like R1").parameters(Mesh(tensor_size=ranks))
 
 

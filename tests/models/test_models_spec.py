@@ -57,7 +57,7 @@ def test_a_spec_is_a_frozen_value() -> None:
 
 
 def facts_of(spec: ModelSpec, layer: int) -> dict[str, object]:
-    """All that a layer is asked for; of an index and of experts without the numbers of other layers."""
+    """All that a layer is requested for; of an index and of experts without the numbers of other layers."""
     experts, index = spec.layer_experts(layer), spec.layer_index(layer)
     return {
         "window": spec.window(layer),

@@ -77,7 +77,7 @@ def compare(runs: AloneRuns, family: str, ranks: tuple[Mesh, ...], num_ranks: in
 
 
 def compare_pages(alone: Built, built: Built, layers: range) -> set[int]:
-    """Of each layer the pages that its group has taken: in columns that groups share, others hold other layers."""
+    """For each layer the pages that its group has taken: in columns that groups share, others hold other layers."""
     spec, num_pages = alone.build.storage.spec, alone.build.storage.num_pages
     taken = pages_by_group(alone)
     assert built.runner.groups == alone.runner.groups

@@ -165,7 +165,7 @@ def assembled(parameters: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str,
             weight[part.row_start : part.row_start + part.num_rows] = rows
         assert not weight.isnan().any(), f"rows of {parameter.name} are left"
         weights[parameter.name] = weight.view(parameter.shape)
-    assert used == set(tensors), "tensors that nobody wants"
+    assert used == set(tensors), "tensors that no one wants"
     return weights
 
 

@@ -164,7 +164,7 @@ class Answer:
     logits: dict[int, torch.Tensor]
 
     def check(self, drive: Drive, request: Request) -> None:
-        """The same in any company."""
+        """Just the same in any company."""
         assert request.output == self.output
         for position, row in drive.logits(request).items():
             assert float((row - self.logits[position]).abs().max()) <= TOLERANCE, f"{position=}"

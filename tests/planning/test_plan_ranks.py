@@ -109,13 +109,13 @@ def test_stages_hold_all_layers_once() -> None:
 
 
 REFUSED = [
-    ({"size": 3}, MODEL, "tensor_parallel_size=3 was asked; 32 query heads do not divide into 3 equal parts; try 1, 2, 4, 8, 16"),
-    ({"size": 1, "num_stages": 37}, MODEL, "pipeline_parallel_size=37 was asked; Qwen3-8B has 36 layers"),
+    ({"size": 3}, MODEL, "tensor_parallel_size=3 is not possible: 32 query heads do not divide into 3 equal parts. Try 1, 2, 4, 8, 16"),
+    ({"size": 1, "num_stages": 37}, MODEL, "pipeline_parallel_size is 37, but Qwen3-8B has 36 layers"),
     ({"enable_expert_parallel": True}, MODEL, "enable_expert_parallel=True does not apply: Qwen3-8B has no experts"),
     ({"size": 3, "enable_expert_parallel": True}, "Qwen3-30B-A3B", "32 query heads do not divide into 3"),
     ({"size": 64}, "Qwen1.5-MoE-A2.7B", "16 query heads do not divide into 64"),
     ({"size": 16, "enable_expert_parallel": True}, "Qwen1.5-MoE-A2.7B", "60 experts do not divide into 16 equal parts"),
-    ({"size": 2, "num_stages": 2}, "DeepSeek-V4-Flash", "one row of hidden states a token; leave it out"),
+    ({"size": 2, "num_stages": 2}, "DeepSeek-V4-Flash", "one row of hidden states a token. Leave it out"),
     ({"size": 2, "num_stages": 2}, "gemma-2-9b", "2 stages are planned of models that run"),
 ]  # fmt: skip
 

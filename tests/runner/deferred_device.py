@@ -143,7 +143,7 @@ class DeferredDevice:
 
     @contextmanager
     def on(self, stream: LateStream) -> Iterator[None]:
-        """Of torch.cuda.stream."""
+        """For torch.cuda.stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -244,8 +244,8 @@ class DeferredDevice:
         logits_RV = torch.full((num_rows, runner.vocab_size), torch.nan)
         hidden_RH = torch.full((num_rows, hidden_size), torch.nan)
 
-        def run(compute: Callable[..., torch.Tensor], out: torch.Tensor, *told: Any) -> torch.Tensor:
-            self.put(lambda: out.copy_(compute(*told)[: len(out)]))
+        def run(compute: Callable[..., torch.Tensor], out: torch.Tensor, *given: Any) -> torch.Tensor:
+            self.put(lambda: out.copy_(compute(*given)[: len(out)]))
             return out
 
         def wanted(batch: Batch) -> int:

@@ -213,7 +213,7 @@ class Rig:
                 logits[item.start + offset] = next(prompt)
             if own.token_id is not None:
                 logits[item.start + item.num_new_tokens - 1] = next(sampled)
-        assert next(sampled, None) is None is next(prompt, None), "logits that belong to nobody"
+        assert next(sampled, None) is None is next(prompt, None), "logits that belong to no one"
         return result
 
 
@@ -310,7 +310,7 @@ class Drive:
                 live.append(self._add(waiting.pop(0)))
             step = self.scheduler.schedule()
             assert step is not None, "nothing is in flight"
-            assert step.scheduled, "nobody is scheduled, and somebody waits"
+            assert step.scheduled, "no one is scheduled, and someone waits"
             self._poison_given_back()
             result = self.rig.execute(step)
             self._book(step, result)
@@ -320,7 +320,7 @@ class Drive:
             num_steps += 1
 
     def _poison_given_back(self) -> None:
-        """What nobody owns and nobody keeps any more, since the last step, may be anything."""
+        """What no one owns and no one keeps any more, since the last step, may be anything."""
         pool, had = self.scheduler.pool, self._num_owners
         self._num_owners = pool.owner_counts()
         now = zip(had, self._num_owners, strict=True)

@@ -58,7 +58,7 @@ def fake_capture(graph: FakeGraph, pool: object = None, stream: object = None) -
 
 
 def captured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function; a capture that sees a call keeps it with its arguments."""
+    """Just the same function; a capture that sees a call keeps it with its arguments."""
 
     def call(*arguments: Any) -> Any:
         if FakeGraph.recording is not None:

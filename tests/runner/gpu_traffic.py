@@ -206,7 +206,7 @@ SMALL: dict[str, Any] = {
     "page_tokens": 16,
 }
 LENGTHS = (1, 1, 2, 15, 16, 17, 63, 64, 65, 130, 250, 255, 256, 257, 500, 700, 1990)
-"""Of prompts: on both sides of pages, of blocks and of splits."""
+"""For prompts: on both sides of pages, of blocks and of splits."""
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.95},
@@ -321,7 +321,7 @@ class Traffic:
         return known.schedule(num_tokens, self._grow)
 
     def _grow(self, sequence: Sequence, start: int, end: int) -> None:
-        """What lies behind a window goes back first, and may be somebody else's in the same step."""
+        """What lies behind a window goes back first, and may be another's in the same step."""
         sequence.tables += [[] for _ in range(len(self._groups) - len(sequence.tables))]
         for group, table in zip(self._groups, sequence.tables, strict=True):
             for place in range(min(group.first_page(start), len(table))):

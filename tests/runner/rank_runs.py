@@ -145,9 +145,9 @@ MODELS["deepseek_v32"] = MODELS["deepseek_v3"] | {
 }
 MODELS["opt_350m"] = MODELS["opt"] | {"word_embed_proj_dim": 40, "do_layer_norm_before": False}
 NUM_PAGES = 48
-"""Of every rank, so that a slot means the same on all of them."""
+"""For every rank, so that a slot means the same on all of them."""
 NUM_TOKENS = (17, 9, 2)
-"""Of three sequences, which come in several steps."""
+"""For three sequences, which come in several steps."""
 NUM_PROMPT_TOKENS = (15, 9, 1)
 """What lies behind these is decoded: rows of prompts take other tiles with batch_invariant, and no graph of a decode step."""
 
@@ -245,7 +245,7 @@ class Ran(NamedTuple):
 
     hidden: list[torch.Tensor]
     logits: list[torch.Tensor]
-    """Of its share of the vocabulary."""
+    """For its share of the vocabulary."""
 
 
 @torch.inference_mode()
@@ -264,7 +264,7 @@ def run_steps(built: Built, steps: Sequence[tuple[LiveStep, list[int]]] | None =
 
 
 def whole_logits(ran: Sequence[Ran]) -> list[torch.Tensor]:
-    """Of all ranks, step by step."""
+    """For all ranks, step by step."""
     return [torch.cat(parts, dim=1) for parts in zip(*(one.logits for one in ran), strict=True)]
 
 

@@ -61,7 +61,7 @@ class FakeForms:
 
     def __init__(self, vocab_size: int, eos_token_id: int = min(EOS)) -> None:
         self._vocab_size, self._eos_token_id = vocab_size, eos_token_id
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         """The sequences, by id, whose masks were filled."""
 
     def allowed(self, sequence: Sequence) -> np.ndarray:
@@ -73,7 +73,7 @@ class FakeForms:
     def fill(self, sequences: SequenceABC[Sequence | None], masks_RW: np.ndarray) -> None:
         for row, sequence in enumerate(sequences):
             if sequence is not None:
-                self.asked.append(sequence.sequence_id)
+                self.requested.append(sequence.sequence_id)
                 bits = np.packbits(self.allowed(sequence), bitorder="little")
                 masks_RW[row].view(np.uint8)[: len(bits)] = bits
 

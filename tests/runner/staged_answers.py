@@ -58,10 +58,10 @@ class Look:
         is_slow, dice = str(rank) in os.environ.get(SLOW, "").split(","), Random(rank)
         fill = runner.buffers.fill
 
-        def fill_late(*told: Any, **named: Any) -> Any:
+        def fill_late(*given: Any, **named: Any) -> Any:
             if is_slow:
                 torch.cuda._sleep(dice.choice(SLEEPS))
-            return fill(*told, **named)
+            return fill(*given, **named)
 
         runner.buffers.fill = fill_late
         if runner.graphs is not None:
@@ -78,8 +78,8 @@ class Look:
     def close(self) -> None:
         """Leave what was counted."""
         self._open.close()
-        told = {"compiled": self._counted.num_compiled, "found": self._counted.num_found}
-        self._path.write_text(json.dumps(told | {"graphs": self._num_graphs, "replayed": self._replayed}))
+        reported = {"compiled": self._counted.num_compiled, "found": self._counted.num_found}
+        self._path.write_text(json.dumps(reported | {"graphs": self._num_graphs, "replayed": self._replayed}))
 
 
 def serve_rank() -> None:
@@ -147,8 +147,8 @@ def run(spec: dict[str, Any], result: Path) -> None:
     command = (sys.executable, "-P", __file__)
     build_ranks = engine_build.build_ranks
 
-    def build_seen(*told: Any, **named: Any) -> Any:
-        kept.append(build_ranks(*told, command=command, **named))
+    def build_seen(*given: Any, **named: Any) -> Any:
+        kept.append(build_ranks(*given, command=command, **named))
         return kept[0]
 
     engine_build.build_ranks = build_seen

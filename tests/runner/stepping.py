@@ -51,7 +51,7 @@ class Person:
     num_flights: int = 0
     is_over: bool = False
     tables: list[list[int]] = field(default_factory=list)
-    num_told: list[int] = field(default_factory=list)
+    num_reported: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     pooled: list[bytes] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Stepper:
         return not (self._waiting or self._running or self.flights)
 
     def schedule(self) -> Step | None:
-        """The next step, or None where nobody can run now."""
+        """The next step, or None where no one can run now."""
         dice = self._dice
         if not self.flights and self._running and dice.random() < 0.05:
             self._preempt(dice.choice(self._running))
@@ -191,21 +191,21 @@ class Stepper:
         return StepItem(person.slot, start, count + len(proposals), samples, new_pages, proposals)
 
     def _grow(self, person: Person, end: int) -> tuple[tuple[int, ...], ...] | None:
-        """What a table has not told yet; None where there are not enough pages."""
+        """What a table has not reported yet; None where there are not enough pages."""
         missing = [group.pages_for(end) - len(table) for group, table in zip(self._groups, person.tables, strict=True)]
         if sum(max(0, own) for own in missing) > len(self.free_pages):
             return None
         for table, own in zip(person.tables, missing, strict=True):
             for _ in range(own):
                 table.append(self.free_pages.pop(self._dice.randrange(len(self.free_pages))))
-        new = tuple(tuple(table[told:]) for table, told in zip(person.tables, person.num_told, strict=True))
-        person.num_told = list(map(len, person.tables))
+        new = tuple(tuple(table[reported:]) for table, reported in zip(person.tables, person.num_reported, strict=True))
+        person.num_reported = list(map(len, person.tables))
         return new if any(new) else ()
 
     def _admit(self, person: Person) -> Person:
         person.slot = self._free_slots.pop(self._dice.randrange(len(self._free_slots)))
         person.tables = [[] for _ in self._groups]
-        person.num_told = [0] * len(self._groups)
+        person.num_reported = [0] * len(self._groups)
         person.num_computed = person.num_scheduled = 0
         self._running.append(person)
         return person
@@ -263,7 +263,7 @@ def drive(
 
 
 def replay(runner: Runner, steps: Sequence[Step]) -> list[StepResult]:
-    """The same steps, each waited for."""
+    """Just the same steps, each waited for."""
     results = []
     for step in steps:
         runner.launch(step)
@@ -312,7 +312,7 @@ def make_wishes(seed: int, count: int, vocab_size: int, lengths: Sequence[int] =
 
 
 def with_guesses(wishes: Sequence[Wish], outputs: Sequence[list[int]], vocab_size: int, seed: int) -> list[Wish]:
-    """The same requests, most of which propose what follows: rightly, wrongly, or rightly to begin with."""
+    """Just the same requests, most of which propose what follows: rightly, wrongly, or rightly to begin with."""
     dice, guessing = Random(seed), []
     for wish, output in zip(wishes, outputs, strict=True):
         has_form = wish.params.structured_outputs is not None

@@ -119,7 +119,7 @@ def requests(seed: int) -> Iterator[Request]:
 
 
 def again(request: Request) -> Request:
-    """The same request, alone, or a later one of the same talk."""
+    """Just the same request, alone, or a later one of the same talk."""
     return Request(list(request.prompt), request.max_tokens, params=request.params)
 
 
@@ -156,7 +156,7 @@ def test_no_company_changes_a_bit(model: LoadedModel, seed: int) -> None:
     require_native()
     found = run_together(model, seed, ALL)
     assert found.num_different == 0
-    assert found.num_preempted or seed or model.spec.family != "llama", "nobody was preempted"
+    assert found.num_preempted or seed or model.spec.family != "llama", "no one was preempted"
     assert found.num_hit_tokens, "nothing was cached"
 
 

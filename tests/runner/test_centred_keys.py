@@ -59,7 +59,7 @@ def step_of(ids: list[int], start: int, end: int, pages: list[int]) -> LiveStep:
 
 
 def logits_of(runner, ids: list[int], cuts: tuple[int, ...], pages: list[int]) -> torch.Tensor:
-    """Of the last token, where the text is read in chunks."""
+    """For the last token, where the text is read in chunks."""
     ends = (*cuts, len(ids))
     hidden = torch.empty(0)
     for start, end in zip((0, *cuts), ends, strict=True):

@@ -46,7 +46,7 @@ def states_of(built: BuiltRunner) -> list[torch.Tensor]:
 
 
 def held_pages(one: Known) -> list[int]:
-    """Of all groups."""
+    """For all groups."""
     return [page for table in one.sequence.tables for page in table if page != HOLE]
 
 

@@ -116,9 +116,9 @@ def step_of(num_stored: int, start: int, num_tokens: int = 70, **changes: int) -
 
 def test_a_sequence_begins_where_its_states_can_be_made() -> None:
     slots = Slots(LIMITS, GROUPS, NUM_PAGES, 50)
-    told = step_of(BLOCK, BLOCK - 4)
-    assert decode_step(encode_step(told)) == told
-    (item,) = slots.accept(told).scheduled
+    reported = step_of(BLOCK, BLOCK - 4)
+    assert decode_step(encode_step(reported)) == reported
+    (item,) = slots.accept(reported).scheduled
     assert (item.start, item.sequence.num_stored) == (BLOCK - 4, BLOCK)
 
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 gpu_fused_ranks = import_module("gpu_fused_ranks")
 
 NEAR = 0.03
-"""Of the spread of the logits: some roundings to bfloat16 in another order."""
+"""For the spread of the logits: some roundings to bfloat16 in another order."""
 
 
 @pytest.mark.gpu

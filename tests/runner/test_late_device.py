@@ -19,8 +19,8 @@ from holdfast.runner.graphs import StepGraphs
 from holdfast.runner.pooled_rows import PooledRows
 from holdfast.runner.sampling.batch import Choice
 from holdfast.runner.sampling.device_sampler import MAX_UNDER_WAY, DeviceChoosing, DeviceSampler
-from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.logit_edits import EditStaging
+from holdfast.runner.sampling.sampler import HostSampler
 from holdfast.runner.slots import Slots
 from holdfast.runner.step_inputs import PageTable
 from loading.tiny_models import VOCAB
@@ -230,9 +230,9 @@ def test_late_device_launch_waits_for_no_step(monkeypatch, model):
         launch, step_logits = runner.launch, rig.decoder.step_logits
         num_run = [0]
 
-        def count(*told: Any) -> torch.Tensor:
+        def count(*given: Any) -> torch.Tensor:
             num_run[0] += 1
-            return step_logits(*told)
+            return step_logits(*given)
 
         def launch_watched(step: Step) -> None:
             before = num_run[0]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0.0)
 PAGES = 130
-"""Of a sequence of the longest context, and a few more."""
+"""For a sequence of the longest context, and a few more."""
 MODES = [
     pytest.param(name, kv_format, id=f"{name}, {kv_format}")
     for name in ("latent", "latent_q", "sparse")

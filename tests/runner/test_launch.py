@@ -54,7 +54,7 @@ def make_rig(model: LoadedModel, *, like_gpu: bool, backend: str = "native_paged
 
 
 def run(rig: Rig, wishes: list[Wish], seed: int, run_ahead: int, cancels: Callable[[], bool] = lambda: False) -> Ran:
-    """All requests; whatever nobody has a right to read is NaN before every launch."""
+    """All requests; whatever no one has a right to read is NaN before every launch."""
     stepper = Stepper(LIMITS, rig.groups, NUM_PAGES, wishes, seed)
 
     def poison() -> None:
@@ -365,7 +365,7 @@ def test_closing_waits_for_what_is_in_flight(load):
 @pytest.mark.parametrize("kind", [RuntimeError, EngineDeadError], ids=["torch's", "an exchange's"])
 @pytest.mark.parametrize("like_gpu", [False, True])
 def test_what_lies_on_a_device_stays_from_the_step_on_in_which_it_fails(load, monkeypatch, like_gpu, kind):
-    """Nobody may close the engine before the process ends."""
+    """No one may close the engine before the process ends."""
     kept: list[object] = []
     monkeypatch.setattr(runner_module, "has_failed", lambda device: True)
     monkeypatch.setattr(runner_module, "keep_with_process", kept.append)

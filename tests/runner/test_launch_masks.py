@@ -50,14 +50,14 @@ def test_masks_in_any_schedule(model, seed):
     expected, forms = run_following(make_rig(model, like_gpu=False), wishes, seed, run_ahead=0)
     followed = [person for person in expected.people if person.wish.params.structured_outputs is not None]
     assert len(followed) >= 2
-    assert set(forms.asked) == {person.number for person in followed}
+    assert set(forms.requested) == {person.number for person in followed}
     for like_gpu in (False, True):
         for run_ahead in (0, 1):
             ran, _ = run_following(make_rig(model, like_gpu=like_gpu), wishes, seed + 7, run_ahead)
             assert_same(ran, expected)
 
 
-def test_neighbours_are_as_if_nobody_had_a_form(model):
+def test_neighbours_are_as_if_none_had_a_form(model):
     wishes = make_mixed(5)
     mixed, _ = run_following(make_rig(model, like_gpu=True), wishes, 5, run_ahead=1)
     plain = [wish for wish in wishes if wish.params.structured_outputs is None]

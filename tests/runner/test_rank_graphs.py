@@ -63,7 +63,7 @@ def build_alone(path: Path, mesh: Mesh, device: str, options: dict[str, Any]) ->
 
 @torch.inference_mode()
 def eager_logits(built: BuiltRunner, checks: bool) -> list[torch.Tensor]:
-    """Of every step with any; a rank's share."""
+    """For every step with any; a rank's share."""
     found, runner = [], built.runner
     for step, rows in steps_of(runner):
         batch = runner._fill(step, rows)
@@ -79,7 +79,7 @@ def eager_logits(built: BuiltRunner, checks: bool) -> list[torch.Tensor]:
 
 @MODELS
 def test_a_rank_alone_on_a_cpu(tmp_path, name, num_ranks, whole_experts, exact, options):
-    """The same calls, so that what follows is known to be sound without a GPU."""
+    """Just the same calls, so that what follows is known to be sound without a GPU."""
     built = build(tmp_path, name, num_ranks, whole_experts, exact, "cpu", options)
     try:
         first = eager_logits(built, checks=False)

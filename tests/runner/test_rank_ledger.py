@@ -86,7 +86,7 @@ def layer_of(name: str) -> int | None:
 
 @lru_cache(maxsize=1)
 def layer_kinds(name: str) -> list[int]:
-    """Of each layer a number that it shares with those whose parameters differ by nothing but the layer's own number."""
+    """For each layer a number that it shares with those whose parameters differ by nothing but the layer's own number."""
     found: dict[int, list[object]] = {}
     for one in listed(name):
         layer = layer_of(one.name)

@@ -127,7 +127,7 @@ def test_every_scheme_and_format(folder, name, whole_experts, scheme, kv_format)
 @pytest.mark.parametrize("whole_experts", [False, True], ids=["sliced", "whole"])
 @pytest.mark.parametrize("kv_format", ["auto", "fp8_ds_mla", "turboquant_4bit_nc"])
 def test_latents_are_the_same_on_all_ranks(folder, kv_format, whole_experts):
-    """Of a checkpoint that is stored in blocks of e4m3."""
+    """For a checkpoint that is stored in blocks of e4m3."""
     stored = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 32}
     widths = {"moe_intermediate_size": 256, "intermediate_size": 512, "qk_nope_head_dim": 48, "q_lora_rank": 128}

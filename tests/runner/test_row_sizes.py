@@ -1,4 +1,4 @@
-"""Numbers of rows that products are alike in: which are asked, which are left, and sentences where too few are."""
+"""Numbers of rows that products are alike in: which are requested, which are left, and sentences where too few are."""
 
 import logging
 from itertools import pairwise
@@ -33,7 +33,7 @@ MOST_LOGITS = 64
 ON_CPU = "float32", torch.device("cpu")
 
 
-def asked(**others: object) -> tuple[Product, ...]:
+def requested(**others: object) -> tuple[Product, ...]:
     return products(SHAPES, SHAPES, is_exact=False, **others)  # type: ignore[arg-type]
 
 
@@ -62,8 +62,8 @@ def test_sizes_are_few_and_those_of_graphs_are_among_them(most_rows, most_logits
     assert all(after <= before * 1.5 for before, after in pairwise(sizes)), "rows of padding"
 
 
-def test_every_shape_that_is_multiplied_is_asked_once():
-    assert asked() == (
+def test_every_shape_that_is_multiplied_is_requested_once():
+    assert requested() == (
         Product("layers.0.qkv.weight", 40, 40, 24, has_bias=True, is_head=False),
         Product("layers.0.o.weight", 24, 24, 24, has_bias=False, is_head=False),
         Product("layers.0.down.weight", 7, 7, 64, has_bias=False, is_head=False),
@@ -88,10 +88,10 @@ def test_shares_are_compared_with_the_whole_where_ranks_are_exact():
 
 def test_the_kernels_of_a_cpu_multiply_any_number_alike():
     require_native()
-    told: list[tuple[int, int]] = []
-    found = invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU, lambda *counts: told.append(counts))
+    reported: list[tuple[int, int]] = []
+    found = invariant_sizes(requested(), SIZES, MOST_LOGITS, *ON_CPU, lambda *counts: reported.append(counts))
     assert found == SIZES
-    assert told == [(number, 4) for number in range(5)]
+    assert reported == [(number, 4) for number in range(5)]
 
 
 @pytest.mark.parametrize("rows", [(16,), (24, 40), (16, 24, 40)], ids=str)
@@ -99,7 +99,7 @@ def test_numbers_of_rows_that_differ_are_left_out(monkeypatch, caplog, rows):
     require_native()
     caplog.set_level(logging.INFO)
     change(monkeypatch, "linear", 7, *rows)
-    found = invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU)
+    found = invariant_sizes(requested(), SIZES, MOST_LOGITS, *ON_CPU)
     assert found == tuple(size for size in SIZES if size not in rows)
     skipped = ", ".join(map(str, rows))
     assert f"skipping step sizes {skipped}: cuBLAS rounds 7 rows of layers.0.down.weight differently" in caplog.text
@@ -109,7 +109,7 @@ def test_logits_are_compared_as_they_are_computed_and_no_more_of_them(monkeypatc
     """In float32, whose kernels are others."""
     require_native()
     change(monkeypatch, "linear_float32", 50, 24, 96)
-    assert invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU) == (16, 40, 64, 96)
+    assert invariant_sizes(requested(), SIZES, MOST_LOGITS, *ON_CPU) == (16, 40, 64, 96)
 
 
 def test_biases_are_added_as_steps_add_them(monkeypatch):
@@ -120,7 +120,7 @@ def test_biases_are_added_as_steps_add_them(monkeypatch):
         return linear(x_TK, weight_NK, bias_N)
 
     monkeypatch.setattr(invariance, "linear", watched)
-    invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU)
+    invariant_sizes(requested(), SIZES, MOST_LOGITS, *ON_CPU)
     assert seen == {(40, True), (24, False), (7, False)}
 
 
@@ -128,7 +128,7 @@ def test_as_many_rows_as_are_chosen_from_must_be_alike(monkeypatch):
     require_native()
     change(monkeypatch, "linear", 7, 24, 64)
     with raises_code("runner.rows_round_differently", ConfigError, num_rows=64):
-        invariant_sizes(asked(), SIZES, MOST_LOGITS, *ON_CPU)
+        invariant_sizes(requested(), SIZES, MOST_LOGITS, *ON_CPU)
 
 
 @pytest.mark.parametrize("bias", [{}, {"a.bias": (12,)}], ids=["plain", "bias"])

@@ -72,7 +72,7 @@ def test_only_those_at_their_last_token_choose_one(rig):
     assert rig.logits[2] == {}
 
 
-def test_a_step_in_which_nobody_chooses(rig):
+def test_a_step_in_which_none_chooses(rig):
     (result,) = run(rig, (make_sequence(1, 20, 0), 0, 7))
     assert result.token_id is None
 
@@ -87,7 +87,7 @@ def test_chunks_give_what_the_whole_gives(rig):
     assert result.token_id == last.token_id
 
 
-def test_logprobs_of_the_chosen_token_where_asked(rig):
+def test_logprobs_of_the_chosen_token_where_requested(rig):
     asking, quiet = make_sequence(1, 9, 0, logprobs=3), make_sequence(2, 9, 20)
     first, second = run(rig, (asking, 0, 9), (quiet, 0, 9))
     expected = rig.logits[1][8].double().log_softmax(-1)
@@ -101,7 +101,7 @@ def test_logprobs_of_the_chosen_token_where_asked(rig):
 
 @pytest.mark.parametrize("cuts", [(12,), (1, 12), (5, 6, 12), (11, 12), (3, 7, 10, 12)], ids=str)
 def test_prompt_logprobs_of_every_position_behind_the_first(rig, cuts):
-    """Of position i + 1 in the step that computes position i; none of the first, and none behind the prompt."""
+    """For position i + 1 in the step that computes position i; none of the first, and none behind the prompt."""
     sequence = make_sequence(1, 12, 0, prompt_logprobs=2)
     company = make_sequence(2, 40, 20)
     rows, start = [], 0
@@ -213,10 +213,10 @@ def test_steps_that_are_padded_to_sizes_of_steps_give_the_same(model, sizes):
 def test_every_product_of_a_step_has_one_of_its_sizes(model, sizes, monkeypatch):
     """Rows whose logits are wanted too, and where log-probabilities of prompts are and rows are taken block by block and one by one."""
     rig, plain = (Rig(model, "native_paged", LIMITS, 100, row_sizes=own) for own in (sizes, ()))
-    multiply, asked = products.plain_linear, set()
+    multiply, requested = products.plain_linear, set()
 
     def watched(x_TK, weight_NK, *others):
-        asked.add((len(x_TK), len(weight_NK)))
+        requested.add((len(x_TK), len(weight_NK)))
         return multiply(x_TK, weight_NK, *others)
 
     monkeypatch.setattr(products, "plain_linear", watched)
@@ -228,14 +228,14 @@ def test_every_product_of_a_step_has_one_of_its_sizes(model, sizes, monkeypatch)
         [(make_sequence(5, 180, 0, prompt_logprobs=0), 0, 180), (make_sequence(6, 3, 60), 0, 3)],
     ]
     for parts in steps:
-        own, asked_by = [], {}
+        own, requested_by = [], {}
         for one in (plain, rig):
-            asked.clear()
+            requested.clear()
             own.append(run(one, *parts))
-            asked_by[one] = {(num_rows, size_n) for num_rows, size_n in asked if num_rows}
+            requested_by[one] = {(num_rows, size_n) for num_rows, size_n in requested if num_rows}
         assert own[0] == own[1]
-        assert {num_rows for num_rows, _ in asked_by[rig]} <= set(sizes)
-        assert {size_n for _, size_n in asked_by[rig]} == {size_n for _, size_n in asked_by[plain]}, (
+        assert {num_rows for num_rows, _ in requested_by[rig]} <= set(sizes)
+        assert {size_n for _, size_n in requested_by[rig]} == {size_n for _, size_n in requested_by[plain]}, (
             "the head among them"
         )
 
@@ -276,10 +276,10 @@ def test_whatever_the_limits_warming_keeps_to_them(model, backend, limits):
 
 
 def test_the_logits_of_every_row_come_without_a_choice(rig):
-    """The same bits as those that prompt log-probabilities are made of, and the sampler is not asked."""
+    """Just the same bits as those that prompt log-probabilities are made of, and the sampler is not requested."""
     tokens = make_sequence(1, 100, 0, prompt_logprobs=0)
     run(rig, (tokens, 0, 100))
-    asked = rig.logits[1]
+    requested = rig.logits[1]
     rig.sampler.sampled.clear()
     rig.sampler.prompt.clear()
     other = make_sequence(1, 100, 40)
@@ -291,7 +291,7 @@ def test_the_logits_of_every_row_come_without_a_choice(rig):
         pieces += [rig.runner.row_logits(rows_RH).clone() for rows_RH in hidden_TH.split(PROMPT_ROWS // 3)]
     found_TV = torch.cat(pieces)
     assert found_TV.shape == (100, VOCAB)
-    assert all(close(asked[position], found_TV[position]) for position in range(100))
+    assert all(close(requested[position], found_TV[position]) for position in range(100))
     assert rig.sampler.sampled == rig.sampler.prompt == []
 
 

@@ -139,7 +139,7 @@ def scheduled(built, number, num_tokens, params, first_page=0):
 
 @pytest.mark.parametrize("family", DISTINCT)
 def test_the_largest_step_stays_within_the_terms(build, family):
-    """Of last rows, then of every row. In C: torch's own attention takes copies of the context on top, which no term knows."""
+    """For last rows, then of every row. In C: torch's own attention takes copies of the context on top, which no term knows."""
     require_native()
     built = build(family, max_model_len=60, max_num_batched_tokens=58, max_num_seqs=2)
     allowed = sum(term.num_bytes for term in built.plan.memory.terms if term.group == "sampling")
@@ -322,14 +322,14 @@ def test_layers_of_groups_are_protected_by_position_and_only_where_pages_stay_fu
     assert re.fullmatch(
         r"1 in fp8, half of the layers, 4 would be more, would leave \d+% of a cache group's pages unused", reason
     )
-    asked = build("qwen2_window", **options, kv_protected_layers=1).plan
-    assert asked.resolved.protected.layers == (0,)
-    assert not asked.resolved.protected.is_open
-    assert max(group.padding_share for group in asked.groups) > 0.05
+    requested = build("qwen2_window", **options, kv_protected_layers=1).plan
+    assert requested.resolved.protected.layers == (0,)
+    assert not requested.resolved.protected.is_open
+    assert max(group.padding_share for group in requested.groups) > 0.05
 
 
 def assert_protected(built: BuiltRunner, layers: tuple[int, ...], kv_format: str = "fp8") -> None:
-    """In the plan, in what attention is told, and in the pages that are there."""
+    """In the plan, in what attention is reported, and in the pages that are there."""
     plan = built.plan
     assert plan.resolved.protected.layers == layers
     assert plan.cache is not None

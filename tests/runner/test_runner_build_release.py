@@ -61,7 +61,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException, i
 
 
 def caught_from(build: Callable[..., object], *arguments, **options) -> BaseException:
-    """The error, kept with all that it remembers, as somebody does who tries again in his handler."""
+    """The error, kept with all that it remembers, as someone does who tries again in his handler."""
     try:
         build(*arguments, **options)
     except BaseException as error:
@@ -93,7 +93,7 @@ def test_a_start_that_stops_anywhere_leaves_nothing(build, monkeypatch, stage, i
 
 @pytest.fixture
 def planned_bytes(build) -> int:
-    """Of a start that goes well."""
+    """For a start that goes well."""
     return build(max_model_len=64).plan.memory.total_bytes
 
 
@@ -112,7 +112,7 @@ CUDA, CPU = (
     ],
     ids=lambda value: {CUDA: "cuda", CPU: "cpu"}.get(value, str(value)),
 )
-def test_memory_that_somebody_else_took_is_told_with_the_plan(build, planned_bytes, monkeypatch, number, error):
+def test_memory_that_another_took_is_reported_with_the_plan(build, planned_bytes, monkeypatch, number, error):
     allocate, counted = arena.allocate_bytes, []
 
     def fail_later(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -123,19 +123,19 @@ def test_memory_that_somebody_else_took_is_told_with_the_plan(build, planned_byt
 
     monkeypatch.setattr(arena, "allocate_bytes", fail_later)
     with watched_arenas(monkeypatch) as taken:
-        told = caught_from(build, max_model_len=64)
-    assert isinstance(told, MemoryPlanError)
+        reported = caught_from(build, max_model_len=64)
+    assert isinstance(reported, MemoryPlanError)
     assert len(counted) == number + 1
     assert len(taken) == number
     assert all(storage() is None for storage in taken)
-    assert told.table is not None, "the refusal is the table"
-    assert {row.owner for row in told.table.rows} >= {"weights", "inputs", "rope"}
+    assert reported.table is not None, "the refusal is the table"
+    assert {row.owner for row in reported.table.rows} >= {"weights", "inputs", "rope"}
     if number > STAGING:
-        assert (told.code, told.values["pages"]) == ("runner.out_of_memory", "128.00 KiB")
-        assert told.table.needed_bytes == planned_bytes
-        assert told.__cause__ is error
+        assert (reported.code, reported.values["pages"]) == ("runner.out_of_memory", "128.00 KiB")
+        assert reported.table.needed_bytes == planned_bytes
+        assert reported.__cause__ is error
     else:
-        assert told.code == "weights.no_memory"
+        assert reported.code == "weights.no_memory"
 
 
 def test_what_lies_on_a_device_that_has_failed_stays_with_the_process(build, monkeypatch):
@@ -153,7 +153,7 @@ def test_what_lies_on_a_device_that_has_failed_stays_with_the_process(build, mon
     assert len(kept) == 1
     kept.clear()
     gc.collect()
-    assert all(place() is None for place in places.values()), "somebody else held them"
+    assert all(place() is None for place in places.values()), "another held them"
 
 
 def test_a_start_that_failed_can_be_tried_again_in_its_handler(build, monkeypatch):
@@ -170,14 +170,14 @@ def run(built: BuiltRunner) -> int | None:
     return built.runner.execute(LiveStep((ScheduledSequence.of(sequence, 0, 3),))).results[0].token_id
 
 
-def test_a_refusal_is_not_told_as_a_lack_of_memory(build, monkeypatch):
+def test_a_refusal_is_not_reported_as_a_lack_of_memory(build, monkeypatch):
     fail_at(monkeypatch, "LayerStack", ConfigError("value.empty", name="it"), is_done=False)
     error = caught_from(build, max_model_len=64)
     assert type(error) is ConfigError
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "float16"}], ids=["native", "torch"])
-def test_a_release_gives_everything_back_although_somebody_has_the_runner(build, monkeypatch, options):
+def test_a_release_gives_everything_back_although_another_has_the_runner(build, monkeypatch, options):
     with watched_arenas(monkeypatch) as taken:
         built = build(max_model_len=64, **options)
     assert len(taken) == NUM_ARENAS
@@ -227,7 +227,7 @@ OPEN = LARGE | {"kv_cache_memory": None, "memory_utilization": 1.0}
 
 
 def test_a_second_engine_fits_into_what_is_left_or_refuses(build: TinyBuilder, monkeypatch):
-    """Of a host with 160 MiB, of which arenas that live are taken."""
+    """For a host with 160 MiB, of which arenas that live are taken."""
     with watched_arenas(monkeypatch) as taken:
 
         def left_bytes() -> int:

@@ -37,7 +37,7 @@ NUM_STEPS = 1000
 NOT_TENSORS = ("cuda context", "libraries", "allocator", "cuda graphs")
 """Owners that hold no tensors of torch's."""
 LARGE = {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
-"""Pages, workspace and buffers that all take more than somebody leaves."""
+"""Pages, workspace and buffers that all take more than someone leaves."""
 MODES = [
     pytest.param("qwen3", {}, id="qwen3"),
     pytest.param("windows", {}, id="windows"),
@@ -267,7 +267,7 @@ def test_what_lies_in_free_pages_and_padded_rows_changes_nothing(build, name, op
 
 
 def check_free_pages(built: BuiltRunner, num_steps: int) -> None:
-    """The same steps twice: the second time NaN lies wherever nothing may be read."""
+    """Just the same steps twice: the second time NaN lies wherever nothing may be read."""
     runs = []
     for is_poisoned in (False, True):
         source = traffic(built)
@@ -319,7 +319,7 @@ def test_two_engines_at_once(build):
 
 
 def take_all_but(num_bytes: int) -> list[torch.Tensor]:
-    """Somebody else, who leaves that much: in as few pieces as the device allows."""
+    """Another, who leaves that much: in as few pieces as the device allows."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     taken: list[torch.Tensor] = []
@@ -352,8 +352,8 @@ def test_a_device_that_others_have_filled_is_refused_with_the_table(build):
     [(weight_load, "load_weights"), (building, "PageStorage"), (building, "Workspace"), (building, "Runner")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_memory_that_others_take_during_a_start_is_told_and_all_is_given_back(build, monkeypatch, module, stage):
-    """The plan fits, and then somebody is faster; the error is kept while it is looked at."""
+def test_memory_that_others_take_during_a_start_is_reported_and_all_is_given_back(build, monkeypatch, module, stage):
+    """The plan fits, and then someone is faster; the error is kept while it is looked at."""
     build(**LARGE).release()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -426,7 +426,7 @@ def test_a_release_gives_all_back(build):
 @pytest.mark.parametrize("quantization", [None, "fp8", "int8", "fp8_block", "mxfp4"])
 @pytest.mark.parametrize("name", ["qwen3", "experts", "shared", "latent", "latent_q"])
 def test_logits_are_those_of_a_cpu(build, name, quantization):
-    """The same weights in float32 on a CPU, through the references; a GPU rounds to bfloat16 all the way."""
+    """Just the same weights in float32 on a CPU, through the references; a GPU rounds to bfloat16 all the way."""
     logits = []
     for where in ({"device": "cpu", "dtype": "float32", "kv_cache_memory": "1GiB"}, {"device": "cuda"}):
         built = build(name, quantization=quantization, **where)

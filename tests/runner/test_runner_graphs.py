@@ -141,7 +141,7 @@ def test_which_graph_a_step_takes(captured):
         rig.execute(step(*parts))
         return graphs.replayed
 
-    assert taken((a, 0, 7)) == [(8, False)], "a chunk in which nobody chooses"
+    assert taken((a, 0, 7)) == [(8, False)], "a chunk in which no one chooses"
     assert taken((a, 7, 8)) == [(8, False)], "one row that wants no logits is not decoding"
     assert taken((a, 8, 28)) == [], "beyond the largest size a step runs without"
     assert taken((a, 28, 29), (b, 0, 12), (c, 0, 1)) == [(16, False)]
@@ -171,7 +171,7 @@ def test_more_logits_than_a_graph_gives_run_without(captured):
 
 
 def test_what_padding_and_freed_pages_hold_changes_nothing(captured):
-    """A graph of four rows runs for one: the rest of its buffers, and pages that nobody has, hold NaN or what was there."""
+    """A graph of four rows runs for one: the rest of its buffers, and pages that no one has, hold NaN or what was there."""
     check_freed_pages(*captured)
 
 

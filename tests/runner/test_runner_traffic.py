@@ -11,7 +11,7 @@ ON_CPU = {"device": "cpu", "dtype": "float32"}
 
 
 AT_ONCE = ("qwen3", "experts")
-"""Of whole steps on a CPU: those of the others are slow."""
+"""For whole steps on a CPU: those of the others are slow."""
 SHORT = {"max_num_batched_tokens": 64, "max_model_len": 400}
 """What a step of wide latents multiplies is nearly all that it costs; contexts outgrow what rows of a sparse model attend to."""
 

@@ -313,7 +313,7 @@ def test_after_proposals_a_sequence_goes_on_behind_those_that_were_accepted(slot
 
 
 def test_tokens_of_a_sequence_that_has_gone_are_nobodys(slots):
-    """It ended while a step of it was in flight; by then somebody else has its slot."""
+    """It ended while a step of it was in flight; by then another has its slot."""
     surplus = slots.accept(Step(4, items=(decode(),)))
     newcomer = slots.accept(
         Step(5, released=(0,), admitted=(admitted(0, 30),), items=(StepItem(0, 0, 6, True, places(2, 8)),))
@@ -340,7 +340,7 @@ def test_steps_that_were_dropped_are_taken_again_from_where_the_last_booked_one_
     slots.forget_flights()
     live = slots.accept(Step(6, items=(decode(), StepItem(2, 7, 1, True), StepItem(1, 0, 6, True))))
     assert [item.sequence.num_tokens for item in live.scheduled] == [8, 8, 6], "a newcomer begins wherever it may"
-    assert live.scheduled[0].sequence.tables[0] == [0, 1, 12], "pages that were told stay told"
+    assert live.scheduled[0].sequence.tables[0] == [0, 1, 12], "pages that were reported stay reported"
 
 
 def test_slots_dropped_proposals_do_not_keep_their_sequence(slots):

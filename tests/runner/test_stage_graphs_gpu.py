@@ -46,9 +46,9 @@ def run_all(specs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[st
     """What each engine found, or its words; one after the other, since kernels that wait take places on the GPU."""
     found: dict[str, dict[str, Any]] = {}
     for number, (name, spec) in enumerate(specs.items()):
-        result, told, begin = folder / f"{number}.json", folder / f"{number}.txt", time.monotonic()
+        result, reported, begin = folder / f"{number}.json", folder / f"{number}.txt", time.monotonic()
         # Under MPS the death of one process ends all: an engine has its own.
-        with mps.mps() as environment, told.open("w") as out:
+        with mps.mps() as environment, reported.open("w") as out:
             env = {**os.environ, **(environment or mps.OVERLAP), "HOLDFAST_TELL_SECONDS": str(LIMIT_SECONDS - 5)}
             command = [sys.executable, str(PROGRAM), json.dumps(spec), str(result)]
             child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
@@ -57,7 +57,7 @@ def run_all(specs: dict[str, dict[str, Any]], folder: Path) -> dict[str, dict[st
             except subprocess.TimeoutExpired:
                 child.kill()  # its ranks go with it
                 child.wait()
-        words = [line for line in told.read_text(errors="replace").splitlines() if "frame #" not in line]
+        words = [line for line in reported.read_text(errors="replace").splitlines() if "frame #" not in line]
         found[name] = json.loads(result.read_text()) if result.exists() else {"error": "\n".join(words[-60:])}
         print(f"{name}: {time.monotonic() - begin:.1f} s, {found[name].get('error', 'done')}", flush=True)
     return found

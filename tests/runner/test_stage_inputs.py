@@ -51,7 +51,7 @@ class DeferredGraphs(StepGraphs):
 
 @contextmanager
 def first_stage(folder: Path, device: DeferredDevice) -> Iterator[tuple[Runner, list[torch.Tensor]]]:
-    """Of two, as on a GPU but for the interpreter; and what it sends on, step by step."""
+    """For two, as on a GPU but for the interpreter; and what it sends on, step by step."""
     config = EngineConfig.from_options(**OPTIONS | {"max_num_seqs": 8})
     model = open_model(str(write_model(folder, "llama")), "dummy")
     mesh = meshes(1, [(0, 1), (1, 2)])[0]
@@ -70,7 +70,7 @@ def first_stage(folder: Path, device: DeferredDevice) -> Iterator[tuple[Runner, 
             device.take_over(monkeypatch)
             make = BatchBuffers
             monkeypatch.setattr(
-                assembly, "BatchBuffers", lambda *told, **named: make(*told, **named | {"is_shared": False})
+                assembly, "BatchBuffers", lambda *given, **named: make(*given, **named | {"is_shared": False})
             )
             runner = build.assemble(
                 lambda declaration, specs, storage, inputs: build_backend(

@@ -130,7 +130,7 @@ def test_the_longest_unused_row_is_given_away():
     assert run(table, [c]) == [row_c]  # d is the longest unused now, and c is sent again
 
 
-def test_nobody_in_a_step_loses_its_row_to_another():
+def test_none_in_a_step_loses_its_row_to_another():
     table = table_of(3)
     old = [sequence(index, [index]) for index in range(3)]
     run(table, old)
@@ -151,7 +151,7 @@ def test_preempted_and_back_with_as_many_pages():
     assert run(table, [own]) == [row]
 
 
-def test_a_step_of_nobody():
+def test_a_step_of_none():
     assert table_of().rows([]) == []
 
 
@@ -641,7 +641,7 @@ def test_a_host_far_ahead_of_the_device_spoils_no_batch(device):
 
 
 SHAPES = (ChunkShape(1, 50), ChunkShape(3, 50), ChunkShape(20, 50))
-"""Of three groups: a page of 1, 3 and 20 chunks."""
+"""For three groups: a page of 1, 3 and 20 chunks."""
 
 
 def grouped_sequence(sequence_id, *tables):

@@ -97,7 +97,7 @@ def test_another_attention_may_be_put_in_place(folder: Path) -> None:
         seen.append(len(arguments))
         backend = build_backend(*arguments)
         inner = backend.attend
-        backend.attend = lambda *told: inner(*told).zero_()  # type: ignore[method-assign]
+        backend.attend = lambda *given: inner(*given).zero_()  # type: ignore[method-assign]
         return backend
 
     with model_of(folder) as model:

@@ -1,4 +1,4 @@
-"""Every form that a step can take is compiled before ready: whatever is routed, sampled or asked, and however many rows there are."""
+"""Every form that a step can take is compiled before ready: whatever is routed, sampled or requested, and however many rows there are."""
 
 from itertools import combinations
 from pathlib import Path
@@ -159,7 +159,7 @@ def test_orders_of_many_pairs_take_the_forms_that_are_said_of_them(monkeypatch):
         assert said.setdefault(step_form(num_rows, EXPERTS), set(forms)) == forms, f"{num_rows} rows"
 
 
-def test_forms_are_told_apart_wherever_triton_tells_them_apart():
+def test_forms_are_distinguished_wherever_triton_distinguishes_them():
     """By its own rule, which a launch on a GPU asks."""
     compiler = pytest.importorskip("triton.compiler.compiler")
     jit = pytest.importorskip("triton.runtime.jit")
@@ -175,7 +175,7 @@ def test_forms_are_told_apart_wherever_triton_tells_them_apart():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["a first start", "a second start"])
-def test_somebody_who_waits_is_told_what_is_compiled_and_where_it_is_kept(monkeypatch, is_compiled):
+def test_another_who_waits_is_reported_what_is_compiled_and_where_it_is_kept(monkeypatch, is_compiled):
     """A fake Triton tells of one kernel; a kernel that was found compiled is nothing to wait for."""
     listeners = SimpleNamespace(listener=None)
     fake = SimpleNamespace(knobs=SimpleNamespace(compilation=listeners, cache=SimpleNamespace(dir="a-folder")))
@@ -186,7 +186,7 @@ def test_somebody_who_waits_is_told_what_is_compiled_and_where_it_is_kept(monkey
         listeners.listener(cache_hit=is_compiled)
         on_graph(2, 7)
 
-    told: list[Preparing] = []
-    warm_up.report_warm(SimpleNamespace(warm=warm), (1, 16), None, told.append)
+    reported: list[Preparing] = []
+    warm_up.report_warm(SimpleNamespace(warm=warm), (1, 16), None, reported.append)
     compiling = [Preparing("Compiling GPU kernels", 1, 3, "1 compiled, kept in a-folder")]
-    assert told == [*([] if is_compiled else compiling), Preparing("Capturing CUDA graphs", 2, 7)]
+    assert reported == [*([] if is_compiled else compiling), Preparing("Capturing CUDA graphs", 2, 7)]

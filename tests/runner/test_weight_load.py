@@ -165,7 +165,7 @@ def test_folder_of_unknown_user_raises(folder: Path) -> None:
         planned(folder, save_quantized="~no-user-of-this-name/x")
 
 
-def test_what_a_quantized_checkpoint_left_plain_is_quantized_where_its_own_scheme_is_asked(folder: Path) -> None:
+def test_what_a_quantized_checkpoint_left_plain_is_quantized_where_its_own_scheme_is_requested(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     (file,) = folder.glob("*.safetensors")
@@ -198,7 +198,9 @@ def test_weights_that_are_no_numbers_are_refused_unless_allowed(tmp_path: Path) 
     assert loaded(planned(path, allow_nonfinite=True))
 
 
-def test_a_folder_is_saved_and_what_is_in_the_way_is_told_before_a_weight_is_read(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_is_saved_and_what_is_in_the_way_is_reported_before_a_weight_is_read(
+    folder: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "saved"
     weights = loaded(planned(folder, save_quantized=str(target)))
     assert (target / MANIFEST_FILE).is_file()

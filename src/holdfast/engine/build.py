@@ -1,7 +1,6 @@
 """Build an engine from a config: model, tokenizer and template, runner and core."""
 
 import os
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import torch
 
 from holdfast.config import AUTO_STRETCH, EngineConfig
 from holdfast.distributed.mesh import ALONE
-from holdfast.engine.core import CoreResources, EngineCore, StepRunner
+from holdfast.engine.core import CoreResources, EngineCore, StepRunner, weak_check
 from holdfast.engine.engine import Engine
 from holdfast.engine.ngram import NgramProposer
 from holdfast.engine.open_text import open_text, open_tokenizer, pooling_of
@@ -159,15 +158,8 @@ def _core(
         resources=resources,
     )
     if plan.target.kind == "cpu" and config.num_ranks == 1:
-        # Weak: the core holds the runner.
-        own = weakref.ref(core)
-        built.runner.model.before_layer = lambda: _check_needed(own())
+        built.runner.model.before_layer = weak_check(core)
     return core
-
-
-def _check_needed(core: EngineCore | None) -> None:
-    if core is not None:
-        core.check_needed()
 
 
 def make_pacer(config: EngineConfig, runner: Runner) -> StepPacer | None:

@@ -36,6 +36,7 @@ Exceptions of scheduler and runner propagate, and the core cannot be used afterw
 """
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceABC
@@ -653,3 +654,14 @@ def _no_token_reason(token_id: int, sequence: Sequence, num_output_tokens: int) 
         return f"the logits were not finite {after}, so no token could be sampled"
     allowed = "allowed_token_ids" if grammar is None else f"structured_outputs.{grammar.kind}"
     return f"no token could be sampled {after}: {allowed} leaves none that is finite and not banned"
+
+
+def weak_check(core: EngineCore) -> Callable[[], None]:
+    """Return a call of `core.check_needed` that does not keep the core alive: the core holds the runner that calls it."""
+    own = weakref.ref(core)
+
+    def check() -> None:
+        if (found := own()) is not None:
+            found.check_needed()
+
+    return check

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
-from holdfast.families.compressed.layer import CompressedAttentionLayer, CompressedWeights
-from holdfast.families.compressed.spec import CompressedBuffers
+from holdfast.families.compressed.layer import CompressedAttentionLayer, CompressedBuffers, CompressedWeights
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.kernels.gemm.embedding import lookup_rows
 from holdfast.kernels.gemm.linear import linear_float32
@@ -23,7 +22,8 @@ from holdfast.layers.hyper_connections import HyperConnection, StreamBuffers, St
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
 from holdfast.models.compressed_activations import WANTED, CompressedRequests, compressed_requests
 from holdfast.models.decoder_layer import DecoderParts, LayerBuilder
-from holdfast.models.model import MAX_CACHED_SIZES, StepWorkspace, Stream, norm_dtype
+from holdfast.models.layer_stack import MAX_CACHED_SIZES, StepWorkspace, norm_dtype
+from holdfast.models.model import Stream
 from holdfast.models.spec import CompressedSpec, StreamsSpec
 
 MIX_NAMES = ("weight", "bias", "scale")

@@ -8,26 +8,89 @@ for both.
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
-from holdfast.families.grouped.spec import GroupedBuffers
-from holdfast.families.latent.spec import LatentBuffers
+from holdfast.families.grouped.layer import GroupedBuffers
+from holdfast.families.latent.layer import LatentBuffers
 from holdfast.kernels.attention.rope_rows import fill_rope_rows
 from holdfast.kernels.gemm.embedding import lookup_rows, lookup_share
 from holdfast.kernels.gemm.linear import linear_float32
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows, TileScratch
 from holdfast.layers.mlp import MLPBuffers
 from holdfast.layers.moe import ExpertBuffers, ExpertLayer
+from holdfast.memory.workspace import Workspace
 from holdfast.models import activations, fused_decode
-from holdfast.models.activations import StepRequests
+from holdfast.models.activations import Request, StepRequests
 from holdfast.models.decoder_layer import DecoderLayer, DecoderParts, LayerBuilder
 from holdfast.models.fused_decode import FusedDecode
-from holdfast.models.model import MAX_CACHED_SIZES, StepWorkspace, Stream, norm_dtype
+from holdfast.models.model import Stream
+from holdfast.models.spec import ModelSpec
 from holdfast.observability.log import get_logger
+from holdfast.quant.weight_schemes import WeightRecipe
 
 log = get_logger(__name__)
+
+MAX_CACHED_SIZES = 128
+"""Row counts whose requests are kept, the latest: steps have thousands of sizes, and reach nearly all of them in time."""
+
+
+class HeadRequests(NamedTuple):
+    """What logits of some rows need of the workspace."""
+
+    head: Request
+    codes: Request
+
+
+class StepWorkspace:
+    """How decoders of all kinds get tensors of the workspace; `dtype` is that of activations."""
+
+    def __init__(self, spec: ModelSpec, workspace: Workspace, dtype: str, recipe: WeightRecipe) -> None:
+        self._spec = spec
+        self.workspace = workspace
+        self._dtype = dtype
+        self._recipe = recipe
+        self._tile_scratch = self._make_tile_scratch()
+        self._head_requests: Callable[[int], HeadRequests] = lru_cache(MAX_CACHED_SIZES)(
+            partial(_head_requests, spec, dtype, recipe)
+        )
+        self.before_layer: Callable[[], None] | None = None
+        """Called before every layer on a CPU; it may raise, which abandons the step."""
+
+    def _make_tile_scratch(self) -> TileScratch | None:
+        """Acquire what products of middle batches share, if the plan has it; counters begin at zero."""
+        request = activations.row_scaled_request(self._spec, self._recipe)
+        if request.lane not in self.workspace.lanes:
+            return None
+        held = self._acquire(request)
+        return TileScratch(held["parts"], held["arrived"].zero_(), held["row_amax"])
+
+    def _head_buffers(self, num_rows: int) -> tuple[dict[str, torch.Tensor], QuantizedRows | None]:
+        """Acquire the logits of so many rows, and the buffer for the head's quantized inputs."""
+        requests = self._head_requests(num_rows)
+        return self._acquire(requests.head), self._quantized(requests.codes)
+
+    def _quantized(self, request: Request) -> QuantizedRows | None:
+        """Acquire the buffer for quantized inputs, until the next product; None if no weight takes them."""
+        if not request.specs:
+            return None
+        held = self._acquire(request)
+        return QuantizedRows(held["codes"], held["scales"], self._tile_scratch)
+
+    def _acquire(self, request: Request) -> dict[str, torch.Tensor]:
+        return self.workspace.acquire_named(request.owner, request.specs, request.lane)
+
+
+def _head_requests(spec: ModelSpec, dtype: str, recipe: WeightRecipe, num_rows: int) -> HeadRequests:
+    head = activations.head_request(spec, num_rows, dtype)
+    return HeadRequests(head, activations.quantized_rows_request(spec, 0, num_rows, recipe))
+
+
+def norm_dtype(weight_H: torch.Tensor) -> str:
+    """Return the default type of activations: that of norms."""
+    return str(weight_H.dtype).removeprefix("torch.")
 
 
 class LayerStack(StepWorkspace):
@@ -67,7 +130,7 @@ class LayerStack(StepWorkspace):
 
     def step_logits(self, batch: Batch, plan: StepPlan) -> torch.Tensor:
         """float32 logits of the rows that are wanted: [R, V], valid until the workspace is used again; none before the last stage."""
-        if self.fused is not None and batch.logits is None and activations.fits_fused_decode(batch.num_rows):
+        if self.fused is not None and batch.logits is None and activations.fits_fused_decode(len(batch.token_ids_T)):
             return self._fused_logits(batch, plan, self.fused)
         hidden_RH = self.hidden(batch, plan)
         return self.logits(hidden_RH) if self._spec.is_last_stage else hidden_RH
@@ -78,7 +141,7 @@ class LayerStack(StepWorkspace):
         rows = fused.run_layers(batch, plan, stream, *buffers)
         if not self._spec.is_last_stage:
             return self._send(stream)
-        head = self._acquire(activations.head_request(self._spec, batch.num_rows, self._dtype))
+        head = self._acquire(activations.head_request(self._spec, len(batch.token_ids_T), self._dtype))
         return fused.logits(rows, head["logits"])
 
     def fused_decode_declined(self) -> str | None:
@@ -109,7 +172,7 @@ class LayerStack(StepWorkspace):
         """
         if self._rope is not None:
             fill_rope_rows(batch.positions_T, self._rope)
-        requests = self._requests(batch.num_rows)
+        requests = self._requests(len(batch.token_ids_T))
         stream = self._acquire(requests.stream)
         x_TH = stream["x"]
         if not self._spec.is_first_stage:
@@ -162,9 +225,9 @@ class LayerStack(StepWorkspace):
                 self.before_layer()
             layer, wanted_only = self._layers[index], index == last
             x_TH, normed_TH, delta_TH, has_delta = stream
-            inputs_TH, codes, buffers = x_TH, None, self._attention_buffers(batch.num_rows)
+            inputs_TH, codes, buffers = x_TH, None, self._attention_buffers(len(batch.token_ids_T))
             if self._spec.norm_first:
-                codes = layer.attention.room_for_codes(buffers.quantized, batch.num_rows)
+                codes = layer.attention.room_for_codes(buffers.quantized, len(batch.token_ids_T))
                 inputs_TH = layer.attn_norm(x_TH, delta_TH if has_delta else None, normed_TH, codes)
             is_coded = codes is not None
             delta_RH = layer.attention(inputs_TH, batch, plan, buffers, delta_TH, wanted_only, is_coded)

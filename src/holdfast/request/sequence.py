@@ -66,6 +66,11 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held at the first admission."""
     num_preemptions: int = 0
+    has_penalties: bool = field(init=False)
+    """As `params` has it, read for every choice."""
+
+    def __post_init__(self) -> None:
+        self.has_penalties = self.params.has_penalties
 
     @property
     def num_tokens(self) -> int:
@@ -141,12 +146,12 @@ class LiveStep:
     @property
     def num_tokens(self) -> int:
         """Rows of the step; forks have none."""
-        return sum(item.num_new_tokens for item in self.scheduled) - self.step.num_forks
+        return sum(item.num_new_tokens for item in self.scheduled if item.source is None)
 
     @property
     def has_forks(self) -> bool:
         """True if a sequence forks in this step."""
-        return self.step.num_forks > 0
+        return any(item.source is not None for item in self.scheduled)
 
     def sampling(self) -> Iterator[ScheduledSequence]:
         """Sequences that sample in this step, in order."""

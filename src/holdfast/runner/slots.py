@@ -46,6 +46,7 @@ class Slots:
 
     def __init__(self, limits: Limits, groups: SequenceABC[CacheGroup], num_pages: int, vocab_size: int) -> None:
         self._limits = limits
+        self._most_sampled = limits.sampled_rows
         self._groups = tuple(groups)
         self._num_pages = num_pages
         self._vocab_size = vocab_size
@@ -143,7 +144,7 @@ class Slots:
     def _sources(self, step: Step, seats: dict[int, _Seat]) -> dict[int, Sequence]:
         """By slot of a fork, the sequence that it forks from: one that ends the same prompt in this step, before it."""
         sources: dict[int, Sequence] = {}
-        if not step.num_forks:
+        if not step.admitted:
             return sources
         items = {item.slot: (place, item) for place, item in enumerate(step.items)}
         for admitted in step.admitted:
@@ -180,8 +181,8 @@ class Slots:
             num_sampled += item.samples + len(item.proposals)
         if num_tokens > limits.max_num_batched_tokens:
             _refuse(step, f"runs {num_tokens} tokens, and at most {limits.max_num_batched_tokens} fit")
-        if num_sampled > limits.sampled_rows:
-            _refuse(step, f"chooses from {num_sampled} rows, and at most {limits.sampled_rows} fit")
+        if num_sampled > self._most_sampled:
+            _refuse(step, f"chooses from {num_sampled} rows, and at most {self._most_sampled} fit")
 
     def _check_positions(self, step: Step, item: StepItem, seat: _Seat, is_fork: bool) -> None:
         start, end = item.start, item.start + item.num_new_tokens

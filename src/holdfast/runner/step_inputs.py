@@ -295,7 +295,8 @@ class BatchBuffers:
         Rows of padding have token 0 at position 0 and no slot; padded `logit_rows` are row 0 again. `keep_slots` are those of
         the first wanted rows; the others keep nothing. `is_listed`: wanted rows are listed even where they are all.
         """
-        self.inputs.wait()
+        if not self.inputs.is_shared:
+            self.inputs.wait()
         sequences = self._write_rows(step)
         num_real = sequences[-1].row_start + sequences[-1].num_rows if sequences else 0
         num_rows = num_real if num_padded_rows is None else num_padded_rows

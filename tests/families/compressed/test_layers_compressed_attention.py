@@ -8,12 +8,12 @@ import torch
 from holdfast.attention.backend import Batch, LogitRows
 from holdfast.families.compressed.layer import (
     CompressedAttentionLayer,
+    CompressedBuffers,
     CompressedWeights,
     Entries,
     EntryIndex,
     OutputGroups,
 )
-from holdfast.families.compressed.spec import CompressedBuffers
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.latent.compress import Compressor

@@ -93,7 +93,7 @@ def test_what_it_holds_is_what_it_said():
 def layers(
     num_layers: int, max_model_len: int, top_k: int = 512, name: str = "fp8_ds_v4", **values
 ) -> list[AttentionSpec]:
-    """Of DeepSeek-V4-Flash."""
+    """For DeepSeek-V4-Flash."""
     ratios = tuple((0, 4, 128)[layer % 3] for layer in range(num_layers))
     overlapped = frozenset(layer for layer, ratio in enumerate(ratios) if ratio == 4)
     cache = compressed_cache((ALL_KV_FORMATS[name],) * num_layers, 512, 64, 128, ratios, overlapped, 128, 16)

@@ -180,7 +180,7 @@ def test_padding_leaves_nothing_and_changes_nothing(backend_type, geometry):
 
 
 @EVERY_BACKEND
-def test_what_comes_out_lies_where_it_was_asked(backend_type, geometry):
+def test_what_comes_out_lies_where_it_was_requested(backend_type, geometry):
     made, num_pages = texts(geometry, [5], consecutive=False)
     backend = build(backend_type, geometry, geometry.storage(num_pages))
     batch, qkv = make_batch(geometry, [(made[0], 0, 5)])

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from holdfast.attention.backend import Batch, LogitRows
-from holdfast.families.grouped.layer import GroupedAttentionLayer
-from holdfast.families.grouped.spec import GroupedBuffers
+from holdfast.families.grouped.layer import GroupedAttentionLayer, GroupedBuffers
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.layers.mlp import Linear
@@ -83,10 +82,10 @@ def test_projection_backend_projection(parts, wanted):
         a is b for a, b in zip(attended, [7, plan, held.scratch, held.attended_TX, wanted is not None], strict=True)
     ] == [True] * 5
     rows = list(range(NUM_ROWS)) if wanted is None else wanted
-    assert y.data_ptr() == out.data_ptr(), "the result lies where it was asked"
+    assert y.data_ptr() == out.data_ptr(), "the result lies where it was wanted"
     assert y.shape == (len(rows), HIDDEN)
     torch.testing.assert_close(y, 2 * qkv[rows, :8] @ o_weight.T + o_bias)
-    assert out[len(rows) :].isnan().all(), "rows that nobody wants are not written"
+    assert out[len(rows) :].isnan().all(), "rows that no one wants are not written"
 
 
 def test_the_middle_alone_takes_a_projection_that_is_there(parts):
@@ -97,7 +96,7 @@ def test_the_middle_alone_takes_a_projection_that_is_there(parts):
     attended = layer.attend(batch, "plan", held)
     assert attended.data_ptr() == held.attended_TX.data_ptr()
     assert same_bits(attended, 2 * held.qkv_TX[:, :8])
-    assert backend.calls[1][-1] is False, "all rows attend unless somebody says otherwise"
+    assert backend.calls[1][-1] is False, "all rows attend unless someone says otherwise"
 
 
 def test_its_weights_are_within_reach(parts):

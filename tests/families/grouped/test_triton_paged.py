@@ -113,7 +113,7 @@ def test_an_invariant_row_has_the_same_bits_in_any_company(device):
 
 
 def assert_cuts_change_nothing(geometry: Geometry, num_prompt: int, cuts: tuple[int, ...]) -> None:
-    """A prompt in one piece and in these, beside another sequence; pages behind a window are somebody else's by then."""
+    """A prompt in one piece and in these, beside another sequence; pages behind a window are another's by then."""
     (text, other), num_pages = texts(geometry, [num_prompt, 300], consecutive=False)
     backend = build(TritonPagedAttention, geometry, geometry.storage(num_pages), batch_invariant=True)
     store(geometry, backend, [text, other])
@@ -166,8 +166,8 @@ def test_a_captured_step_serves_others(device):
     def attend(plan, out_TX):
         backend.attend(q.view(4, 4, 64), 0, plan, scratch, out_TX, False)
 
-    nobody = replace(dummy_batch([], num_padding=4), page_tables=(table,))
-    plan = backend.plan(nobody, captured=True)
+    empty = replace(dummy_batch([], num_padding=4), page_tables=(table,))
+    plan = backend.plan(empty, captured=True)
     attend(plan, out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -175,7 +175,7 @@ def test_a_captured_step_serves_others(device):
         attend(plan, out)
     for chosen in ([0, 1, 2, 3], [2], [3, 0], [1, 1, 1, 1], []):
         parts = [(made[index], len(made[index].qkv) - 1, len(made[index].qkv)) for index in chosen]
-        batch = nobody
+        batch = empty
         if parts:
             batch, _ = make_batch(geometry, parts, num_rows=4)
             table[: len(parts) + 1, : batch.page_tables[0].shape[1]] = batch.page_tables[0]

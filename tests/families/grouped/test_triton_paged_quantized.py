@@ -122,8 +122,8 @@ def test_a_captured_step_serves_others(device, kv_dtype):
     def attend(plan, out_TX):
         backend.attend(q.view(4, 4, 64), 0, plan, scratch, out_TX, False)
 
-    nobody = replace(dummy_batch([], num_padding=4), page_tables=(table,))
-    plan = backend.plan(nobody, captured=True)
+    empty = replace(dummy_batch([], num_padding=4), page_tables=(table,))
+    plan = backend.plan(empty, captured=True)
     attend(plan, out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -131,7 +131,7 @@ def test_a_captured_step_serves_others(device, kv_dtype):
         attend(plan, out)
     for chosen in ([0, 1, 2, 3], [2], [3, 0], [1, 1, 1, 1], []):
         parts = [(made[index], len(made[index].qkv) - 1, len(made[index].qkv)) for index in chosen]
-        batch = nobody
+        batch = empty
         if parts:
             batch, _ = make_batch(geometry, parts, num_rows=4)
             table[: len(parts) + 1, : batch.page_tables[0].shape[1]] = batch.page_tables[0]

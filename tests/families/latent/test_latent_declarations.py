@@ -1,4 +1,4 @@
-"""What latent attention takes, before it is built: one scratch for all layers, capped partials, reasons in words."""
+"""What latent attention takes, before it is built: one scratch for all layers, capped partials, reasons as text."""
 
 from dataclasses import replace
 

@@ -18,7 +18,7 @@ NOPE, VALUE, ROPE, HEADS = 24, 16, 16, 3
 
 
 def attended(rows_SX: torch.Tensor, q_TND: torch.Tensor, kv_b_NXL: torch.Tensor) -> torch.Tensor:
-    """Of rows at the end of a sequence whose latents these are."""
+    """For rows at the end of a sequence whose latents these are."""
     latent_dim = kv_b_NXL.shape[-1]
     planes = LatentPlanes("plain", latent_dim, ROPE, 16, rows_SX)
     absorbed_TNX = absorb_queries(q_TND, kv_b_NXL, torch.empty(len(q_TND), HEADS, latent_dim + ROPE))
@@ -63,7 +63,7 @@ def test_only_layers_of_rotated_formats_are_folded(is_shared):
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["own", "shared"])
 def test_what_compressed_attention_gives_goes_back_through_o_a(is_shared):
-    """Of each head the elements before those that positions rotate: o_a times a rotated output is o_a times the plain one."""
+    """For each head the elements before those that positions rotate: o_a times a rotated output is o_a times the plain one."""
     dim, own = 48 + ROPE, COMPRESSED_FORMATS["turboquant_mla_4bit"]
     compressed = CompressedAttentionSpec(
         LayerCache(0, "window", own, 1, dim, ROPE), HEADS, 1.0, 8, 128, "float32", "cpu"

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from holdfast.attention.backend import Batch, LogitRows
-from holdfast.families.latent.layer import LatentAttentionLayer, LatentWeights
-from holdfast.families.latent.spec import LatentBuffers
+from holdfast.families.latent.layer import LatentAttentionLayer, LatentBuffers, LatentWeights
 from holdfast.families.sparse.layer import LatentIndex, SparseLatentAttentionLayer
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows, quantize_rows
@@ -91,10 +90,10 @@ def test_projections_backend_projection(parts, wanted):
     ] == [True] * 6
     assert held.scratch.keys() == {"partial"}
     rows = list(range(NUM_ROWS)) if wanted is None else wanted
-    assert not rows or y.data_ptr() == out.data_ptr(), "the result lies where it was asked"
+    assert not rows or y.data_ptr() == out.data_ptr(), "the result lies where it was wanted"
     heads = q.view(NUM_ROWS, HEADS, QUERY)[rows, :, :VALUE].flatten(1)
     torch.testing.assert_close(y, heads @ layer.o.weight_NK.T)
-    assert out[len(rows) :].isnan().all(), "rows that nobody wants are not written"
+    assert out[len(rows) :].isnan().all(), "rows that no one wants are not written"
 
 
 def coded(product: Linear) -> Linear:
@@ -140,7 +139,7 @@ PRODUCTS = ("qkv_a", "q", "index q", "index k")
 
 
 class RecordingSparse(RecordingBackend):
-    """The same, with an index."""
+    """A recording backend with an index."""
 
     def write_index(self, k_TD, q_TID, batch, norm, rotary, layer):
         self.calls.append((k_TD.clone(), q_TID, batch, norm, rotary, layer))

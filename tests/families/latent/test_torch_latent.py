@@ -47,7 +47,7 @@ class House:
         return torch.randn(num_tokens, LATENT + ROPE), torch.randn(num_tokens, HEADS, NOPE + ROPE)
 
     def expected(self, latent_LX: torch.Tensor, q_LND: torch.Tensor) -> torch.Tensor:
-        """Of a whole sequence: keys and values by head, a causal softmax."""
+        """For a whole sequence: keys and values by head, a causal softmax."""
         x_LC = latent_LX[:, :LATENT]
         c_LC = x_LC / (x_LC.square().mean(-1, keepdim=True) + self.norm.eps).sqrt() * self.norm.weight_L
         rope_LR = rotate_neighbours(latent_LX[:, LATENT:], self.table)

@@ -135,7 +135,7 @@ class House:
         return backend.attend(q_TND, self.kv_b_NXL, 0, plan, scratch, out_TX, wanted is not None)
 
     def expected(self, tokens: Tokens) -> torch.Tensor:
-        """Of a whole sequence whose rows are in their pages: a mask of all tokens, and a softmax by head."""
+        """For a whole sequence whose rows are in their pages: a mask of all tokens, and a softmax by head."""
         num_tokens = len(tokens)
         place_L = torch.arange(num_tokens)
         slots_L = torch.tensor(tokens.pages)[place_L // PAGE] * PAGE + place_L % PAGE
@@ -206,7 +206,7 @@ def test_formats_of_latents_and_of_the_index(name: str, index_dtype: str) -> Non
 
 
 def test_an_index_in_fp8_chooses_nearly_the_same() -> None:
-    """Of 20 tokens out of 64, in random keys whose scores lie close; the least row and all rows together."""
+    """For 20 tokens out of 64, in random keys whose scores lie close; the least row and all rows together."""
     taken = []
     for index_dtype in ("float32", "fp8"):
         house = House(5, index_dtype=index_dtype, top_k=20)

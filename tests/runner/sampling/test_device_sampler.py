@@ -13,8 +13,8 @@ from holdfast.request.sampling_params import MAX_LOGPROBS, SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling.batch import Choice, SequenceSample
 from holdfast.runner.sampling.device_sampler import DeviceSampler
-from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.logit_edits import EditStaging
+from holdfast.runner.sampling.sampler import HostSampler
 from runner.sampling_rows import EOS, SETTINGS, FakeForms, divide_rows
 
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ def test_two_steps_under_way_have_their_own_results():
 
 
 def grown_by(sequences: list[Sequence], count: int) -> list[Sequence]:
-    """As they are, on lists of their own, so that nobody else counts in them."""
+    """As they are, on lists of their own, so that no one else counts in them."""
     assert all(own.num_tokens == 30 + count for own in sequences), "each step adds a token"
     return [replace(own, token_ids=list(own.token_ids)) for own in sequences]
 

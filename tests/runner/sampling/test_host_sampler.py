@@ -10,8 +10,8 @@ from hypothesis.extra import numpy as hnp
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling.batch import Choice, RowParameters
-from holdfast.runner.sampling.host_sampler import HostSampler, choose_narrow, choose_unfiltered, choose_wide, cut
 from holdfast.runner.sampling.logprobs import WEIGHT_BITS, distances_, draw_, nucleus_weight, weights
+from holdfast.runner.sampling.sampler import HostSampler, choose_narrow, choose_unfiltered, choose_wide, cut
 
 LARGEST_KEY = 0x7F800000
 

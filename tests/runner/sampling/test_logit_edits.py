@@ -53,7 +53,7 @@ def test_growing_sequences(prompt, outputs):
         assert_counted(seen, sequence)
 
 
-def test_a_number_that_means_somebody_else_is_no_matter():
+def test_a_number_that_means_another_is_no_matter():
     seen = SeenTokens(VOCAB_SIZE, 8)
     first, second = make_sequence([1, 2], [3]), make_sequence([1, 2], [4])
     assert_counted(seen, first)
@@ -65,7 +65,7 @@ def test_a_number_that_means_somebody_else_is_no_matter():
     assert_counted(seen, first)
 
 
-def test_who_has_not_asked_for_longest_is_forgotten_and_counted_anew():
+def test_who_has_not_requested_for_longest_is_forgotten_and_counted_anew():
     seen, rng = SeenTokens(VOCAB_SIZE, 3), random.Random(0)
     sequences = [make_sequence(rng.choices(range(VOCAB_SIZE), k=9), [], sequence_id) for sequence_id in range(7)]
     for _ in range(200):

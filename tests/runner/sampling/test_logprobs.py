@@ -183,7 +183,7 @@ def test_probabilities_sum_to_one():
     assert sum(math.exp(value) for _, value in result.top) == pytest.approx(1, abs=1e-6)
 
 
-def test_no_tops_were_asked():
+def test_no_tops_were_requested():
     (result,) = found(torch.tensor([[1.0, 2.0]]), [0], 0)
     assert result.top == ()
     assert result.rank == 2

@@ -9,8 +9,8 @@ from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import NO_TOKEN, Sequence
 from holdfast.runner.sampling.batch import Choice
 from holdfast.runner.sampling.device_sampler import DeviceSampler
-from holdfast.runner.sampling.host_sampler import HostSampler
 from holdfast.runner.sampling.masks import fill_masks, has_masks
+from holdfast.runner.sampling.sampler import HostSampler
 
 VOCAB_SIZE = 70
 EOS = frozenset((3, 40))
@@ -18,7 +18,7 @@ FORM = {"json_object": True}
 
 
 class Fixed:
-    """The same tokens for every sequence that follows a form."""
+    """Just the same tokens for every sequence that follows a form."""
 
     def __init__(self, *token_ids: int) -> None:
         bits = np.zeros(96, dtype=bool)
@@ -43,7 +43,7 @@ def filled(source, *sequences: Sequence) -> list[list[int]]:
 
 
 def chosen(source, logits: torch.Tensor, *sequences: Sequence) -> list[int]:
-    """The same by both samplers."""
+    """Just the same by both samplers."""
     found = []
     for sampler in (
         HostSampler(VOCAB_SIZE, 8),
@@ -63,7 +63,7 @@ def test_rows_without_a_form_keep_every_token():
     assert has_masks([Choice.of(plain), Choice.of(form)])
 
 
-def test_nothing_may_be_chosen_where_nobody_follows():
+def test_nothing_may_be_chosen_where_none_follows():
     """A row whose form is not known must not come out as if it had none."""
     form = make_sequence(structured_outputs=FORM, temperature=0.0)
     assert filled(None, form, make_sequence()) == [[], list(range(96))]
@@ -87,7 +87,7 @@ def test_ends_that_are_not_wanted_yet(params, expected):
 
 
 @pytest.mark.parametrize("params", [{"min_tokens": 50}, {"ignore_eos": True}])
-def test_a_form_that_is_complete_ends_whatever_else_is_asked(params):
+def test_a_form_that_is_complete_ends_whatever_else_is_requested(params):
     form = make_sequence(structured_outputs=FORM, temperature=0.0, **params)
     assert filled(Fixed(3), form) == [[3]]
     assert filled(Fixed(3, 40), form) == [[3, 40]]

@@ -255,7 +255,7 @@ def test_extreme_random_numbers_stay_inside_the_kept_tokens(vocab_size, number, 
         assert sample_one(peak, make_sequence(**params)).token_id == vocab_size // 2
 
 
-def test_logprobs_are_of_raw_logits_and_only_where_asked():
+def test_logprobs_are_of_raw_logits_and_only_where_requested():
     logits = make_logits(3, 100)
     sequences = [
         make_sequence(0, temperature=0.2, logit_bias={9: 100.0}, logprobs=2),

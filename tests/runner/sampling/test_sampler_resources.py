@@ -144,7 +144,7 @@ def test_a_thousand_steps_allocate_nothing_and_wait_for_nothing_but_results():
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151_936), (40, 151_936)])
 def test_a_gpu_holds_what_the_terms_say_and_no_more(name, num_rows, vocab_size):
-    """In bytes as they are asked for: what the allocator rounds up depends on what it has in store, and is its own line."""
+    """In bytes as they are requested for: what the allocator rounds up depends on what it has in store, and is its own line."""
     logits = make_logits(num_rows, vocab_size)
     sequences = make_sequences(name, num_rows, vocab_size)
     gc.collect()  # what earlier tests left must not go while this one measures

@@ -151,7 +151,7 @@ def test_a_mixed_batch_holds_each_row_once_and_in_order():
     assert not batch.is_plain
 
 
-def test_logprobs_rows_and_the_most_that_was_asked():
+def test_logprobs_rows_and_the_most_that_was_requested():
     choices = [make_choice(logprobs=logprobs) for logprobs in (None, 0, 5, None, 3)]
     batch = SamplingBatch.of(choices, VOCAB_SIZE)
     assert batch.logprobs == (1, 2, 4)

@@ -16,7 +16,7 @@ from holdfast.runner.sampling.shared_sampler import SharedSampler
 VOCAB_SIZE, MAX_ROWS = 997, 12
 CPU = torch.device("cpu")
 PLAIN = SamplingParams(temperature=0.0)
-ASKED = {
+REQUESTED = {
     "plain": [PLAIN] * 5,
     "mixed": [
         PLAIN,
@@ -32,9 +32,10 @@ ASKED = {
 }
 
 
-def choices_of(asked: list[SamplingParams]) -> list[Choice]:
+def choices_of(requested: list[SamplingParams]) -> list[Choice]:
     return [
-        Choice.of(Sequence(row, [1, 2, 3, row], 3, params, seed=row, max_tokens=9)) for row, params in enumerate(asked)
+        Choice.of(Sequence(row, [1, 2, 3, row], 3, params, seed=row, max_tokens=9))
+        for row, params in enumerate(requested)
     ]
 
 
@@ -63,19 +64,19 @@ def run_shared(num_ranks: int, logits_SW: torch.Tensor, work) -> list:
     return LockStep(meshes(num_ranks), needs).run(on_rank)
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("requested", REQUESTED)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_choices_are_those_of_one_rank(num_ranks, asked):
-    choices = choices_of(ASKED[asked])
+def test_choices_are_those_of_one_rank(num_ranks, requested):
+    choices = choices_of(REQUESTED[requested])
     logits_SW = make_logits(len(choices))
     alone = Sampler(VOCAB_SIZE, CPU, MAX_ROWS, Ledger()).launch(logits_SW, choices, frozenset({2})).read()
-    if asked == "plain":
+    if requested == "plain":
         assert [one.token_id for one in alone] == [10, alone[1].token_id, NO_TOKEN, alone[3].token_id, NO_TOKEN]
     found = run_shared(
         num_ranks, logits_SW, lambda sampler, share_SV: sampler.launch(share_SV, choices, frozenset({2})).read()
     )
     assert found[0] == alone
-    if asked == "plain":
+    if requested == "plain":
         assert all(own == alone for own in found), "other ranks find the same argmax"
 
 

@@ -3,21 +3,54 @@
 T rows, N query heads of D elements, I index heads of D elements, X any other width
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.families.compressed.pages import CompressedBackend
-from holdfast.families.compressed.spec import CompressedBuffers, CompressedSpec, CompressorSpec
+from holdfast.families.compressed.spec import CompressedSpec, CompressorSpec
 from holdfast.families.latent.spec import IndexSpec
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.grouped_linear import grouped_linear
 from holdfast.kernels.gemm.linear import linear_float32
+from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.latent.compress import Compressor
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.layers.mlp import Linear, RMSNorm
 from holdfast.layers.parts import LayerParts
+
+OWN = ("qkv_a", "q_normed", "q", "attended", "grouped")
+OPTIONAL = ("pooled", "index_q", "index_weights")
+
+
+class CompressedBuffers(NamedTuple):
+    """One layer's tensors, one set for all layers."""
+
+    qkv_a_TX: torch.Tensor
+    """The queries' latent, then the vector that is kept of a token, before its norm."""
+    q_normed_TX: torch.Tensor
+    q_TX: torch.Tensor
+    attended_TX: torch.Tensor
+    grouped_TX: torch.Tensor
+    """After the first half of the output projection."""
+    pooled_X: torch.Tensor | None
+    """float32, a vector: each layer takes rows of its own width."""
+    index_q_TX: torch.Tensor | None
+    index_weights_TI: torch.Tensor | None
+    scratch: Mapping[str, torch.Tensor]
+    """The backend's own, by name."""
+    quantized: QuantizedRows | None = None
+    """Holds the quantized rows of any one product; None if no weight takes them."""
+
+    @classmethod
+    def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "CompressedBuffers":
+        """Take the tensors that `CompressedSpec.tensors` declares; the others are the backend's scratch."""
+        scratch = {name: tensor for name, tensor in held.items() if name not in (*OWN, *OPTIONAL)}
+        optional = {"pooled_X": "pooled", "index_q_TX": "index_q", "index_weights_TI": "index_weights"}
+        named = {field: held.get(name) for field, name in optional.items()}
+        return cls(*(held[name] for name in OWN), **named, scratch=scratch, quantized=quantized)
 
 
 class EntryIndex(NamedTuple):

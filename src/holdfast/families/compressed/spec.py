@@ -4,23 +4,13 @@ A token, and an entry, is one vector that is key and value of all heads. RoPE tu
 entry's by the position of its first token. Outputs are rotated back.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.cache.spec import LayerCache
 from holdfast.families.latent.spec import IndexSpec
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.quant.entry_state import pooled_width
-
-if TYPE_CHECKING:
-    import torch
-
-    from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-
-OWN = ("qkv_a", "q_normed", "q", "attended", "grouped")
-OPTIONAL = ("pooled", "index_q", "index_weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,31 +117,3 @@ class CompressedSpec:
             specs.append(TensorSpec("index_q", (num_rows, index.num_heads * index.head_dim), dtype))
             specs.append(TensorSpec("index_weights", (num_rows, index.num_heads), "float32"))
         return tuple(specs)
-
-
-class CompressedBuffers(NamedTuple):
-    """One layer's tensors, one set for all layers."""
-
-    qkv_a_TX: "torch.Tensor"
-    """The queries' latent, then the vector that is kept of a token, before its norm."""
-    q_normed_TX: "torch.Tensor"
-    q_TX: "torch.Tensor"
-    attended_TX: "torch.Tensor"
-    grouped_TX: "torch.Tensor"
-    """After the first half of the output projection."""
-    pooled_X: Optional["torch.Tensor"]
-    """float32, a vector: each layer takes rows of its own width."""
-    index_q_TX: Optional["torch.Tensor"]
-    index_weights_TI: Optional["torch.Tensor"]
-    scratch: Mapping[str, "torch.Tensor"]
-    """The backend's own, by name."""
-    quantized: Optional["QuantizedRows"] = None
-    """Holds the quantized rows of any one product; None if no weight takes them."""
-
-    @classmethod
-    def of(cls, held: Mapping[str, "torch.Tensor"], quantized: Optional["QuantizedRows"]) -> "CompressedBuffers":
-        """Take the tensors that `CompressedSpec.tensors` declares; the others are the backend's scratch."""
-        scratch = {name: tensor for name, tensor in held.items() if name not in (*OWN, *OPTIONAL)}
-        optional = {"pooled_X": "pooled", "index_q_TX": "index_q", "index_weights_TI": "index_weights"}
-        named = {field: held.get(name) for field, name in optional.items()}
-        return cls(*(held[name] for name in OWN), **named, scratch=scratch, quantized=quantized)

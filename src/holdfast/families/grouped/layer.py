@@ -1,16 +1,38 @@
 """Grouped attention layer: fused QKV projection, backend, output projection."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.families.grouped.pages import GroupedBackend
-from holdfast.families.grouped.spec import GroupedBuffers
 from holdfast.kernels.attention.write_kv import HeadNorm, Rotary
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
 from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.layers.mlp import Linear
 from holdfast.layers.parts import LayerParts
+
+OWN = ("qkv", "q", "attended")
+
+
+class GroupedBuffers(NamedTuple):
+    """One layer's tensors, one set for all layers."""
+
+    qkv_TX: torch.Tensor
+    q_THD: torch.Tensor
+    attended_TX: torch.Tensor
+    scratch: Mapping[str, torch.Tensor]
+    """The backend's own, by name."""
+    quantized: QuantizedRows | None = None
+    """Holds the quantized rows of either product; None if no weight takes them."""
+
+    @classmethod
+    def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "GroupedBuffers":
+        """Take the tensors that `GroupedSpec.tensors` declares; the others are the backend's scratch."""
+        scratch = {name: tensor for name, tensor in held.items() if name not in OWN}
+        return cls(*(held[name] for name in OWN), scratch=scratch, quantized=quantized)
 
 
 class GroupedAttentionLayer:

@@ -12,6 +12,7 @@ from holdfast.cache.storage import PageStorage
 from holdfast.families.grouped.pages import GroupedBackend, PlainPages, Sinks
 from holdfast.families.grouped.spec import GroupedAttentionSpec
 from holdfast.kernels.attention.paged_attention import SEQUENCE_FIELDS, Scoring, paged_attention
+from holdfast.kernels.attention.write_kv import HeadNorm, Rotary, write_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,18 @@ class NativePagedAttention(GroupedBackend):
         if batch.logits is None:
             return NativePlan(self._rows(batch.sequences), None, None)
         return NativePlan(self._rows(batch.sequences), self._rows(batch.logits.sequences), batch.logits.rows_R)
+
+    def write(
+        self,
+        qkv_TX: torch.Tensor,
+        batch: Batch,
+        head_norm: HeadNorm | None,
+        rotary: Rotary | None,
+        layer: int,
+        out_THD: torch.Tensor,
+    ) -> None:
+        slots_T = batch.slots_GT[self._specs[layer].group]
+        write_kv(qkv_TX, slots_T, *self._planes[layer], head_norm, rotary, out_THD)
 
     def attend(
         self,

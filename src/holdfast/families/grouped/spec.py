@@ -1,18 +1,10 @@
 """Grouped attention (MHA, GQA, MQA): keys and values by head, with query heads in groups over them; no torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import NamedTuple
 
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.memory.workspace_plan import TensorSpec
-
-if TYPE_CHECKING:
-    import torch
-
-    from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-
-OWN = ("qkv", "q", "attended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +51,3 @@ class GroupedSpec(NamedTuple):
             TensorSpec("q", (num_rows, num_heads, head_dim), dtype),
             TensorSpec("attended", (num_rows, num_heads * head_dim), dtype),
         )
-
-
-class GroupedBuffers(NamedTuple):
-    """One layer's tensors, one set for all layers."""
-
-    qkv_TX: "torch.Tensor"
-    q_THD: "torch.Tensor"
-    attended_TX: "torch.Tensor"
-    scratch: Mapping[str, "torch.Tensor"]
-    """The backend's own, by name."""
-    quantized: Optional["QuantizedRows"] = None
-    """Holds the quantized rows of either product; None if no weight takes them."""
-
-    @classmethod
-    def of(cls, held: Mapping[str, "torch.Tensor"], quantized: Optional["QuantizedRows"]) -> "GroupedBuffers":
-        """Take the tensors that `GroupedSpec.tensors` declares; the others are the backend's scratch."""
-        scratch = {name: tensor for name, tensor in held.items() if name not in OWN}
-        return cls(*(held[name] for name in OWN), scratch=scratch, quantized=quantized)

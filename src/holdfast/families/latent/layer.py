@@ -3,13 +3,14 @@
 T rows, N query heads of D elements, X any other width
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
 from holdfast.families.latent.pages import LatentBackend
-from holdfast.families.latent.spec import LatentBuffers, LatentSpec
+from holdfast.families.latent.spec import LatentSpec
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.deferred_rms_norm import NormedRows, SmallBatchScratch
 from holdfast.kernels.gemm.quantize_activations import QuantizedRows
@@ -17,6 +18,35 @@ from holdfast.kernels.gemm.small_batch import normed_linear
 from holdfast.kernels.latent.write_latent import LatentNorm
 from holdfast.layers.mlp import Linear, RMSNorm
 from holdfast.layers.parts import LayerParts
+
+OWN = ("qkv_a", "q", "attended")
+OPTIONAL = ("q_normed", "index_q", "index_k", "index_weights")
+
+
+class LatentBuffers(NamedTuple):
+    """One layer's tensors, one set for all layers."""
+
+    qkv_a_TX: torch.Tensor
+    """The queries' latent, if there is one, then the row that is kept of a token, before its norm."""
+    q_TX: torch.Tensor
+    attended_TX: torch.Tensor
+    q_normed_TX: torch.Tensor | None
+    """The queries' latent after its norm."""
+    index_q_TX: torch.Tensor | None
+    index_k_TD: torch.Tensor | None
+    index_weights_TI: torch.Tensor | None
+    scratch: Mapping[str, torch.Tensor]
+    """The backend's own, by name."""
+    quantized: QuantizedRows | None = None
+    """Holds the quantized rows of any one product; None if no weight takes them."""
+
+    @classmethod
+    def of(cls, held: Mapping[str, torch.Tensor], quantized: QuantizedRows | None) -> "LatentBuffers":
+        """Take the tensors that `LatentSpec.tensors` declares; the others are the backend's scratch."""
+        scratch = {name: tensor for name, tensor in held.items() if name not in (*OWN, *OPTIONAL)}
+        return cls(
+            *(held[name] for name in OWN), *(held.get(name) for name in OPTIONAL), scratch=scratch, quantized=quantized
+        )
 
 
 class LatentWeights(NamedTuple):

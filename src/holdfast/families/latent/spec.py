@@ -4,21 +4,11 @@ A query head is [nope_dim | rope_dim]; a latent row is [kv_rank | rope_dim], whe
 neighbours: elements 2 i and 2 i + 1 by frequency i.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from holdfast.attention.declarations import AttentionSpec
 from holdfast.kernels.up_projection import UpProjection
 from holdfast.memory.workspace_plan import TensorSpec
-
-if TYPE_CHECKING:
-    import torch
-
-    from holdfast.kernels.gemm.quantize_activations import QuantizedRows
-
-OWN = ("qkv_a", "q", "attended")
-OPTIONAL = ("q_normed", "index_q", "index_k", "index_weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,30 +109,4 @@ class LatentSpec:
             TensorSpec("index_q", (num_rows, index.num_heads * index.head_dim), dtype),
             TensorSpec("index_k", (num_rows, index.head_dim), dtype),
             TensorSpec("index_weights", (num_rows, index.num_heads), "float32"),
-        )
-
-
-class LatentBuffers(NamedTuple):
-    """One layer's tensors, one set for all layers."""
-
-    qkv_a_TX: "torch.Tensor"
-    """The queries' latent, if there is one, then the row that is kept of a token, before its norm."""
-    q_TX: "torch.Tensor"
-    attended_TX: "torch.Tensor"
-    q_normed_TX: Optional["torch.Tensor"]
-    """The queries' latent after its norm."""
-    index_q_TX: Optional["torch.Tensor"]
-    index_k_TD: Optional["torch.Tensor"]
-    index_weights_TI: Optional["torch.Tensor"]
-    scratch: Mapping[str, "torch.Tensor"]
-    """The backend's own, by name."""
-    quantized: Optional["QuantizedRows"] = None
-    """Holds the quantized rows of any one product; None if no weight takes them."""
-
-    @classmethod
-    def of(cls, held: Mapping[str, "torch.Tensor"], quantized: Optional["QuantizedRows"]) -> "LatentBuffers":
-        """Take the tensors that `LatentSpec.tensors` declares; the others are the backend's scratch."""
-        scratch = {name: tensor for name, tensor in held.items() if name not in (*OWN, *OPTIONAL)}
-        return cls(
-            *(held[name] for name in OWN), *(held.get(name) for name in OPTIONAL), scratch=scratch, quantized=quantized
         )

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from holdfast.attention.backend import Batch, StepPlan
-from holdfast.families.latent.layer import LatentAttentionLayer, LatentWeights
+from holdfast.families.latent.layer import LatentAttentionLayer, LatentBuffers, LatentWeights
 from holdfast.families.latent.pages import LatentBackend
-from holdfast.families.latent.spec import IndexSpec, LatentBuffers
+from holdfast.families.latent.spec import IndexSpec
 from holdfast.families.sparse.pages import SparseBackend
 from holdfast.kernels.attention.write_kv import Rotary
 from holdfast.kernels.gemm.linear import linear_float32

@@ -50,7 +50,7 @@ class Choice(NamedTuple):
         """Does the sequence change its logits before a token is chosen?"""
         sequence, params = self.sequence, self.sequence.params
         return (
-            params.has_penalties
+            sequence.has_penalties
             or bool(params.logit_bias)
             or self.may_not_end
             or params.allowed_token_ids is not None
@@ -68,7 +68,7 @@ class Choice(NamedTuple):
         does not."""
         sequence, params = self.sequence, self.sequence.params
         return self.position > len(sequence.token_ids) and (
-            params.has_penalties
+            sequence.has_penalties
             or params.structured_outputs is not None
             or any(len(word) > 1 for word in sequence.bad_word_ids)
         )

@@ -24,9 +24,8 @@ from holdfast.kernels.sampling.share_argmax import first_largest
 from holdfast.memory.ledger import Ledger
 from holdfast.request.sequence import NO_TOKEN, TokenLogprobs
 from holdfast.runner.sampling.batch import Choice, Choosing, SequenceSample
-from holdfast.runner.sampling.host_sampler import Chosen
 from holdfast.runner.sampling.masks import MaskSource
-from holdfast.runner.sampling.sampler import Sampler
+from holdfast.runner.sampling.sampler import Chosen, Sampler
 
 OWNER = "sampling/shares"
 LINK_FORM_ROWS = 8
