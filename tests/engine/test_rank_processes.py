@@ -115,7 +115,7 @@ def test_a_rank_that_cannot_load_ends_the_start_in_its_own_words(name, error, wo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "words"), [("gone", "cannot be read; No such file"), ("short", "was changed before"), ("folder", "changed")]
+    ("how", "words"), [("gone", "cannot be read: No such file"), ("short", "changed after"), ("folder", "changed")]
 )
 def test_broken_files_of_one_rank_name_the_rank(how, words, tmp_path, monkeypatch):
     """Between plan and load, on a disk that is not rank 0's; with the real ranks of a model."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast import LLM, SamplingParams
 from holdfast.distributed.mesh import Mesh
 from holdfast.errors import ModelFormatError, UnsupportedModelError
@@ -48,10 +49,9 @@ def write(path, config, is_split=False, is_old=False, quantize=lambda name, valu
     return tensors, stored
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_split", "is_old"),
+@for_each(
+    "changes, is_split, is_old",
     [({}, True, False), ({}, False, True), (SOFTMAX, False, True), ({"n_group": 1, "topk_group": 1}, True, False)],
-    ids=["v3", "old v3", "old v2", "one group"],
 )
 def test_a_file_is_the_folder_that_it_was_made_from(changes, is_split, is_old, tmp_path):
     config = config_of(**changes)
@@ -196,7 +196,7 @@ def test_layers_that_draft_are_left_unread(tmp_path, caplog):
         assert (f"skipping {len(drafts)} tensors of {path} for drafts of tokens" in caplog.text) is bool(number)
 
 
-def test_drafts_that_nobody_announces_are_too_many(tmp_path):
+def test_unannounced_draft_tensors_are_refused(tmp_path):
     config = config_of()
     stored = gguf_tensors(config, tensors_of(config), is_split=True)
     write_gguf(tmp_path / "m.gguf", gguf_metadata(config), stored | {"blk.1.nextn.enorm.weight": torch.ones(4)})
@@ -219,8 +219,8 @@ def test_what_a_file_leaves_out_of_its_experts(tmp_path):
     assert open_gguf(tmp_path / "m.gguf").spec == read_spec(config)
 
 
-@pytest.mark.parametrize(
-    ("keys", "error"),
+@for_each(
+    "keys, error",
     [
         ({"attention__kv_lora_rank": None}, ModelFormatError),
         ({"rope__dimension_count": None}, ModelFormatError),
@@ -236,7 +236,6 @@ def test_what_a_file_leaves_out_of_its_experts(tmp_path):
         ({"leading_dense_block_count": 0}, ModelFormatError),
         ({"attention__q_lora_rank": None}, ModelFormatError),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_open_gguf_wrong_metadata_is_refused_by_key(keys, error, tmp_path):
     write(tmp_path / "m.gguf", config_of(), **keys)

@@ -88,7 +88,7 @@ def test_stacked_projections_are_quantized_part_by_part(name, q_rank, tmp_path):
 @pytest.mark.each_value
 @pytest.mark.parametrize("q_rank", [128, 200], ids=["whole blocks", "a seam in a block"])
 @pytest.mark.parametrize("scheme", SAID)
-def test_a_folder_in_fp8_keeps_its_codes_and_kv_b_becomes_numbers(scheme, q_rank, tmp_path):
+def test_fp8_folder_keeps_codes_and_dequantizes_kv_b(scheme, q_rank, tmp_path):
     config = config_of(q_lora_rank=q_rank)
     tensors = tensors_of(config)
     stored = stored_as(scheme, tensors)

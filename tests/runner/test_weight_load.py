@@ -203,14 +203,13 @@ def test_a_folder_is_saved_and_what_is_in_the_way_is_told_before_a_weight_is_rea
     weights = loaded(planned(folder, save_quantized=str(target)))
     assert (target / MANIFEST_FILE).is_file()
     assert (target / "config.json").is_file()
-    with pytest.raises(ConfigError, match=r"save_quantized=.*there is something there already"):
+    with raises_code("weights.cannot_save", ConfigError, reason="the folder is not empty"):
         planned(folder, save_quantized=str(target))
-    with pytest.raises(ConfigError, match=r"save_quantized=.* is not there"):
+    with raises_code("weights.cannot_save", ConfigError, reason="its parent folder does not exist"):
         planned(folder, save_quantized=str(tmp_path / "no" / "such"))
     assert weights
-    with pytest.raises(
-        ConfigError, match="nothing is quantized as it loads; copy the folder saved, which was saved so"
-    ):
+    fix = "Copy the folder saved, which is already saved so"
+    with raises_code("weights.cannot_save", ConfigError, reason="nothing is quantized on load", fix=fix):
         planned(target, save_quantized=str(tmp_path / "again"))
-    with pytest.raises(ConfigError, match="leave some of quantization_ignore out"):
+    with raises_code("weights.cannot_save", ConfigError):
         planned(folder, save_quantized=str(tmp_path / "plain"), quantization_ignore="*")

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
+from for_each import for_each
 from holdfast.text.answer_deltas import ContentDelta, ToolCallDelta, joined
 from holdfast.text.answer_parser import AnswerFormat, MarkerFilter
 from holdfast.text.detokenizer import IncrementalDetokenizer
@@ -37,7 +38,7 @@ def check_mutations(calls, num_texts: int) -> None:
         assert streamed.num_calls == whole.num_calls == len(calls_of(deltas))
 
 
-@pytest.mark.parametrize("calls", FORMATS.values(), ids=FORMATS)
+@for_each("calls", FORMATS.values())
 def test_answer_parser_mutated_answers_read_alike(calls):
     check_mutations(calls, 100)
 

@@ -3,7 +3,6 @@
 import json
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,8 +61,8 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
-@pytest.mark.parametrize("source", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES)
+@for_each("messages", CHATS.values())
+@for_each("source", CHAT_TEMPLATES.values())
 def test_templates_of_models_render_as_in_transformers(source, messages):
     for options in (
         {"tools": None},
@@ -73,7 +72,7 @@ def test_templates_of_models_render_as_in_transformers(source, messages):
         agree(source, messages=messages, **options)
 
 
-@pytest.mark.parametrize("source", CHAT_TEMPLATES.values(), ids=CHAT_TEMPLATES)
+@for_each("source", CHAT_TEMPLATES.values())
 def test_templates_of_models_do_not_refuse_ordinary_chats(source):
     assert agree(source, messages=CHATS["system and turns"], tools=TOOLS)
 
@@ -88,7 +87,7 @@ def test_special_tokens_are_known_to_templates():
     assert template.render([{"role": "user", "content": "hi"}], bos_token="<other>") == "<other>hi</s>"
 
 
-def test_the_generation_prompt_is_asked_for_by_default():
+def test_render_adds_the_generation_prompt_by_default():
     template = ChatTemplate("{{ add_generation_prompt }}", "x", {})
     assert template.render([{"role": "user", "content": "hi"}]) == "True"
     assert template.render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "False"
@@ -142,7 +141,7 @@ def test_render_failure_is_one_line_that_names_the_file(source, code):
         assert len(str(caught.value)) < 600
 
 
-def test_a_broken_template_is_found_at_its_first_use_or_on_request():
+def test_check_broken_template_is_refused():
     template = ChatTemplate("{% if %}", "x", {})
     with raises_code("template.syntax", TemplateError):
         template.check()
@@ -240,7 +239,7 @@ def test_a_folder_without_a_template_has_none(tmp_path):
     assert chat_template_from_directory(tmp_path) is None
 
 
-@pytest.mark.parametrize("value", [5, [5], [{"name": "default"}], {"default": 3}], ids=str)
+@for_each("value", [5, [5], [{"name": "default"}], {"default": 3}])
 def test_templates_of_a_wrong_type_are_refused(tmp_path, value):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
     with raises_code("template.wrong_setting", ModelFormatError):

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import PromptError, TemplateError
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.control_tokens import ControlTokens, unmarked
@@ -71,9 +72,9 @@ pieces = st.lists(st.sampled_from([*SPECIAL, *WHOLE, "a", "ab", " a ", "<", "|",
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @given(pieces=pieces)
-def test_where_nothing_is_the_messages_own_the_tokens_are_those_of_the_whole_text(tokenizer, pieces):
+def test_encode_chat_without_own_tokens_encodes_the_whole_text(tokenizer, pieces):
     text = "".join(pieces)
-    encoder = tokenizer._content_encoder
+    encoder = tokenizer.content_encoder
     assert encoder.encode(text, [], add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -108,8 +109,8 @@ TEMPLATES = {
 CONTENTS = ["</s>", " x</s>y ", "><", ">", "<", "a<s></s></s>b", "<|end|>x", "<|end|></s>"]
 
 
-@pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+@for_each("content", CONTENTS)
+@for_each("source", TEMPLATES.values())
 def test_templates_that_change_content(source, content):
     tokenizer = TOKENIZERS["byte level"]
     template, messages = ChatTemplate(source, "fake", {}), [{"role": "user", "content": content}]
@@ -121,7 +122,7 @@ def test_templates_that_change_content(source, content):
     assert [token_id for token_id in ids if token_id in tokenizer.special_token_ids] == expected
 
 
-def test_content_that_cannot_be_told_from_the_template_is_refused():
+def test_render_chat_ambiguous_control_tokens_are_refused():
     tokenizer = TOKENIZERS["byte level"]
     measuring = ChatTemplate("<s>{{ messages[0].content | length }} {{ messages[0].content }}", "fake", {})
     with raises_code("template.control_tokens", TemplateError):
@@ -133,7 +134,7 @@ def test_content_that_cannot_be_told_from_the_template_is_refused():
         cutting.render_chat([{"role": "user", "content": "x</s>y"}], tokenizer.control_tokens)
 
 
-@pytest.mark.parametrize("place", ["role", "name", "tools", "documents", "key"])
+@for_each("place", ["role", "name", "tools", "documents", "key"])
 def test_control_tokens_in_every_place_of_a_conversation(place):
     tokenizer = TOKENIZERS["byte level"]
     source = "<s>{{ messages | tojson }}{{ tools | tojson }}{{ documents | tojson }}"

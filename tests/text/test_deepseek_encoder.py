@@ -1,4 +1,4 @@
-"""DeepSeekEncoder: prompts byte for byte as DeepSeek and vLLM write them, text that stays text, errors in words."""
+"""DeepSeekEncoder: prompts byte for byte as DeepSeek and vLLM write them, text that stays text, errors."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def is_fixture(prompt: str, name: str) -> bool:
     return prompt == (CASES / f"{name}.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@for_each("name", FIXTURES)
 def test_prompts_of_fixtures_are_equal_to_the_byte(name):
     version, chat, tools_first, options = FIXTURES[name]
     assert is_fixture(fixture_prompt(ENCODERS[version], chat, tools_first, options), name)
@@ -238,14 +238,14 @@ WRITTEN: dict[str, tuple[str, list[dict[str, object]], dict[str, Any], str]] = {
 """Version, chat, options, and the prompt after the beginning of sentence."""
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@for_each("name", WRITTEN)
 def test_prompts_by_hand_are_equal_to_the_byte(name):
     version, messages, options, expected = WRITTEN[name]
     assert ENCODERS[version].render(messages, **options) == BEGIN + expected  # type: ignore[arg-type]
 
 
 def changed_strings(encoding: Encoding) -> list[tuple[str, Encoding]]:
-    """The same encoding with one string changed, for each string that is written."""
+    """Yield the encoding with one string changed, for each string."""
     changed = []
     for field in fields(encoding):
         value = getattr(encoding, field.name)
@@ -495,8 +495,8 @@ def test_long_chats_cost_work_in_proportion(version):
     assert work[1] < 4.5 * work[0]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "template", "expected"),
+@for_each(
+    "architecture, template, expected",
     [
         ("DeepseekV32ForCausalLM", None, V32),
         ("DeepseekV4ForCausalLM", None, V4),

@@ -10,6 +10,7 @@ import pytest
 
 from engine.fakes import BOS, EOS, OTHER_EOS, VOCAB_SIZE, byte_tokenizer, shared_tokenizer
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import RequestError
 from holdfast.request.sampling_params import SamplingParams
 from holdfast.request.sequence import Sequence
@@ -66,7 +67,7 @@ def takes(vocabulary: Vocabulary, text: str, **form) -> bool:
     return Writer(vocabulary, **form).takes(text)
 
 
-@pytest.mark.parametrize("text", ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"])
+@for_each("text", ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"])
 def test_choices_are_texts_and_nothing_else(vocabulary, text):
     choices = ['a"b', "x\ny", "\\d", "é/ü", "{}", "a|b", "tab\t", "a"]
     writer = Writer(vocabulary, choice=choices)
@@ -92,9 +93,7 @@ def test_rows_behind_the_tokenizer_are_never_chosen(vocabulary):
     assert not [token for token in writer.allowed() if token > OTHER_EOS]
 
 
-@pytest.mark.parametrize(
-    ("text", "is_fine"),
-    [
+@for_each("text, is_fine", [
         ('{"a":1}', True),
         ('{"a": 1, "b": [1, {"c": null}]}', True),
         ('{\n  "a": 1\n}', True),
@@ -114,8 +113,7 @@ def test_rows_behind_the_tokenizer_are_never_chosen(vocabulary):
         ('{"a":"\\ud83d\\ude00"}', False),
         ('{"a":"\\n\\"\\u0001"}', True),
         ('{"a":"\n"}', False),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_any_json_object_without_room_to_loop_on_whitespace(vocabulary, text, is_fine):
     assert takes(vocabulary, text, json_object=True) is is_fine
     if is_fine:
@@ -161,8 +159,8 @@ def test_a_model_without_an_end(vocabulary):
     assert not done.grammars.is_complete(0)
 
 
-def test_a_place_is_found_again_whatever_was_asked_before(vocabulary):
-    """Masks asked twice, several tokens at once, and a list of tokens that was made anew after a preemption."""
+def test_fill_depends_only_on_the_tokens(vocabulary):
+    """Masks computed twice, several tokens at once, and a list of tokens that was made anew after a preemption."""
     writer = Writer(vocabulary, regex="abc+d")
     assert writer.allowed() == writer.allowed() == [ord("a")]
     writer.sequence.token_ids += b"abcc"
@@ -244,7 +242,7 @@ def test_completions_of_one_request(vocabulary):
     assert [np.flatnonzero(row).tolist() for row in bits] == [[ord("b")], [ord("d")]]
 
 
-def test_what_nobody_waits_for_is_not_compiled(monkeypatch, vocabulary):
+def test_forget_cancels_a_compilation_without_sequences(monkeypatch, vocabulary):
     begun, opened, compiled = threading.Event(), threading.Event(), []
 
     def compile_slowly(form, vocabulary):
@@ -270,7 +268,7 @@ def test_what_nobody_waits_for_is_not_compiled(monkeypatch, vocabulary):
     assert len(grammars) == 0
 
 
-def test_a_form_that_cannot_be_compiled_is_told_as_an_error(vocabulary):
+def test_ready_returns_the_error_of_a_compilation(vocabulary):
     writer = Writer(vocabulary, regex="(a")
     assert writer.prepared.sequence_ids == (0,)
     assert "unclosed group" in (writer.prepared.error or "")
@@ -305,8 +303,8 @@ def test_a_vocabulary_is_made_once_and_when_it_is_needed():
 # Checks
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
+@for_each(
+    "form, words",
     [
         ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, "Unsatisfiable"),
         ({"json": {"$defs": {"n": {"$ref": "#/$defs/n"}}, "$ref": "#/$defs/n"}}, "structured_outputs.json"),
@@ -317,7 +315,6 @@ def test_a_vocabulary_is_made_once_and_when_it_is_needed():
         ({"grammar": "start: start"}, "structured_outputs.grammar"),
         ({"grammar": "start: nothing"}, "structured_outputs.grammar"),
     ],
-    ids=lambda value: str(value)[:40],
 )
 def test_impossible_and_endless_forms_are_refused_in_time(check, form, words):
     began = time.monotonic()
@@ -332,7 +329,7 @@ def test_impossible_and_endless_forms_are_refused_in_time(check, form, words):
     assert time.monotonic() - began - first < 0.5
 
 
-@pytest.mark.parametrize(
+@for_each(
     "regex",
     [
         "(a+)+b",
@@ -343,7 +340,6 @@ def test_impossible_and_endless_forms_are_refused_in_time(check, form, words):
         "(a|a|a)*c",
         "a|b" * 1300,
     ],
-    ids=lambda regex: regex[:20],
 )
 def test_what_is_a_bomb_elsewhere_is_followed_in_time(vocabulary, check, regex):
     began = time.monotonic()
@@ -365,7 +361,7 @@ def test_the_largest_object_is_followed(vocabulary, check):
 
 
 def test_verdict_of_a_form_is_not_that_of_another_kind(check):
-    """The same text as an expression and as a grammar, in either order."""
+    """One text as an expression and as a grammar, in either order."""
     for text in ("ab", "ba"):
         for _ in range(2):
             kinds = [("regex", True), ("grammar", False)]

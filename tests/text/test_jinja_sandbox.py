@@ -11,6 +11,7 @@ from jinja2.filters import FILTERS
 from jinja2.tests import TESTS
 
 from error_codes import raises_code
+from for_each import for_each
 from holdfast.errors import TemplateError
 from holdfast.text.chat_template import ChatTemplate
 from holdfast.text.jinja_sandbox import FILTERS_ALLOWED, METHODS, ChatSandbox
@@ -29,15 +30,15 @@ from text.template_cases import (
 
 QUESTION = [{"role": "user", "content": "hi"}]
 MAX_SECONDS = 60.0
-"""Of processor time; less than a second is usual. Only to tell an end from none: machines differ, and are shared."""
+"""CPU seconds; less than one is usual. Only to detect an endless run: machines differ, and are shared."""
 MAX_BYTES = 64 * 2**20
 AGREEING = SNIPPETS | CORNERS | METHOD_SNIPPETS
 WRITING = FILTER_SNIPPETS | {f"is {name}": text for name, text in TEST_SNIPPETS.items()}
 WRITING |= {f".{name}()": text for name, text in STRING_SNIPPETS.items()}
 
 
-@pytest.mark.parametrize("source", WRITING.values(), ids=WRITING)
-def test_filters_tests_and_methods_write_what_transformers_writes(source):
+@for_each("source", WRITING.values())
+def test_filters_tests_and_methods_equal_transformers(source):
     assert agree(source) is not None
 
 
@@ -47,18 +48,18 @@ def test_every_filter_test_and_method_that_is_allowed_is_tried():
     assert STRING_SNIPPETS.keys() == METHODS[str]
 
 
-@pytest.mark.parametrize("name", AGREEING)
-def test_templates_write_what_transformers_writes_or_are_refused_by_both(name):
+@for_each("name", AGREEING)
+def test_templates_equal_transformers_or_both_refuse(name):
     assert (agree(AGREEING[name]) is None) == (name in REFUSED_BY_BOTH)
 
 
-@pytest.mark.parametrize("name", sorted(FILTERS.keys() - FILTERS_ALLOWED))
+@for_each("name", sorted(FILTERS.keys() - FILTERS_ALLOWED))
 def test_other_filters_do_not_exist(name):
     with raises_code("template.syntax", TemplateError):
         ours("{{ text|" + name + " }}")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "source",
     [
         "{{ 'a'.encode() }}",
@@ -118,7 +119,7 @@ def test_attacks_that_take_long_are_there() -> None:
         for name, source in ATTACKS.items()
     ],
 )
-def test_a_template_that_burns_time_or_memory_is_refused_soon(source):
+def test_template_that_burns_time_or_memory_is_refused(source):
     template = ChatTemplate(source, "evil.gguf", {})
     before, started = resident_peak(reset=True), time.process_time()
     with pytest.raises(TemplateError, match=r"evil\.gguf") as caught:
@@ -129,13 +130,13 @@ def test_a_template_that_burns_time_or_memory_is_refused_soon(source):
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("source", COSTLY_BUT_LAWFUL.values(), ids=COSTLY_BUT_LAWFUL)
+@for_each("source", COSTLY_BUT_LAWFUL.values())
 def test_a_large_template_is_not_refused(source):
     assert isinstance(ours(source), str)
 
 
-@pytest.mark.parametrize("source", ESCAPES.values(), ids=ESCAPES)
-def test_a_template_that_leaves_the_sandbox_is_refused_and_touches_nothing(source, monkeypatch, tmp_path):
+@for_each("source", ESCAPES.values())
+def test_template_that_leaves_the_sandbox_is_refused(source, monkeypatch, tmp_path):
     import jinja2.ext  # noqa: F401 - imported before the door is shut
 
     ChatTemplate("warm", "x", {}).render(QUESTION)
@@ -203,7 +204,7 @@ def test_dates_are_written_as_in_transformers():
     assert agree("{{ strftime_now('%-d %b') }}") is not None
 
 
-@pytest.mark.parametrize("form", ["%0999999999d", "%10000Y", "%" * 300, "x" * 300, "%"], ids=lambda form: form[:12])
+@for_each("form", ["%0999999999d", "%10000Y", "%" * 300, "x" * 300, "%"])
 def test_dates_of_unknown_forms_are_refused(form):
     with raises_code("template.over_budget", TemplateError):
         ours("{{ strftime_now('" + form + "') }}")

@@ -1,7 +1,6 @@
 """grammar_after_thoughts: a form of an answer is held to behind its thoughts, and is the same form there."""
 
-import pytest
-
+from for_each import for_each
 from holdfast.request.structured import StructuredOutputs
 from holdfast.text.thought_grammar import grammar_after_thoughts
 from text.test_tool_grammar import takes
@@ -17,7 +16,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("fields", "sound", "wrong"), FORMS.values(), ids=FORMS)
+@for_each("fields, sound, wrong", FORMS.values())
 def test_forms(fields, sound, wrong):
     form = StructuredOutputs(**fields)
     may, is_open = grammar_after_thoughts(form, "may"), grammar_after_thoughts(form, "open")

@@ -26,7 +26,6 @@ class ToolCallDelta:
     """More of one call: first its name, alone; then its arguments, as JSON text in pieces."""
 
     index: int
-    """Index of the call in the answer, from 0."""
     name: str | None
     """Only in the first delta of a call."""
     arguments: str = ""

@@ -24,7 +24,6 @@ class CallReader(Protocol):
     is_certain: bool
     """It is a call, and has been reported."""
     is_done: bool
-    """The call is complete."""
     is_broken: bool
     """It is no call, or its arguments are broken."""
 
@@ -84,7 +83,6 @@ class HeadSyntax:
     """Pattern of the text before the separator: group "name", and group "id" if the model numbers its calls."""
     separator: str
     closing: str
-    """Follows the arguments."""
     written_head: str
     written_end: str = ""
     """For a forced call: the text before the arguments, with {name}, and the text after them, before the closing marker."""
@@ -272,7 +270,6 @@ class JsonCall:
 
 
 def _decoded(text: str) -> str:
-    """Decode a JSON string that the scanner has accepted."""
     return str(json.loads(text, strict=False))
 
 

@@ -11,7 +11,6 @@ MAX_CHAT_VALUES = 200_000
 """Strings, numbers, lists and dicts in all messages together."""
 MAX_DEPTH = 24
 MAX_CALLS = 1024
-"""Calls of tools in one message."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Clients' names of the reasoning of an answer; templates read the first, some the second."""
 _MESSAGE = 'a dict like {"role": "user", "content": "Hello"}'
@@ -97,7 +96,6 @@ def _plain_message(message: object, index: int, data: PlainData) -> dict[str, ob
 
 
 def _check_calls(message: dict[str, object], name: str) -> None:
-    """Check the calls of an assistant; drop the field if there are none."""
     calls = message["tool_calls"]
     if not calls and (calls is None or isinstance(calls, list)):
         del message["tool_calls"]

@@ -55,9 +55,7 @@ class Encoding:
     openings: Mapping[str, str]
     tasks: Mapping[str, str]
     results: str = ""
-    """V3.2 only: around the results of one answer's calls."""
     latest_reminder: str = ""
-    """V4 only."""
 
     def texts(self) -> list[str]:
         """Return every string, to detect the formats of calls and thoughts."""
@@ -98,7 +96,6 @@ class Turn:
 
     role: str
     place: int
-    """Index of the first message."""
     messages: list[Message]
 
     @property
@@ -282,7 +279,6 @@ class ChatWriter:
         return self._strings.response_format.format(schema=_json(form)) if form else ""
 
     def _opening(self, index: int, turn: Turn) -> str:
-        """Return the tokens that open the answer to a turn."""
         is_last = index + 1 == len(self._turns)
         if is_last and not self._mode.opens:
             return ""

@@ -31,7 +31,6 @@ class DecodeRule:
     piece: Callable[[str], bytes]
     first_piece: Callable[[str], bytes]
     strip: str = ""
-    """A character that is removed from the start of a text."""
     max_strips: int = 0
 
 

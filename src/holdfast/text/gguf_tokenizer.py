@@ -34,7 +34,6 @@ class PreTokenizer:
     ignore_merges: bool = False
     """A piece that is a token stays whole, whatever the merges."""
     add_bos: bool = False
-    """Default of add_bos_token."""
 
 
 _DATA = resources.files("holdfast").joinpath("data", "pre_tokenizers.json").read_text(encoding="utf-8")
@@ -234,7 +233,6 @@ def _merges_by_score(fields: _Fields) -> list[tuple[str, str]]:
 
 
 def _add_found_tokens(backend: "tokenizers.Tokenizer", fields: _Fields, named: Mapping[str, int]) -> None:
-    """Add control tokens as special, and user-defined ones as whole."""
     import tokenizers
 
     unusual = [(i, kind) for i, kind in enumerate(fields.types) if kind != 1]

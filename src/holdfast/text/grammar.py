@@ -36,12 +36,10 @@ if TYPE_CHECKING:
 MAX_VERDICT_BYTES = 2**20
 """Most bytes of cached verdicts: a digest, and the reason of a refusal."""
 VERDICT_BYTES = 128
-"""Bytes of one verdict, beside its text."""
 ANY_OBJECT = '{"type":"object"}'
 HARD_WORDS = ('"allOf"', '"pattern', '"not"', '"if"', '"format"', '"$dynamicRef"', '"x-guidance"')
 """Keywords for which the compiler compares expressions; a schema without them compiles in linear time."""
 MASK_THREADS = 8
-"""Most threads that fill masks."""
 SHARED_ROWS = 16
 """Rows from which several threads fill masks: a row takes about 0.1 ms, and waking a thread may take as long."""
 
@@ -226,7 +224,6 @@ class Grammars:
         self._executor: LLExecutor | None = None
 
     def __len__(self) -> int:
-        """Return the number of sequences with a matcher."""
         return len(self._following)
 
     def begin(self, sequence_ids: SequenceABC[int], form: StructuredOutputs) -> None:

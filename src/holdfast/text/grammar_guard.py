@@ -23,7 +23,6 @@ CPU_SECONDS = 2
 WALL_SECONDS = 15.0
 """Wall time for one grammar, on a busy machine."""
 CHILD_BYTES = 2 * 2**30
-"""Address space of a child."""
 MAX_ERROR_CHARS = 240
 WHITESPACE = r"(\x20|\n[\x20\t]{0,40})"
 """Between two parts of JSON: a space, or a new line with its indent. Unbounded, a model may write nothing else."""

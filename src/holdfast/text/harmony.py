@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from holdfast.errors import shown
-from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, DeltaList, ReasoningDelta, partial_end
+from holdfast.text.answer_deltas import AnswerDelta, ContentDelta, ReasoningDelta, partial_end
 from holdfast.text.call_readers import ArgumentsReader, report_unknown
-from holdfast.text.tool_calls import MAX_CALLS, MAX_PROBLEMS, AnswerReader, ToolFormat
+from holdfast.text.tool_calls import MAX_CALLS, AnswerReader, StreamReader, ToolFormat
 from holdfast.text.tools import NAME, Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 TURN = f"{START}assistant"
-"""The end of a prompt."""
 MAX_HEADER_CHARS = 512
 FUNCTIONS = "functions."
 
@@ -52,7 +51,6 @@ class _State(Enum):
     FIRST = auto()
     """At the beginning of an answer, in a header that the prompt began."""
     NEXT = auto()
-    """After the end of a message."""
     HEADER = auto()
     BODY = auto()
     CALL = auto()
@@ -65,8 +63,8 @@ _HEADERS = {_State.FIRST: (CHANNEL, MESSAGE, START, CONSTRAIN, "to="), _State.NE
 """Beginnings of a header; any other text is content."""
 
 
-class HarmonyParser:
-    """Reads one answer: `feed` returns certain deltas, `finish` the rest."""
+class HarmonyParser(StreamReader):
+    """Reads one answer in channels."""
 
     def __init__(
         self,
@@ -77,17 +75,13 @@ class HarmonyParser:
         is_any_tool: bool = False,
     ) -> None:
         """`tools`: None leaves calls in the content; `is_any_tool` accepts any name."""
-        self.problems: list[str] = []
-        self.num_calls = 0
+        super().__init__()
         self._reads_calls = tools is not None
         self._tools = None if is_any_tool else {tool.name: tool for tool in tools or ()}
         self._reasoning = ReasoningDelta if reads_reasoning else ContentDelta
-        self._out = DeltaList()
-        self._kept = ""
         self._kind: type[ContentDelta] | type[ReasoningDelta] | None = ContentDelta
         """Kind of the body that is read; None drops it."""
         self._name = ""
-        """Name of the call that is read."""
         self._arguments = ArgumentsReader()
         self._shown: set[type[ContentDelta] | type[ReasoningDelta]] = set()
         self._is_new_message = False
@@ -113,12 +107,8 @@ class HarmonyParser:
         elif turn:
             self.feed(tail)
 
-    def feed(self, text: str) -> list[AnswerDelta]:
-        """Read a further piece of the answer; return the deltas that are certain."""
-        text, self._kept, place = self._kept + text, "", 0
-        while place < len(text):
-            place = self._steps[self._state](text, place)
-        return self._out.take()
+    def _step(self, text: str, place: int) -> int:
+        return self._steps[self._state](text, place)
 
     def finish(self) -> list[AnswerDelta]:
         """Return the deltas that were held back, at the end of the answer."""
@@ -145,8 +135,7 @@ class HarmonyParser:
             self._state = _State.HEADER
             return begin
         if any(start.startswith(rest) for start in starts):
-            self._kept = text[place:] if is_first else text[begin:]
-            return len(text)
+            return self._keep(text, place if is_first else begin)
         self._state, self._kind, self._is_new_message = _State.BODY, ContentDelta, not is_first
         return place if is_first else begin
 
@@ -155,8 +144,7 @@ class HarmonyParser:
         # The first character begins the header, so it ends no other.
         found = _HEADER_END.search(text, place if text.startswith(MESSAGE, place) else place + 1, limit)
         if found is None and len(text) < limit:
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         if found is not None and found[0] == MESSAGE:
             self._begin_message(text[place : found.start()])
             return found.end()
@@ -200,8 +188,7 @@ class HarmonyParser:
         place = place if match is None else match.end()
         rest = text[place : place + len(CHANNEL)]
         if not rest or (rest not in _ENDS and any(end.startswith(rest) for end in _ENDS)):
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         is_empty = any(rest.startswith(end) for end in _ENDS)
         report_unknown(self._name, self._tools, self._report)
         self._out.begin_call(self.num_calls, self._name)
@@ -235,8 +222,7 @@ class HarmonyParser:
             return found.start() if goes_on else found.end()
         end = len(text) - max(partial_end(text[place:], marker) for marker in _ENDS)
         self._text(text[place:end])
-        self._kept = text[end:]
-        return len(text)
+        return self._keep(text, end)
 
     def _text(self, text: str) -> None:
         if self._state is _State.BROKEN_ARGUMENTS:
@@ -251,10 +237,6 @@ class HarmonyParser:
         self._is_new_message = False
         self._shown.add(self._kind)
         self._out.add(self._kind, text)
-
-    def _report(self, problem: str) -> None:
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(problem)
 
 
 def _word(text: str) -> str:

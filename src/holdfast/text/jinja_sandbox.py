@@ -31,14 +31,11 @@ from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
 Value: TypeAlias = Any
-"""Any value of a template."""
 
 STEP_BYTES = 64
 """Bytes that one step reads or makes, so that steps bound memory too."""
 MAX_ITEMS = 100_000
-"""Longest range and list."""
 MAX_NESTING = 64
-"""Deepest nesting of lists and dicts."""
 MAX_INTEGER_BITS = 8192
 MAX_FORMAT_CHARS = 4096
 MAX_INDENT = 64

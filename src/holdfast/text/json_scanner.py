@@ -76,7 +76,6 @@ class JsonScanner:
         self._brackets: list[str] = []
         self._is_key = False
         self._rest = ""
-        """Rest of a literal."""
         self._number = ""
         self._num_hex = 0
         self._has_reported_value = False
@@ -98,7 +97,6 @@ class JsonScanner:
                 return place, found
 
     def _read(self, text: str, place: int, limit: int) -> tuple[int, Found | None]:
-        """Read one character or run."""
         match self._state:
             case _State.STRING:
                 return self._string(text, place, limit)

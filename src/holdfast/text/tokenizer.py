@@ -27,7 +27,6 @@ OTHER_FORMATS = {
     "tekken.json": "a Mistral tekken vocabulary",
     "vocab.json": "a vocabulary and merges in files of their own",
 }
-"""Files that a folder may hold instead of tokenizer.json."""
 BY_IDS = 'pass prompts as token ids: LLM(model, tokenizer="none").generate(prompt_token_ids=[...])'
 """The fix for a model whose tokenizer is not supported."""
 CONFIG_FILE = "tokenizer_config.json"
@@ -39,7 +38,6 @@ NO_BOUND = 2**31
 """More characters than any text has."""
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD"}
 MAX_COMPOSED_CHARS = 4
-"""Most characters that Unicode composes into one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ class Tokenizer:
         """Treat these added tokens as control tokens, although the files do not flag them as special."""
         self._control_texts |= frozenset(texts)
         self.__dict__.pop("control_tokens", None)
-        self.__dict__.pop("_content_encoder", None)
+        self.__dict__.pop("content_encoder", None)
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
@@ -130,7 +128,7 @@ class Tokenizer:
         return ControlTokens({text: token_id for text, token_id in special.items() if text}, self._kept_whole)
 
     @cached_property
-    def _content_encoder(self) -> ContentEncoder:
+    def content_encoder(self) -> ContentEncoder:
         return ContentEncoder(self._backend, self.control_tokens)
 
     def encode_chat(self, text: str, own: Sequence[Span]) -> list[int]:
@@ -138,7 +136,7 @@ class Tokenizer:
         if not own:
             return self.encode(text, add_special_tokens=False)
         with self._encoder_lock:
-            encoder = self._content_encoder
+            encoder = self.content_encoder
         return self._guarded(text, lambda: encoder.encode(text, list(own), add_special_tokens=False))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -57,7 +57,6 @@ class ToolFormat:
 
     name: str
     opening: str
-    """Marker before a call."""
     closing: str
     """Marker after it; empty if there is none, or the syntax has its own end."""
     syntax: JsonSyntax | HeadSyntax | TagSyntax | None
@@ -69,13 +68,11 @@ class ToolFormat:
     slack: re.Pattern[str] = _NO_SLACK
     """Pattern of the text between a call and its closing marker."""
     between: str = "\n"
-    """Separator of two forced calls."""
     breaks_lines: bool = False
     """A forced call has a line break on the inner side of each marker."""
     tokens: tuple[str, ...] = ()
     """Markers that are tokens of the vocabulary. A text without special tokens may lack them."""
     stops: tuple[str, ...] = ()
-    """Tokens that end an answer."""
 
     @property
     def lists_calls(self) -> bool:
@@ -97,21 +94,47 @@ class _State(Enum):
     BETWEEN = auto()
 
 
-class ToolParser:
+class StreamReader:
     """Reads one answer: `feed` returns certain deltas, `finish` the rest.
 
-    `problems` describes texts that looked like calls, and broken calls.
+    `problems` describes texts that looked like calls, and broken calls. A step reads from a place, and returns the next.
     """
 
-    def __init__(self, form: ToolFormat, tools: Sequence[Tool] | None = None) -> None:
-        self.form = form
+    def __init__(self) -> None:
         self.problems: list[str] = []
         self.num_calls = 0
-        self._tools = None if tools is None else {tool.name: tool for tool in tools}
         self._out = DeltaList()
-        self._space = HeldSpace()
         self._kept = ""
         """The end of the last piece, which may begin a marker."""
+
+    def feed(self, text: str) -> list[AnswerDelta]:
+        """Read a further piece of the answer; return the deltas that are certain."""
+        text, self._kept, place = self._kept + text, "", 0
+        while place < len(text):
+            place = self._step(text, place)
+        return self._out.take()
+
+    def _step(self, text: str, place: int) -> int:
+        raise NotImplementedError
+
+    def _keep(self, text: str, place: int) -> int:
+        """Hold back the text from `place` for the next piece."""
+        self._kept = text[place:]
+        return len(text)
+
+    def _report(self, problem: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+
+class ToolParser(StreamReader):
+    """Reads one answer in a format of markers."""
+
+    def __init__(self, form: ToolFormat, tools: Sequence[Tool] | None = None) -> None:
+        super().__init__()
+        self.form = form
+        self._tools = None if tools is None else {tool.name: tool for tool in tools}
+        self._space = HeldSpace()
         self._held: list[str] = []
         """Text of the call that is read, until it is certain."""
         self._num_held = 0
@@ -132,12 +155,8 @@ class ToolParser:
             _State.BETWEEN: self._between,
         }
 
-    def feed(self, text: str) -> list[AnswerDelta]:
-        """Read a further piece of the answer; return the deltas that are certain."""
-        text, self._kept, place = self._kept + text, "", 0
-        while place < len(text):
-            place = self._steps[self._state](text, place)
-        return self._out.take()
+    def _step(self, text: str, place: int) -> int:
+        return self._steps[self._state](text, place)
 
     def finish(self) -> list[AnswerDelta]:
         """Return the deltas that were held back, at the end of the answer."""
@@ -194,8 +213,7 @@ class ToolParser:
             self._report(f"more than {MAX_CALLS} calls; the rest is content")
         end = len(text) - _partial_end_of_any(text[place:], (self.form.opening, self.form.section[0]))
         self._content(text[place:end])
-        self._kept = text[end:]
-        return len(text)
+        return self._keep(text, end)
 
     def _section(self, text: str, place: int) -> int:
         """Read the text after the marker of a section: the first call, or the marker is content."""
@@ -206,8 +224,7 @@ class ToolParser:
             self._begin_call(self.form.section[0] + text[place:end], is_marked=True)
             return end
         if self.form.opening.startswith(text[begin : begin + len(self.form.opening)]):
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         self._state = _State.TEXT
         self._content(self.form.section[0])
         return place
@@ -262,8 +279,7 @@ class ToolParser:
             return found.end() if found[0] == self.form.closing else found.start()
         end = len(text) - _partial_end_of_any(text[place:], self._ends)
         self._out.add(self.num_calls - 1, text[place:end])
-        self._kept = text[end:]
-        return len(text)
+        return self._keep(text, end)
 
     def _after(self, text: str, place: int) -> int:
         """Read the marker after a call, or the next call; anything else is content."""
@@ -275,8 +291,7 @@ class ToolParser:
         begin = place if match is None else match.end()
         rest = text[begin : begin + len(marker)]
         if marker.startswith(rest) and rest != marker:
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         self._state = following
         return begin + len(marker) if marker and rest == marker else place
 
@@ -286,8 +301,7 @@ class ToolParser:
         marker = self.form.opening
         rest = text[begin : begin + len(marker)]
         if marker.startswith(rest) and rest != marker:
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         is_marked = rest == marker
         if not (is_marked or rest[0] == "{") or self.num_calls >= MAX_CALLS:
             self._state = _State.TEXT
@@ -303,8 +317,7 @@ class ToolParser:
         ending = self.form.section[1]
         rest = text[begin : begin + len(ending)]
         if rest != ending and ending.startswith(rest):
-            self._kept = text[place:]
-            return len(text)
+            return self._keep(text, place)
         self._state = _State.TEXT
         return begin + len(ending) if rest == ending else place
 
@@ -315,10 +328,6 @@ class ToolParser:
                 return
             self._is_after_call = False
         self._out.add(ContentDelta, self._space.show(text))
-
-    def _report(self, problem: str) -> None:
-        if len(self.problems) < MAX_PROBLEMS:
-            self.problems.append(problem)
 
 
 def _any_of(*markers: str) -> re.Pattern[str]:

@@ -12,7 +12,6 @@ from holdfast.text.chat_messages import PlainData
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 128
 MAX_TOOLS_CHARS = 2**20
-"""Most characters of all tools together, written as JSON."""
 NAME = re.compile(rf"[\w.:/$@-]{{1,{MAX_NAME_CHARS}}}")
 _KNOWN = ("name", "description", "parameters", "strict")
 _EXAMPLE = 'like {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}'

@@ -200,7 +200,7 @@ def test_a_source_that_changed_is_quantized_again(cache, model, caplog, file, ch
     hit[0].close()
 
 
-def test_a_source_that_changes_while_it_loads_is_kept_under_its_old_name(cache, model):
+def test_cache_source_changed_while_loading_keeps_its_old_name(cache, model):
     plan = plan_of(model)
     slot = slot_of(model, plan)
     touch(model.path / "model-a.safetensors")
@@ -254,15 +254,15 @@ def test_an_entry_under_anothers_name_is_dropped(cache, model, caplog):
     assert "the source changed: model-a.safetensors was written at another time" in caplog.text
 
 
-def test_what_is_not_worth_caching_is_told(cache, model):
+def test_find_cached_without_use_returns_the_reason(cache, model):
     assert find_cached(model, plan_of(model, WeightRecipe())) == "nothing is quantized on load"
     dummy = replace(model, source=DummySource(PARAMETERS, "bfloat16"))
     assert find_cached(dummy, plan_of(model)) == "weights are dummies"
     plan = plan_of(model)
     odd = replace(plan.weights[2], scheme=replace(FP8, name="own"))
-    told = find_cached(model, replace(plan, weights=(odd,)))
-    assert isinstance(told, str)
-    assert "stored as own" in told
+    reason = find_cached(model, replace(plan, weights=(odd,)))
+    assert isinstance(reason, str)
+    assert "stored as own" in reason
     assert not cache.exists()
 
 
@@ -270,10 +270,10 @@ def test_a_disk_that_is_short_of_room_is_left_alone(cache, model, monkeypatch, c
     plan = plan_of(model)
     slot = slot_of(model, plan)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(2**40, 2**39, 16 * 2**30 + 1000))
-    told = slot.save(loaded(plan))
-    assert told is not None
-    assert "are needed on a disk that has 16.00 GiB left" in told
-    assert told in caplog.text
+    reason = slot.save(loaded(plan))
+    assert reason is not None
+    assert "are needed on a disk that has 16.00 GiB left" in reason
+    assert reason in caplog.text
     assert names(cache) == []
 
 
@@ -306,9 +306,9 @@ def test_a_cache_that_may_not_be_written_is_no_obstacle(cache, model, monkeypatc
         assert slot.save(loaded(plan)) == "Permission denied"
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
-    told = find_cached(model, plan)
-    assert isinstance(told, str)
-    assert "Not a directory" in told
+    reason = find_cached(model, plan)
+    assert isinstance(reason, str)
+    assert "Not a directory" in reason
     assert "quantized weights are not cached" in caplog.text
 
 
@@ -321,7 +321,7 @@ def test_a_folder_that_others_can_write_is_not_believed(cache, tmp_path, monkeyp
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "holdfast" / "weights"
-    monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-this-name/x")
+    monkeypatch.setenv(CACHE_VARIABLE, "~absent-user/x")
     with pytest.raises(OSError, match="names no folder here"):
         cache_folder()
 
@@ -370,9 +370,9 @@ def test_the_least_recently_used_goes_first(cache, model, caplog):
     assert slots["fp8"].folder.exists()
     assert slots["tensor"].folder.exists()
     assert "of cached weights: " in caplog.text
-    told = slot_of(model, plan_of(model, WeightRecipe(FP8, "none")), max_bytes=1000).save({})
-    assert told is not None
-    assert "the cache 1000 B" in told
+    reason = slot_of(model, plan_of(model, WeightRecipe(FP8, "none")), max_bytes=1000).save({})
+    assert reason is not None
+    assert "the cache 1000 B" in reason
 
 
 def test_an_entry_that_is_read_stays(cache, model):
@@ -391,7 +391,7 @@ def test_an_entry_that_is_read_stays(cache, model):
 
 
 def test_trimming_stops_at_the_bound_and_counts_what_went(cache, model):
-    """The least recently used of three first, one that is read is passed over, and the sum of all that went is told."""
+    """The least recently used of three first, one that is read is passed over, and the sum of removed bytes is returned."""
     schemes = {1: FP8, 2: INT8, 3: FP8_TENSOR}
     slots = [save_under(model, WeightRecipe(scheme), used) for used, scheme in schemes.items()]
     sizes = [entry.num_bytes for entry in cache_entries(cache)]
@@ -427,7 +427,7 @@ def test_entry_of_another_rank_is_not_taken(cache, model):
     assert names(cache) == []
 
 
-def test_change_is_told_of_the_entry_that_was_used_last(cache, model, caplog):
+def test_change_is_logged_for_the_latest_entry(cache, model, caplog):
     """Two sources before this one: what is said of the newest is what a person did since."""
     plan, path = plan_of(model), model.path / "model-a.safetensors"
     for used in (1, 2):

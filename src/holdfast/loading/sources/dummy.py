@@ -8,7 +8,7 @@ from math import log2, sqrt
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.loading.sources.source import RowWriter, TensorEntry
+from holdfast.loading.sources.source import Columns, RowWriter, TensorEntry
 from holdfast.memory.workspace_plan import TensorSpec
 from holdfast.models.parameters import Parameter, Part
 from holdfast.quant.formats import bytes_for
@@ -22,7 +22,6 @@ TABLE_VALUES = 1_048_573
 DRAW_VALUES = 2**16
 """Values of the table per draw, so that drawing takes little memory beside it."""
 READ_VALUES = 2**18
-"""Values that a read scales and rounds per step."""
 SPREAD = 0.1
 """Standard deviation of biases, and of norm weights around 1; of scales, as a share of them."""
 E4M3_SPREAD = 256.0
@@ -132,9 +131,7 @@ class DummySource:
         """Values before they are rounded."""
         return 4 * READ_VALUES
 
-    def read_into(
-        self, name: str, row_start: int, row_end: int, out: memoryview, columns: tuple[int, int] | None = None
-    ) -> None:
+    def read_into(self, name: str, row_start: int, row_end: int, out: memoryview, columns: Columns = None) -> None:
         """Write the values of these rows, or of some of their columns; threads share the table."""
         import torch
 
@@ -217,9 +214,7 @@ class _TableWriter:
         self._values = self._stored
         draw_table(self._table)
 
-    def write(
-        self, name: str, row_start: int, row_end: int, out: torch.Tensor, columns: tuple[int, int] | None = None
-    ) -> None:
+    def write(self, name: str, row_start: int, row_end: int, out: torch.Tensor, columns: Columns = None) -> None:
         import torch
 
         wanted = (self._source.entries[name].dtype, *self._source.scale_and_shift(name))
