@@ -271,6 +271,6 @@ def test_a_rank_that_never_comes_is_named(store, monkeypatch):
         accept_ranks(Launched(0, 2, "127.0.0.1", 1, True, 0, 2))
     monkeypatch.setattr(launched, "PEER_SECONDS", 0.2)
     with pytest.raises(
-        EngineDeadError, match=r"seconds \(MASTER_ADDR=localhost is \S+ on this node, which no other node"
+        EngineDeadError, match=r"seconds \(MASTER_ADDR=localhost is \S+ on this node, unreachable from others"
     ):
         accept_ranks(Launched(0, 2, "localhost", 1, True, 0, 1))

@@ -147,11 +147,11 @@ def test_rank_group_refuses_what_is_not_due_and_what_is_late():
     with group_of(2) as (group, peers):
         for peer in peers:
             peer.say(RankLoaded())
-        with pytest.raises(EngineDeadError, match="rank 1 sent RankLoaded where RankReported was due"):
+        with pytest.raises(EngineDeadError, match="rank 1 sent RankLoaded, expected RankReported"):
             group.expect(RankReported, 10)
         group._thread.join(10)
         assert [peer.num_kills for peer in peers] == [1, 1], "the watching thread has nothing to add"
-        with pytest.raises(EngineDeadError, match="RankReported was due"):
+        with pytest.raises(EngineDeadError, match="expected RankReported"):
             group.raise_if_dead()
     with group_of(2) as (group, peers):
         peers[0].say(RankReported({}))
